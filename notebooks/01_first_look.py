@@ -23,9 +23,9 @@ from pathlib import Path
 
 import pictures
 
-from aprilsched.analysis import plots
-from aprilsched.analysis.run import read_run
-from aprilsched.analysis.usage import usage_of
+from aprilsched.observe import plots
+from aprilsched.observe.log.run import read_run
+from aprilsched.observe.log.usage import usage_of
 
 DATA = Path("data")
 waiting = read_run(DATA / "sync")

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import pictures
 
-from aprilsched.analysis import plots
-from aprilsched.analysis.run import read_run
-from aprilsched.analysis.usage import usage_of
-from aprilsched.telemetry.engine_time import BUSY, PART_INDEX, PARTS
+from aprilsched.observe import plots
+from aprilsched.observe.figures.engine_time import BUSY, PART_INDEX, PARTS
+from aprilsched.observe.log.run import read_run
+from aprilsched.observe.log.usage import usage_of
 
 FOLDER = Path("data/april")
 run = read_run(FOLDER)

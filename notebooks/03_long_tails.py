@@ -24,11 +24,11 @@ import numpy as np
 import pictures
 
 from aprilsched import LongTailWorkload, SchedulerConfig
-from aprilsched.analysis.lengths_of_run import known_lengths, law_of
-from aprilsched.analysis.run import read_run
 from aprilsched.kernel.core.messages.facts import UpdateFinished
+from aprilsched.observe.log import EventLog
+from aprilsched.observe.log.lengths_of_run import known_lengths, law_of
+from aprilsched.observe.log.run import read_run
 from aprilsched.simulation import Costs, SimConfig, simulate
-from aprilsched.telemetry.event_log import EventLog
 
 FOLDER = Path("data/april")
 run = read_run(FOLDER)

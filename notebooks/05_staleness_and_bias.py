@@ -23,8 +23,8 @@ from pathlib import Path
 import pictures
 
 from aprilsched import LongTailWorkload, SchedulerConfig
-from aprilsched.analysis.run import read_run, tokens_by_age
 from aprilsched.config import Staleness
+from aprilsched.observe.log.run import read_run, tokens_by_age
 from aprilsched.planning import presets
 from aprilsched.simulation import simulate
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from IPython.display import display
 
-from aprilsched.analysis.style import new_figure
+from aprilsched.observe.report.style import new_figure
 
 sys.path.insert(0, str(Path("../experiments/learning").resolve()))
 sys.path.insert(0, str(Path("../experiments/learning_moe").resolve()))

@@ -1,4 +1,4 @@
-"""Pictures that the notebooks draw, in addition to those of :mod:`aprilsched.analysis.plots`."""
+"""Pictures that the notebooks draw, in addition to those of :mod:`aprilsched.observe.plots`."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false
@@ -15,18 +15,14 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from aprilsched.analysis.chart_model import (
-    AGE_COLOURS,
-    Axis,
-    Chart,
-    Series,
-    ages_by_batch,
-    bias_over_batches,
-    longer_than,
-    tail_of,
-)
-from aprilsched.analysis.lengths_of_run import law_of
-from aprilsched.analysis.plots import (
+from aprilsched.kernel.core.lengths.laws import KaplanMeier
+from aprilsched.kernel.core.lengths.observed import GroupLengths
+from aprilsched.observe.figures.engine_time import Part
+from aprilsched.observe.figures.figures import BiasFigures
+from aprilsched.observe.log.lengths_of_run import law_of
+from aprilsched.observe.log.run import Run, tokens_by_class
+from aprilsched.observe.log.usage import RunUsage
+from aprilsched.observe.plots import (
     BINS,
     TimeUnit,
     busy_seconds,
@@ -36,13 +32,17 @@ from aprilsched.analysis.plots import (
     draw_plane,
     draw_where,
 )
-from aprilsched.analysis.run import Run, tokens_by_class
-from aprilsched.analysis.style import GREY, PALETTE, PART_COLOURS, draw, finish, new_figure
-from aprilsched.analysis.usage import RunUsage
-from aprilsched.kernel.core.lengths.laws import KaplanMeier
-from aprilsched.kernel.core.lengths.observed import GroupLengths
-from aprilsched.telemetry.engine_time import Part
-from aprilsched.telemetry.figures import BiasFigures
+from aprilsched.observe.report.chart_model import (
+    AGE_COLOURS,
+    Axis,
+    Chart,
+    Series,
+    ages_by_batch,
+    bias_over_batches,
+    longer_than,
+    tail_of,
+)
+from aprilsched.observe.report.style import GREY, PALETTE, PART_COLOURS, draw, finish, new_figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -166,7 +166,7 @@ def _draw(model: StepTimeModel, windows: Windows, path: Path) -> None:
         ConfigError: if matplotlib is missing or the file cannot be written.
     """
     with extra("plots"):
-        from aprilsched.analysis.style import finish, new_figure, save
+        from aprilsched.observe.report.style import finish, new_figure, save
     figure = new_figure(12, 4.6)
     left, middle, right = figure.subplots(1, 3)
     _steps(left, model, windows)
@@ -182,7 +182,7 @@ def _draw(model: StepTimeModel, windows: Windows, path: Path) -> None:
 
 
 def _steps(axes: Axes, model: StepTimeModel, windows: Windows) -> None:
-    from aprilsched.analysis.style import GREY, PALETTE
+    from aprilsched.observe.report.style import GREY, PALETTE
 
     steady = windows.where(windows.steady)
     predicted = 1e3 * predicted_seconds(model, steady) / steady.steps
@@ -194,7 +194,7 @@ def _steps(axes: Axes, model: StepTimeModel, windows: Windows) -> None:
 
 
 def _errors(axes: Axes, model: StepTimeModel, windows: Windows, x: np.ndarray) -> None:
-    from aprilsched.analysis.style import GREY, PALETTE
+    from aprilsched.observe.report.style import GREY, PALETTE
 
     error = 100 * (predicted_seconds(model, windows) / windows.seconds - 1)
     error = np.clip(error, -_LIMIT, _LIMIT)

@@ -17,11 +17,11 @@ from aprilsched.errors import ConfigError
 from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.kernel.engines.addresses import fleet_at
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.live.live_model import RunFacts
+from aprilsched.observe.live.view import LiveView
 from aprilsched.runs.config_file import read_table, refuse_unknown, value_as
 from aprilsched.runs.settings import key_from
-from aprilsched.telemetry.live.live_model import RunFacts
-from aprilsched.telemetry.live.view import LiveView
-from aprilsched.telemetry.live_figures import LiveFigures
 
 _STREAM_INTERVAL = 8
 _WAIT_S = 600.0

@@ -10,9 +10,9 @@ from typing import Annotated
 
 from rich.console import Console
 
-from aprilsched.analysis.report.page import figures_json, write_report
 from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.errors import ConfigError
+from aprilsched.observe.report.page import figures_json, write_report
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from aprilsched.cli.arguments import parsed
 from aprilsched.config import SchedulerConfig
+from aprilsched.observe.log.run_folder import REPORT, RunFolder, default_path, write_json
 from aprilsched.runs.config_file import Policy, chosen
 from aprilsched.runs.drive import simulate
 from aprilsched.runs.settings import (
@@ -35,7 +36,6 @@ from aprilsched.runs.showing import (
     verdict,
 )
 from aprilsched.simulation import NEVER, Comparison, SimulationResult, compare
-from aprilsched.telemetry.run_folder import REPORT, RunFolder, default_path, write_json
 
 DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
 

@@ -11,19 +11,19 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from aprilsched.analysis.rebuild import basis_of, summary_of_run
-from aprilsched.analysis.run import readable
 from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.errors import RunFolderError
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.values.files import read_text
+from aprilsched.observe.figures.batch_figures import BatchMeter
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.live.live_model import RunFacts
+from aprilsched.observe.live.view import LiveView, clock_time
+from aprilsched.observe.log.reading import Follower, LogReader
+from aprilsched.observe.log.rebuild import basis_of, summary_of_run
+from aprilsched.observe.log.run import readable
+from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY
 from aprilsched.runs.showing import run_table
-from aprilsched.telemetry.batch_figures import BatchMeter
-from aprilsched.telemetry.event_log.reading import Follower, LogReader
-from aprilsched.telemetry.live.live_model import RunFacts
-from aprilsched.telemetry.live.view import LiveView, clock_time
-from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
 
 _POLL_SECONDS = 0.25
 

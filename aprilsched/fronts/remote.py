@@ -52,7 +52,7 @@ from aprilsched.kernel.shell.protocol import AsyncScheduler
 from aprilsched.kernel.weights.external import Handshake
 from aprilsched.kernel.weights.from_trainer import FromTrainer
 from aprilsched.kernel.weights.publisher import ConcludingPublisher, WeightPublisher
-from aprilsched.telemetry.figures import AlignmentFigures
+from aprilsched.observe.figures.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
 
 T = TypeVar("T")

@@ -147,7 +147,7 @@ async def metrics(request: web.Request) -> web.Response:
     """GET /metrics: the figures of the run behind the gateway and of its clients, as Prometheus
     reads them."""
     try:
-        from aprilsched.telemetry.prometheus import exposition
+        from aprilsched.observe.exports.prometheus import exposition
     except MissingExtra as error:
         return as_json({"error": {"message": str(error)}}, web.HTTPNotImplemented.status_code)
     text, kind = exposition(request.app[SERVICE].metrics)

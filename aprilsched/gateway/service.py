@@ -32,9 +32,9 @@ from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.prompts import PromptQueue
 from aprilsched.kernel.shell.rollouts import RolloutScheduler
 from aprilsched.kernel.store.sqlite import SqliteStore
+from aprilsched.observe.figures.metrics import Metrics
+from aprilsched.observe.figures.table import Clients
 from aprilsched.serving.refusals import Refused
-from aprilsched.telemetry.metrics import Metrics
-from aprilsched.telemetry.table import Clients
 
 log = logging.getLogger("aprilsched")
 

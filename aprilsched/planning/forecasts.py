@@ -21,8 +21,8 @@ from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.policies.schedule import Forecast
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.shell.listener import TokenChunks
+from aprilsched.observe.figures.batch_figures import BatchTime
 from aprilsched.planning import Planner
-from aprilsched.telemetry.batch_figures import BatchTime
 
 _SETTLING = 2
 """Number of batches that do not count after another schedule began."""
@@ -33,7 +33,7 @@ class ForecastErrors:
 
     Args:
         planner: its ``bias`` is told of each batch.
-        trainer_waits: as in :class:`~aprilsched.telemetry.batch_figures.BatchTime`.
+        trainer_waits: as in :class:`~aprilsched.observe.figures.batch_figures.BatchTime`.
     """
 
     def __init__(self, planner: Planner, *, trainer_waits: bool) -> None:

@@ -13,28 +13,28 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from aprilsched.analysis.run import readable
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.store.in_memory import Store
+from aprilsched.observe.exports.trackers import StepTracker, begin_writer, tracker_names
+from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.figures.metrics import Metrics
+from aprilsched.observe.figures.summary import Remainder, Summary
+from aprilsched.observe.log import EventLog
+from aprilsched.observe.log.reading import replay
+from aprilsched.observe.log.run import readable
+from aprilsched.observe.log.run_folder import CONFIG, EVENTS, RunFolder
+from aprilsched.observe.sampling import Sampler
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.setup import Setup, live_figures_of, run_on_clock, summary_of
 from aprilsched.runs.showing import Screen
 from aprilsched.simulation import Costs, Simulation, SimulationResult, rare_collections
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.results import Measuring, remainder
-from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.event_log.reading import replay
-from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.metrics import Metrics
-from aprilsched.telemetry.run_folder import CONFIG, EVENTS, RunFolder
-from aprilsched.telemetry.sampling import Sampler
-from aprilsched.telemetry.summary import Remainder, Summary
-from aprilsched.telemetry.trackers import StepTracker, begin_writer, tracker_names
 from aprilsched.types import Batch
 
 
@@ -342,7 +342,7 @@ def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[lis
     settings, listeners = setup.settings, list[AnyListener]()
     with ExitStack() as stack:
         if settings.metrics_port:
-            from aprilsched.telemetry.prometheus import serve_metrics
+            from aprilsched.observe.exports.prometheus import serve_metrics
 
             metrics = Metrics(figures)
             stack.enter_context(serve_metrics(metrics, settings.metrics_port))

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from aprilsched.analysis.lengths_of_run import known_lengths, law_of
 from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
+from aprilsched.observe.exports.trackers import tracker_names
+from aprilsched.observe.log.lengths_of_run import known_lengths, law_of
 from aprilsched.simulation.workload import Empirical, LengthLaw, LongTailWorkload
-from aprilsched.telemetry.trackers import tracker_names
 
 CAP = 6000
 COMMAS = "a list with commas"

@@ -21,6 +21,9 @@ from aprilsched.kernel.engines.server import HttpEngine
 from aprilsched.kernel.shell.prompts import checked
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.publisher import WeightPublisher
+from aprilsched.observe.figures.batch_figures import Bound
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.step_times.calibration import load_model
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
@@ -28,9 +31,6 @@ from aprilsched.runs.prompts_file import read_prompts
 from aprilsched.runs.settings import VOCABULARY, RunSettings, WorkloadSettings, key_from
 from aprilsched.simulation.engine import SimFleet, SimPublisher
 from aprilsched.simulation.workload import LongTailWorkload
-from aprilsched.telemetry.batch_figures import Bound
-from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.summary import Summary
 from aprilsched.types import Prompt
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from aprilsched.analysis.run import read_run
 from aprilsched.errors import AprilschedError, MissingExtra
+from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.live.live_model import RunFacts
+from aprilsched.observe.live.view import LiveView
+from aprilsched.observe.log.run import read_run
 from aprilsched.runs.config_file import Policy
 from aprilsched.runs.setup import Setup
 from aprilsched.simulation.results import BASELINE, FLAT, Comparison, spread_of_steps
-from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.live.live_model import RunFacts
-from aprilsched.telemetry.live.view import LiveView
-from aprilsched.telemetry.live_figures import LiveFigures
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,7 +64,7 @@ def draw_comparison(
     which takes about two seconds for each policy.
     """
     try:
-        from aprilsched.analysis import plots
+        from aprilsched.observe import plots
     except MissingExtra as error:
         messages.print(f"No pictures: {error}", soft_wrap=True, highlight=False, markup=False)
         return
@@ -85,7 +85,7 @@ def leave_report(
     and print its path."""
 
     def make() -> None:
-        from aprilsched.analysis.report.page import write_report
+        from aprilsched.observe.report.page import write_report
 
         path, _ = write_report(folder, other, out=out)
         messages.print(f"The report is in {path}", soft_wrap=True, highlight=False)
@@ -97,7 +97,7 @@ def leave_trace(messages: Console, folder: Path) -> None:
     """Write the trace of the run in `folder` for Perfetto, and print its path."""
 
     def make() -> None:
-        from aprilsched.analysis.trace import write_trace
+        from aprilsched.observe.exports.trace import write_trace
 
         path = write_trace(folder)
         messages.print(f"The trace is in {path}", soft_wrap=True, highlight=False)

@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.analysis.usage import RunUsage, UsageRecorder
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact, TokensReceived
 from aprilsched.kernel.core.state.records import group_lengths
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell.listener import AnyListener, TokenChunks
+from aprilsched.observe.figures.bias_collector import warning_now
+from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.summary import Remainder, Summary
+from aprilsched.observe.log.usage import RunUsage, UsageRecorder
 from aprilsched.planning import Planner
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.virtual import (
@@ -31,9 +34,6 @@ from aprilsched.simulation.virtual import (
     checked_count,
 )
 from aprilsched.simulation.workload import LongTailWorkload
-from aprilsched.telemetry.bias_collector import warning_now
-from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.summary import Remainder, Summary
 from aprilsched.types import Group, Prompt
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class SimulationResult:
             MissingExtra: if matplotlib is not installed (the extra ``plots``).
             ValueError: if the usage was not recorded.
         """
-        from aprilsched.analysis import plots
+        from aprilsched.observe import plots
 
         if self.usage is None:
             raise ValueError("the usage was not recorded; simulate without usage=False.")

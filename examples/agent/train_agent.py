@@ -142,7 +142,7 @@ async def train(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     """The share of solved tasks over the updates, and how many turns the agent takes."""
-    from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
+    from aprilsched.observe.report.style import GREY, PALETTE, finish, new_figure, save
 
     figure = new_figure(9, 3.6)
     solved, turns = figure.subplots(1, 2)

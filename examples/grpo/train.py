@@ -47,9 +47,9 @@ from aprilsched.corrections import (
 )
 from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.kernel.store import SqliteStore
-from aprilsched.telemetry.live.live_model import RunFacts
-from aprilsched.telemetry.live.view import LiveView
-from aprilsched.telemetry.live_figures import LiveFigures
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.live.live_model import RunFacts
+from aprilsched.observe.live.view import LiveView
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -365,7 +365,7 @@ class Log:
 
     def draw(self, path: Path) -> None:
         """Held-out reward over time, and the reward of each batch."""
-        from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
+        from aprilsched.observe.report.style import GREY, PALETTE, finish, new_figure, save
 
         lines = self.lines()
         held = [line for line in lines if "held_out" in line]

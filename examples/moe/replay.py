@@ -210,7 +210,7 @@ def train(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     """The largest distance from 1 before each update, with the engine's routing and without."""
-    from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
+    from aprilsched.observe.report.style import GREY, PALETTE, finish, new_figure, save
 
     figure = new_figure(7, 4)
     axes = figure.subplots()

@@ -32,13 +32,13 @@ from aprilsched.kernel.core.messages.facts import (
     TokensReceived,
 )
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.observe.figures.figures import Figures
+from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.telemetry.figures import Figures
-from aprilsched.telemetry.summary import Summary
 from aprilsched.types import Prompt, SamplingParams
 
 BATCHES, BURN_IN = 40, 14

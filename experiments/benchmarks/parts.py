@@ -88,7 +88,7 @@ def core(policy: str) -> Cost:
 
 def _simulation(policy: str) -> Any:
     simulation = named("Simulation", "aprilsched.simulation")
-    summary = named("Summary", "aprilsched.observe.summary", "aprilsched.telemetry.summary")
+    summary = named("Summary", "aprilsched.observe.summary", "aprilsched.observe.figures.summary")
     presets = named("PRESETS", "aprilsched.planning.presets", "aprilsched.planning.presets")
     prompts = list(islice(LongTailWorkload(), (BATCHES + 4) * BATCH_GROUPS))
     config = presets[policy](SchedulerConfig(batch_groups=BATCH_GROUPS))

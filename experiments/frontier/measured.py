@@ -19,13 +19,13 @@ from typing import NamedTuple
 from aprilsched.config import SchedulerConfig
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.observe.figures import figures as of
+from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.step_times.model import H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.simulation import NEVER, Simulation
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.virtual import ModelledEngine
-from aprilsched.telemetry import figures as of
-from aprilsched.telemetry.summary import Summary
 from aprilsched.types import Prompt
 
 __all__ = ["MAX_RUNNING", "Figures", "Mark", "Run", "mean", "run"]

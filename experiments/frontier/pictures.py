@@ -9,7 +9,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
+from aprilsched.observe.report.style import GREY, PALETTE, finish, new_figure, save
 from experiments.frontier.results import HERE, section
 
 __all__ = ["main"]

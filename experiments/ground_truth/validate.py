@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from measured import SCHEDULES, STRETCHES, Schedule, Stretch, within
 
-from aprilsched.analysis.style import GREY, PALETTE, finish, new_figure, save
+from aprilsched.observe.report.style import GREY, PALETTE, finish, new_figure, save
 from aprilsched.planning.step_times import (
     LogLine,
     Windows,

@@ -185,7 +185,7 @@ def picture(everything: dict[str, Any], path: Path) -> None:
     """Seconds of a step of each cell with its interval, and what was expected."""
     from matplotlib.patches import Patch
 
-    from aprilsched.analysis.style import GREY, INK, PALETTE, new_figure, save
+    from aprilsched.observe.report.style import GREY, INK, PALETTE, new_figure, save
 
     colours = {"presets": GREY, "auto": PALETTE[2]}
     rows = {row["cell"]: row for row in everything["cells"]}

@@ -43,7 +43,7 @@ from schedules import KV_TOKENS, MAX_RUNNING, PACED, Cell, Meter  # noqa: E402
 
 from aprilsched import RolloutScheduler, SGLangFleet  # noqa: E402
 from aprilsched.kernel.engines.http import HttpLimits  # noqa: E402
-from aprilsched.telemetry.sampling import Sampler  # noqa: E402
+from aprilsched.observe.sampling import Sampler  # noqa: E402
 
 GIB = 2**30
 SHAPES = {"4b": QWEN3_4B, "8b": QWEN3_8B, "moe": QWEN3_30B_A3B}

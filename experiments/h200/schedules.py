@@ -17,13 +17,13 @@ from typing import Any
 from aprilsched.config import Objective, SchedulerConfig
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.values.companions import routed_experts
+from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation import NEVER, Costs, Simulation, rare_collections
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.workload import LongTailWorkload
-from aprilsched.telemetry.summary import Summary
 
 MODEL = H200_QWEN3_4B
 EXPERTS = StepTimeModel(

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched.analysis.style import GREY, INK, PALETTE, new_figure, save
+from aprilsched.observe.report.style import GREY, INK, PALETTE, new_figure, save
 
 HERE = Path(__file__).resolve().parent
 NAMES = {

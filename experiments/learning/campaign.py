@@ -38,18 +38,18 @@ from countdown import EOS, score
 from transformers.utils.logging import disable_progress_bar
 
 from aprilsched import Batch, DiskPublisher, Prompt, Rollout, SchedulerConfig, SGLangFleet
-from aprilsched.analysis.rebuild import remainder_of
 from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.engines.sglang.http_engine import SGLangEngine
 from aprilsched.kernel.store import SqliteStore
+from aprilsched.observe.figures.engine_time import PARTS
+from aprilsched.observe.figures.run_state import RunState
+from aprilsched.observe.figures.summary import Summary
+from aprilsched.observe.log import EventLog
+from aprilsched.observe.log.reading import replay
+from aprilsched.observe.log.rebuild import remainder_of
 from aprilsched.planning import Planner
 from aprilsched.planning.presets import PRESETS
-from aprilsched.telemetry.engine_time import PARTS
-from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.event_log.reading import replay
-from aprilsched.telemetry.run_state import RunState
-from aprilsched.telemetry.summary import Summary
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

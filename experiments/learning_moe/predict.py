@@ -14,13 +14,13 @@ from typing import Any
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.kernel.core.messages import facts
+from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.step_times.model import StepTimeModel
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.workload import LongTailWorkload
-from aprilsched.telemetry.summary import Summary
 
 HERE = Path(__file__).resolve().parent
 STEPS = StepTimeModel(t0=1.6e-3, t1=8e-6, t2=1e-9, prefill_pass=6e-3, prefill_rate=500_000.0)

@@ -24,7 +24,7 @@ sys.path.append(str(HERE.parent / "learning"))
 
 from analysis import interval, reached, rising  # noqa: E402
 
-from aprilsched.analysis.style import GREY, PALETTE, new_figure, save  # noqa: E402
+from aprilsched.observe.report.style import GREY, PALETTE, new_figure, save  # noqa: E402
 
 NAMES = {
     "waiting": "waiting", "april": "APRIL, recompute", "april-kept": "APRIL, KV kept",

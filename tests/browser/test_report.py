@@ -18,16 +18,16 @@ from playwright.sync_api import Browser
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SimFleet
 from aprilsched.__main__ import main
-from aprilsched.analysis.report.page import write_report
 from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.config import Retries
 from aprilsched.errors import MemberLost
+from aprilsched.observe.log.run_folder import RunFolder
+from aprilsched.observe.log.writing import EventLog
+from aprilsched.observe.report.page import write_report
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.settings import RunSettings
 from aprilsched.sessions import Session, Sessions
 from aprilsched.simulation.engine import run_virtual
-from aprilsched.telemetry.event_log.writing import EventLog
-from aprilsched.telemetry.run_folder import RunFolder
 from tests.support.browser import DESKTOP, PHONE, ColorScheme, OpenPage, opened
 from tests.support.long_log import write_long_run
 from tests.support.reported import with_reports

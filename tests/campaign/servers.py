@@ -30,10 +30,10 @@ from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.engines.base import Engine, RefitFromDisk
 from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning.step_times.model import H200_QWEN3_4B
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.results import remainder
-from aprilsched.telemetry.summary import Summary
 from aprilsched.types import NO_VERSION, Batch, Rollout
 from tests.campaign.clockwork import VirtualThreads
 from tests.campaign.history import History, Outcome, recorded

@@ -35,9 +35,9 @@ from aprilsched.__main__ import COMMANDS
 from aprilsched.config import SchedulerConfig
 from aprilsched.kernel.core.messages.facts import Fact, Order
 from aprilsched.kernel.core.state.records import MOVES, Move, State
-from aprilsched.telemetry.engine_time import PARTS
-from aprilsched.telemetry.sampling.sample_log import FIELDS as SAMPLED
-from aprilsched.telemetry.table import FIGURES
+from aprilsched.observe.figures.engine_time import PARTS
+from aprilsched.observe.figures.table import FIGURES
+from aprilsched.observe.sampling.sample_log import FIELDS as SAMPLED
 from tests.support.table import each_row
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ import jupytext
 import nbformat
 import pytest
 
-from aprilsched.analysis.run import read_run
-from aprilsched.analysis.usage import usage_of
+from aprilsched.observe.log.run import read_run
+from aprilsched.observe.log.usage import usage_of
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 PAIRS = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.py"))

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched.analysis.samples import read_samples
 from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.observe.log.samples import read_samples
 from aprilsched.testing.contract import greedy, whole
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import settled

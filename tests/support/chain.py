@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.analysis.rebuild import rebuilt_summary
-from aprilsched.analysis.run import read_run
-from aprilsched.analysis.usage import usage_of
-from aprilsched.telemetry.run_folder import REPORT, TRACE
+from aprilsched.observe.log.rebuild import rebuilt_summary
+from aprilsched.observe.log.run import read_run
+from aprilsched.observe.log.run_folder import REPORT, TRACE
+from aprilsched.observe.log.usage import usage_of
 from tests.support.browser import launched, opened
 from tests.support.trace_processor import loaded, rows
 

@@ -28,8 +28,8 @@ from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.snapshot import take_changes
 from aprilsched.kernel.store import Store
-from aprilsched.telemetry.rollout_time import RolloutTime
-from aprilsched.telemetry.run_state import RunState
+from aprilsched.observe.figures.rollout_time import RolloutTime
+from aprilsched.observe.figures.run_state import RunState
 from aprilsched.types import Batch, Int32Array, Prompt, RefusedPrompt, SamplingParams, VersionSpan
 from tests.support.dialogues import Dialogues
 

@@ -18,7 +18,7 @@ from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.events import EngineInfo
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.engine_control import Mode
-from aprilsched.telemetry.event_log import EventLog
+from aprilsched.observe.log import EventLog
 
 __all__ = ["write_long_run"]
 

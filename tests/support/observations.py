@@ -1,4 +1,4 @@
-"""Reads a run folder as the arrays that :mod:`~aprilsched.analysis.bias` and related modules
+"""Reads a run folder as the arrays that :mod:`~aprilsched.observe.bias` and related modules
 take."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.analysis.run import Run
+from aprilsched.observe.log.run import Run
 
 __all__ = ["DeliveredLengths", "delivered_lengths", "lengths_by_batch"]
 

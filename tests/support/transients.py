@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.kernel.core.lengths.laws import kaplan_meier
-from aprilsched.telemetry.bias_collector import bias_without, expected_lengths
+from aprilsched.observe.figures.bias_collector import bias_without, expected_lengths
 
 __all__ = ["Transient", "live_transient", "realised_transient"]
 

@@ -18,8 +18,8 @@ from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages.events import LogprobComparison, LogprobDifferences
 from aprilsched.kernel.core.messages.facts import LogprobsCompared
 from aprilsched.kernel.shell.logprob_comparison import BOUND, compared
-from aprilsched.telemetry.alignment import AlignmentLedger, alignment_of
-from aprilsched.telemetry.figures import DifferenceFigures
+from aprilsched.observe.figures.alignment import AlignmentLedger, alignment_of
+from aprilsched.observe.figures.figures import DifferenceFigures
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from tests.support.facts import response
 from tests.support.table import each_row

@@ -368,7 +368,7 @@ def test_the_checker_finds_a_violation(module: str, source: str, part: str):
         ),
         ("aprilsched.types", "def f():\n from aprilsched.tensors import pad"),
         ("aprilsched.tensors", "if TYPE_CHECKING:\n from torch import Tensor"),
-        ("aprilsched.analysis.plots", "import matplotlib.pyplot as plt"),
+        ("aprilsched.observe.plots", "import matplotlib.pyplot as plt"),
     ],
 )
 def test_the_checker_lets_the_rest_pass(module: str, source: str):

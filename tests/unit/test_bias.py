@@ -7,14 +7,14 @@ import pytest
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from aprilsched.analysis.plots import bias
 from aprilsched.kernel.core.state.ledger import Entry, Ledger, Reason
-from aprilsched.telemetry.bias_collector import (
+from aprilsched.observe.figures.bias_collector import (
     running_bias,
     transient_by_batch,
     warning_now,
 )
-from aprilsched.telemetry.figures import BiasFigures
+from aprilsched.observe.figures.figures import BiasFigures
+from aprilsched.observe.plots import bias
 from tests.support.transients import live_transient, realised_transient
 
 Ints = NDArray[np.int64]

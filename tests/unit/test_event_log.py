@@ -16,8 +16,8 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact, Order
-from aprilsched.telemetry.event_log import EventLog, writing
-from aprilsched.telemetry.event_log.reading import KINDS, LogBegun, LogResumed, read_facts
+from aprilsched.observe.log import EventLog, writing
+from aprilsched.observe.log.reading import KINDS, LogBegun, LogResumed, read_facts
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from tests.support.driver import Driver
 from tests.support.table import each_row
@@ -178,7 +178,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(
     if not full.exists():
         pytest.skip("this system has no device that is always full")
     monkeypatch.setattr(writing, "_NEW", "wb")  # the device is there already
-    monkeypatch.setattr("aprilsched.telemetry.worker.open_private", os.open)
+    monkeypatch.setattr("aprilsched.observe.worker.open_private", os.open)
     log = EventLog(full)
     log.start()
     with caplog.at_level(logging.WARNING, logger="aprilsched"):
@@ -212,7 +212,7 @@ def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "events.jsonl"
     os.mkfifo(path)
     monkeypatch.setattr(writing, "_NEW", "wb")
-    monkeypatch.setattr("aprilsched.telemetry.worker.open_private", os.open)
+    monkeypatch.setattr("aprilsched.observe.worker.open_private", os.open)
     monkeypatch.setattr(writing, "_PENDING_BYTES", 5000)
     return path
 

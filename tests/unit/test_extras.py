@@ -43,10 +43,10 @@ def test_the_list_of_commands_needs_no_extra():
 @each_row(
     ("module", "package", "name"),
     [
-        ("aprilsched.analysis.plots", "matplotlib", "plots"),
+        ("aprilsched.observe.plots", "matplotlib", "plots"),
         ("aprilsched.fronts.ray", "ray", "ray"),
         ("aprilsched.runs.settings", "tomli_w", "cli"),
-        ("aprilsched.telemetry.live.view", "rich", "cli"),
+        ("aprilsched.observe.live.view", "rich", "cli"),
     ],
 )
 def test_a_module_that_is_for_an_extra_names_it(module: str, package: str, name: str):

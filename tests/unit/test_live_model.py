@@ -8,14 +8,14 @@ import pytest
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
-from aprilsched.telemetry.batch_figures import BatchMeter
-from aprilsched.telemetry.live.live_model import (
+from aprilsched.observe.figures.batch_figures import BatchMeter
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.live.live_model import (
     EngineRow,
     LiveModel,
     RunFacts,
     Snapshot,
 )
-from aprilsched.telemetry.live_figures import LiveFigures
 from aprilsched.types import Batch, Group, Prompt, Rollout
 from tests.support import facts
 from tests.support.facts import changed

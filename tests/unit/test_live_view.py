@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from aprilsched.telemetry.figures import Figures, ForecastFigures, figures_in
-from aprilsched.telemetry.live.live_model import EngineRow, RunFacts, Snapshot
-from aprilsched.telemetry.live.view import (
+from aprilsched.observe.figures.figures import Figures, ForecastFigures, figures_in
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.live.live_model import EngineRow, RunFacts, Snapshot
+from aprilsched.observe.live.view import (
     LiveView,
     clock_time,
     figure_texts,
@@ -19,7 +20,6 @@ from aprilsched.telemetry.live.view import (
     plural,
     short_number,
 )
-from aprilsched.telemetry.live_figures import LiveFigures
 
 
 def row(name: str, **changes: object) -> EngineRow:

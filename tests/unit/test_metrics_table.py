@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched import telemetry
-from aprilsched.telemetry.figures import (
+from aprilsched.observe.figures.figures import (
     BatchFigures,
     Figure,
     Figures,
@@ -17,8 +17,8 @@ from aprilsched.telemetry.figures import (
     SteadyState,
     figures_in,
 )
-from aprilsched.telemetry.metrics import Histogram
-from aprilsched.telemetry.table import FIGURES
+from aprilsched.observe.figures.metrics import Histogram
+from aprilsched.observe.figures.table import FIGURES
 from tests.support.table import each_row
 
 RESERVED = ("_bucket", "_count", "_sum", "_created", "_info")

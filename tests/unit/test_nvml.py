@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from aprilsched.errors import ConfigError
-from aprilsched.telemetry.sampling.nvml import GpuThread, Nvml
-from aprilsched.telemetry.sampling.sample_log import DeviceLine, GpuLine
-from aprilsched.telemetry.sampling.sampler import Sampler
+from aprilsched.observe.sampling.nvml import GpuThread, Nvml
+from aprilsched.observe.sampling.sample_log import DeviceLine, GpuLine
+from aprilsched.observe.sampling.sampler import Sampler
 
 SECONDS = 600.0
 FIGURES = ("UtilizationRates", "MemoryInfo", "PowerUsage", "ClockInfo", "Temperature")
@@ -185,7 +185,7 @@ def test_a_driver_that_fails_later_is_said_to_whoever_asked(
 async def test_a_driver_that_hangs_holds_nobody_up(
     nvml: Faulty, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.telemetry.sampling.nvml._STOP_SECONDS", 0.01)
+    monkeypatch.setattr("aprilsched.observe.sampling.nvml._STOP_SECONDS", 0.01)
     nvml.hang = threading.Event()
     async with Sampler(tmp_path / "samples.jsonl", gpu=True, interval=0.01) as sampler:
         assert nvml.sampled.wait(SECONDS)

@@ -22,6 +22,8 @@ from aprilsched.kernel.core.policies.placement import Placement
 from aprilsched.kernel.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
 from aprilsched.kernel.core.policies.schedule import Forecast, Objective, Pace, Schedule
 from aprilsched.kernel.core.state.engine_health import CallerTimes
+from aprilsched.observe.figures.figures import steady_state
+from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.planner import (
     Space,
@@ -39,8 +41,6 @@ from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.virtual import ModelledEngine
 from aprilsched.simulation.workload import LongTailWorkload
-from aprilsched.telemetry.figures import steady_state
-from aprilsched.telemetry.summary import Summary
 from aprilsched.types import Group, Prompt, Score
 from tests.support.driver import Driver
 

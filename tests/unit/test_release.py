@@ -14,13 +14,13 @@ from aprildocs.support import ROWS, Row, pinned, range_of, support
 from packaging.specifiers import SpecifierSet
 
 import aprilsched
-from aprilsched.analysis.report.report_data import ReportData
 from aprilsched.kernel.store.file import APPLICATION, SCRIPTS
+from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.log import run_folder
+from aprilsched.observe.log.reading import FORMAT_VERSION
+from aprilsched.observe.report.report_data import ReportData
+from aprilsched.observe.sampling.sample_log import SAMPLES_VERSION
 from aprilsched.runs.showing import Comparison
-from aprilsched.telemetry import run_folder
-from aprilsched.telemetry.event_log.reading import FORMAT_VERSION
-from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.sampling.sample_log import SAMPLES_VERSION
 from tests.support.table import each_row
 from tests.unit.test_house import ROOT, project, text
 

@@ -16,8 +16,13 @@ import numpy as np
 import pytest
 
 from aprilsched.__main__ import main
-from aprilsched.analysis.report import page as page_module
-from aprilsched.analysis.report.charts import (
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.observe.figures.engine_time import BUSY, PARTS
+from aprilsched.observe.log.run import read_run
+from aprilsched.observe.log.usage import usage_of
+from aprilsched.observe.report import page as page_module
+from aprilsched.observe.report.charts import (
     ages_by_batch,
     forecasts,
     gpu,
@@ -25,16 +30,11 @@ from aprilsched.analysis.report.charts import (
     lost_most,
     utilization,
 )
-from aprilsched.analysis.report.gather import Faults, run_report
-from aprilsched.analysis.report.page import differences, page, verdict
-from aprilsched.analysis.report.report_data import RunReport
-from aprilsched.analysis.report.words import percent, ran
-from aprilsched.analysis.run import read_run
-from aprilsched.analysis.usage import usage_of
-from aprilsched.kernel.core.messages import facts as of
-from aprilsched.kernel.core.messages.facts import Fact
-from aprilsched.telemetry.engine_time import BUSY, PARTS
-from aprilsched.telemetry.sampling.sample_log import (
+from aprilsched.observe.report.gather import Faults, run_report
+from aprilsched.observe.report.page import differences, page, verdict
+from aprilsched.observe.report.report_data import RunReport
+from aprilsched.observe.report.words import percent, ran
+from aprilsched.observe.sampling.sample_log import (
     NVML_UTILIZATION,
     STEP_SHARE,
     DescriptionLine,

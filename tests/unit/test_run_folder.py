@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched.analysis.lengths_of_run import known_lengths
-from aprilsched.analysis.report.gather import run_report
-from aprilsched.analysis.run import read_run
-from aprilsched.analysis.samples import read_samples
-from aprilsched.analysis.trace import write_trace
 from aprilsched.errors import RunFolderError
-from aprilsched.telemetry.event_log.reading import Follower
-from aprilsched.telemetry.run_folder import RunFolder, default_path, write_json
+from aprilsched.observe.exports.trace import write_trace
+from aprilsched.observe.log.lengths_of_run import known_lengths
+from aprilsched.observe.log.reading import Follower
+from aprilsched.observe.log.run import read_run
+from aprilsched.observe.log.run_folder import RunFolder, default_path, write_json
+from aprilsched.observe.log.samples import read_samples
+from aprilsched.observe.report.gather import run_report
 from tests.support.table import each_row
 
 RECORDED = Path(__file__).parents[2] / "notebooks" / "data" / "april"

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.analysis.samples import DeviceSamples, EngineSamples, read_samples
 from aprilsched.errors import RunFolderError
 from aprilsched.kernel.engines.base import EngineLoad
-from aprilsched.telemetry.sampling.sample_log import (
+from aprilsched.observe.log.samples import DeviceSamples, EngineSamples, read_samples
+from aprilsched.observe.sampling.sample_log import (
     FIELDS,
     NVML_UTILIZATION,
     DeviceLine,
@@ -22,7 +22,7 @@ from aprilsched.telemetry.sampling.sample_log import (
     SampleLine,
     SampleLog,
 )
-from aprilsched.telemetry.sampling.sampler import Rates
+from aprilsched.observe.sampling.sampler import Rates
 from tests.support.table import each_row
 
 

@@ -13,8 +13,8 @@ import pytest
 from aprilsched import Score
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages.facts import BatchDelivered, DeliveredRollout
-from aprilsched.telemetry.batch_figures import measure
-from aprilsched.telemetry.figures import Figures, Measured, RewardFigures
+from aprilsched.observe.figures.batch_figures import measure
+from aprilsched.observe.figures.figures import Figures, Measured, RewardFigures
 from tests.support.table import each_row
 
 

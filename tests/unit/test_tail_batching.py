@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched.analysis.lengths_of_run import Launches
 from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.lengths.laws import LogLaw
@@ -20,6 +19,7 @@ from aprilsched.kernel.core.policies.refill import OpenGroups, PoolView, TailBat
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GroupRecord
 from aprilsched.kernel.store import MemoryStore
+from aprilsched.observe.log.lengths_of_run import Launches
 from aprilsched.planning.presets import rollpacker
 from aprilsched.types import Group
 from tests.support.driver import Driver

@@ -9,8 +9,14 @@ import pytest
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
-from aprilsched.telemetry.engine_time import PARTS, EngineUsage, Part, Stretch, seconds_by_part
-from aprilsched.telemetry.run_state import RunState
+from aprilsched.observe.figures.engine_time import (
+    PARTS,
+    EngineUsage,
+    Part,
+    Stretch,
+    seconds_by_part,
+)
+from aprilsched.observe.figures.run_state import RunState
 from tests.support import facts
 from tests.support.driver import Driver, config
 from tests.support.facts import changed, ended, opened, received, refitted, sent

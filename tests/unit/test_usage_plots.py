@@ -11,9 +11,9 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
-from aprilsched.analysis.plots import TimeUnit, save, where_time_goes
-from aprilsched.analysis.style import INK, finish, new_figure
-from aprilsched.analysis.usage import RunUsage, usage_of
+from aprilsched.observe.log.usage import RunUsage, usage_of
+from aprilsched.observe.plots import TimeUnit, save, where_time_goes
+from aprilsched.observe.report.style import INK, finish, new_figure
 from tests.support.table import each_row
 
 DATA = Path(__file__).resolve().parents[2] / "notebooks" / "data"

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from aprilsched.errors import ConfigError
+from aprilsched.observe.worker import FileWriter, Worker
 from aprilsched.simulation.engine.clock import run_virtual
-from aprilsched.telemetry.worker import FileWriter, Worker
 
 
 class Gate:
@@ -267,7 +267,7 @@ def test_what_was_passed_on_is_not_kept():
 def test_a_process_ends_although_a_call_hangs():
     program = """
 import threading
-from aprilsched.telemetry.worker import Worker
+from aprilsched.observe.worker import Worker
 begun = threading.Event()
 hanging = Worker("the disk", "bytes", max_pending=10, close_seconds=0.01)
 hanging.put(begun.set)
@@ -356,7 +356,7 @@ def file_writer(path: Path, *, max_bytes: int = 100, close_seconds: float = 600.
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that cannot even be opened until something reads it."""
     path = tmp_path / "lines"
-    monkeypatch.setattr("aprilsched.telemetry.worker.open_private", os.open)
+    monkeypatch.setattr("aprilsched.observe.worker.open_private", os.open)
     os.mkfifo(path)
     return path
 

@@ -22,12 +22,12 @@ from aprilsched import (
 from aprilsched.errors import ConfigError, SchedulerClosed
 from aprilsched.fronts import blocking
 from aprilsched.kernel.shell import logprob_comparison
+from aprilsched.observe.figures.figures import AlignmentFigures, RunSummary
+from aprilsched.observe.figures.summary import Summary
+from aprilsched.observe.log import EventLog
+from aprilsched.observe.log.reading import replay
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
-from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.event_log.reading import replay
-from aprilsched.telemetry.figures import AlignmentFigures, RunSummary
-from aprilsched.telemetry.summary import Summary
 
 pytestmark = pytest.mark.virtual_time
 

@@ -28,6 +28,8 @@ from aprilsched.kernel.core.policies.refill import Wave
 from aprilsched.kernel.core.policies.schedule import Objective, Schedule
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.shell.step_times import StepTimes
+from aprilsched.observe.figures.figures import RunSummary, SteadyState
+from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
@@ -35,8 +37,6 @@ from aprilsched.runs.config_file import chosen
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.results import remainder
-from aprilsched.telemetry.figures import RunSummary, SteadyState
-from aprilsched.telemetry.summary import Summary
 from tests.support import small
 from tests.support.checking import Checking
 from tests.support.planners import Broken, Hanging, Telling

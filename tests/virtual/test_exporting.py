@@ -17,8 +17,8 @@ import pytest
 from aprilsched.__main__ import main
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.observe.figures.figures import BatchFigures, figures_in
 from aprilsched.runs import drive
-from aprilsched.telemetry.figures import BatchFigures, figures_in
 from tests.support.table import each_row
 
 SHORT = ["--median", "60", "--cap", "600", "--batches", "3"]
@@ -120,7 +120,7 @@ def test_a_missing_package_is_named_with_its_extra(
     arguments: list[str],
     named: str,
 ):
-    monkeypatch.delitem(sys.modules, "aprilsched.telemetry.prometheus", raising=False)
+    monkeypatch.delitem(sys.modules, "aprilsched.observe.exports.prometheus", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     out = tmp_path / "run"
     assert run(out, *arguments) == 2

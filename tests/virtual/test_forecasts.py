@@ -14,14 +14,14 @@ from aprilsched.config import LengthBuckets, Pool, TailBatching
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.policies.refill import Refill, Wave
 from aprilsched.kernel.core.policies.schedule import Forecast, Schedule
+from aprilsched.observe.figures.batch_figures import BatchMeter
+from aprilsched.observe.figures.figures import Figures, Measured
 from aprilsched.planning import Planner, planner
 from aprilsched.planning.planner import Bias
 from aprilsched.planning.step_times.model import H200_QWEN3_4B as MODEL
 from aprilsched.planning.step_times.model import StepTimeModel
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine import SimConfig
-from aprilsched.telemetry.batch_figures import BatchMeter
-from aprilsched.telemetry.figures import Figures, Measured
 from tests.support.table import each_row
 
 SLOW = MODEL.at_speed(1 / 1.08)

@@ -24,11 +24,11 @@ from aprilsched import (
     SqliteStore,
 )
 from aprilsched.__main__ import main
-from aprilsched.analysis.lengths_of_run import known_lengths
-from aprilsched.analysis.rebuild import summary_of_run
-from aprilsched.analysis.report.words import ran
 from aprilsched.config import Groups, Samples, Stop, Tokens
 from aprilsched.errors import ConfigError
+from aprilsched.observe.log.lengths_of_run import known_lengths
+from aprilsched.observe.log.rebuild import summary_of_run
+from aprilsched.observe.report.words import ran
 from aprilsched.planning import Planner
 from aprilsched.simulation.engine import run_virtual
 from tests.support import small

@@ -16,11 +16,11 @@ from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.kernel.shell.listener import Listener
+from aprilsched.observe.figures.batch_figures import BatchMeter
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.live.live_model import LiveModel, RunFacts, Snapshot
 from aprilsched.simulation.engine import SimFleet, SimPublisher
 from aprilsched.simulation.workload import LongTailWorkload
-from aprilsched.telemetry.batch_figures import BatchMeter
-from aprilsched.telemetry.live.live_model import LiveModel, RunFacts, Snapshot
-from aprilsched.telemetry.live_figures import LiveFigures
 from tests.support.terminal import on_a_terminal
 
 pytestmark = pytest.mark.virtual_time

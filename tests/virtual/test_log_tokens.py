@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.__main__ import main
-from aprilsched.analysis.rebuild import rebuilt_summary
-from aprilsched.analysis.run import read_run
+from aprilsched.observe.log.rebuild import rebuilt_summary
+from aprilsched.observe.log.run import read_run
 
 COMMAND = [
     "run", "--quiet", "--batches", "4", "--batch-groups", "4", "--group-size", "4",

@@ -17,17 +17,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aprilsched import SimFleet
 from aprilsched.__main__ import main
-from aprilsched.analysis.usage import usage_of
 from aprilsched.config import Staleness
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.shell.listener import Listener
-from aprilsched.telemetry.engine_time import PARTS
-from aprilsched.telemetry.event_log.reading import replay
-from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.metrics import Metrics
-from aprilsched.telemetry.prometheus import serve_metrics
-from aprilsched.telemetry.table import FIGURES
+from aprilsched.observe.exports.prometheus import serve_metrics
+from aprilsched.observe.figures.engine_time import PARTS
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.figures.metrics import Metrics
+from aprilsched.observe.figures.table import FIGURES
+from aprilsched.observe.log.reading import replay
+from aprilsched.observe.log.usage import usage_of
 from aprilsched.types import Batch
 from tests.support import small
 

@@ -25,12 +25,12 @@ from aprilsched.kernel.core.messages.facts import ScheduleChanged
 from aprilsched.kernel.core.policies.refill import Pool, Refill, Wave
 from aprilsched.kernel.core.policies.schedule import Pace, Schedule
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
+from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
-from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.summary import Summary
 from tests.support import small
 from tests.support.checking import Checking
 from tests.support.small import workload

@@ -25,18 +25,18 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.__main__ import main
-from aprilsched.analysis.rebuild import rebuilt_summary, remainder_of
-from aprilsched.analysis.run import read_run
 from aprilsched.errors import EngineError, EngineRejected
 from aprilsched.kernel.core.messages.events import EngineLost
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.run_state import RunState
+from aprilsched.observe.figures.summary import Summary
+from aprilsched.observe.log import EventLog
+from aprilsched.observe.log.reading import replay
+from aprilsched.observe.log.rebuild import rebuilt_summary, remainder_of
+from aprilsched.observe.log.run import read_run
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
-from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.event_log.reading import replay
-from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.run_state import RunState
-from aprilsched.telemetry.summary import Summary
 from tests.support.small import config, workload
 from tests.support.table import each_row
 

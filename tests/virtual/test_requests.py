@@ -35,9 +35,9 @@ from aprilsched import (
 )
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.companions import Companion
+from aprilsched.observe.log import EventLog
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.engine.sequence import MEDIA_TOKENS
-from aprilsched.telemetry.event_log import EventLog
 from aprilsched.testing.server import SimServer
 from tests.support import small
 from tests.support.table import each_row

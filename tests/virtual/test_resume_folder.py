@@ -16,23 +16,23 @@ from typing import Any
 import pytest
 
 from aprilsched.__main__ import main
-from aprilsched.analysis.lengths_of_run import known_lengths
-from aprilsched.analysis.rebuild import rebuilt_summary
-from aprilsched.analysis.run import read_run
 from aprilsched.config import SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError, RunFolderError
 from aprilsched.kernel.core.messages.facts import BatchDelivered, BatchRequested
 from aprilsched.kernel.core.policies.staleness import StalenessRule
 from aprilsched.kernel.store.sqlite import SqliteStore
+from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.log import EventLog
+from aprilsched.observe.log.lengths_of_run import known_lengths
+from aprilsched.observe.log.reading import read_facts
+from aprilsched.observe.log.rebuild import rebuilt_summary
+from aprilsched.observe.log.run import read_run
+from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY, RunFolder
 from aprilsched.runs.config_file import read_settings
 from aprilsched.runs.drive import Run
 from aprilsched.runs.settings import RunSettings, WorkloadSettings
 from aprilsched.runs.setup import prepare
 from aprilsched.simulation.engine import SimFleet
-from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.event_log.reading import read_facts
-from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY, RunFolder
 
 BATCHES = 8
 STORE = "store"

@@ -13,12 +13,12 @@ import pytest
 
 from aprilsched import RolloutScheduler, SimFleet, SimPublisher
 from aprilsched.__main__ import main
-from aprilsched.analysis.samples import Samples, read_samples
-from aprilsched.analysis.usage import usage_of
 from aprilsched.errors import EngineError
 from aprilsched.kernel.engines.base import EngineLoad
+from aprilsched.observe.log.samples import Samples, read_samples
+from aprilsched.observe.log.usage import usage_of
+from aprilsched.observe.sampling import Sampler
 from aprilsched.simulation.engine import run_virtual
-from aprilsched.telemetry.sampling import Sampler
 from tests.support.small import config, workload
 from tests.support.table import each_row
 

@@ -32,14 +32,14 @@ from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import State
 from aprilsched.kernel.shell.callbacks import Reward
 from aprilsched.kernel.store import Store
+from aprilsched.observe.exports.trackers import StepTracker
+from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.figures.summary import Summary
+from aprilsched.observe.log import EventLog
+from aprilsched.observe.log.reading import read_facts, replay
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
-from aprilsched.telemetry.event_log import EventLog
-from aprilsched.telemetry.event_log.reading import read_facts, replay
-from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.summary import Summary
-from aprilsched.telemetry.trackers import StepTracker
 from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time

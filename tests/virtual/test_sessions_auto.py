@@ -18,8 +18,8 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.chat.tokenizer import load_tokenizer
+from aprilsched.observe.figures.summary import Summary
 from aprilsched.sessions import Session, Sessions
-from aprilsched.telemetry.summary import Summary
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
 TOOLS_S, TURNS = 5.0, 3

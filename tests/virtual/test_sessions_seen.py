@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SimFleet
-from aprilsched.analysis.report.charts import rollout_time
-from aprilsched.analysis.report.gather import run_report
-from aprilsched.analysis.report.page import page
-from aprilsched.analysis.run import read_run
 from aprilsched.chat.tokenizer import load_tokenizer
 from aprilsched.config import Retries
 from aprilsched.errors import MemberLost
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.figures.summary import Summary
+from aprilsched.observe.figures.table import FIGURES, Moment, values_at
+from aprilsched.observe.live.live_model import LiveModel, RunFacts
+from aprilsched.observe.live.view import figure_texts
+from aprilsched.observe.log.run import read_run
+from aprilsched.observe.log.run_folder import RunFolder
+from aprilsched.observe.log.writing import EventLog
+from aprilsched.observe.report.charts import rollout_time
+from aprilsched.observe.report.gather import run_report
+from aprilsched.observe.report.page import page
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.settings import RunSettings
 from aprilsched.sessions import Session, Sessions
-from aprilsched.telemetry.event_log.writing import EventLog
-from aprilsched.telemetry.live.live_model import LiveModel, RunFacts
-from aprilsched.telemetry.live.view import figure_texts
-from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.run_folder import RunFolder
-from aprilsched.telemetry.summary import Summary
-from aprilsched.telemetry.table import FIGURES, Moment, values_at
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
 pytestmark = pytest.mark.virtual_time

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from aprilsched.__main__ import main
-from aprilsched.analysis.run import read_run
-from aprilsched.analysis.trace import write_trace
 from aprilsched.errors import RunFolderError
-from aprilsched.telemetry.run_folder import EVENTS, TRACE
+from aprilsched.observe.exports.trace import write_trace
+from aprilsched.observe.log.run import read_run
+from aprilsched.observe.log.run_folder import EVENTS, TRACE
 from tests.support.table import each_row
 from tests.support.trace_processor import TraceProcessor, loaded, rows
 

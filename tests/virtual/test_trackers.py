@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-from aprilsched.telemetry.engine_time import PARTS
-from aprilsched.telemetry.live_figures import LiveFigures
-from aprilsched.telemetry.table import FIGURES
-from aprilsched.telemetry.trackers import (
+from aprilsched.observe.exports.trackers import (
     StepTracker,
     TensorBoardWriter,
     TrackioWriter,
     WandbWriter,
     Writer,
 )
+from aprilsched.observe.figures.engine_time import PARTS
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.figures.table import FIGURES
 from tests.virtual.test_metrics import UNKNOWN, driven
 
 Steps = dict[int, dict[str, float]]

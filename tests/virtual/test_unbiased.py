@@ -30,8 +30,6 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.__main__ import main
-from aprilsched.analysis.plots import bias
-from aprilsched.analysis.run import read_run
 from aprilsched.config import Dispatch, Staleness
 from aprilsched.kernel.core.lengths.laws import kaplan_meier
 from aprilsched.kernel.core.lengths.observed import GroupLengths, pooled
@@ -39,13 +37,15 @@ from aprilsched.kernel.core.messages.commands import Send
 from aprilsched.kernel.core.messages.events import Event
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact, GroupLaunched
 from aprilsched.kernel.core.state.records import group_lengths
+from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.summary import Summary
+from aprilsched.observe.log.run import read_run
+from aprilsched.observe.plots import bias
 from aprilsched.planning.presets import PRESETS
 from aprilsched.simulation import Simulation
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
 from aprilsched.simulation.virtual import TIMED
-from aprilsched.telemetry.figures import RunSummary
-from aprilsched.telemetry.summary import Summary
 from tests.support.equivalence import Equivalence, equivalence
 from tests.support.observations import delivered_lengths, lengths_by_batch
 from tests.support.transients import Transient, live_transient, realised_transient

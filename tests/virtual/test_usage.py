@@ -20,11 +20,11 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.__main__ import main
-from aprilsched.analysis.usage import RunUsage, UsageRecorder, usage_of
 from aprilsched.kernel.core.messages.events import EngineLost
+from aprilsched.observe.figures.engine_time import PARTS, utilization_of
+from aprilsched.observe.figures.run_state import RunState
+from aprilsched.observe.log.usage import RunUsage, UsageRecorder, usage_of
 from aprilsched.simulation.engine import run_virtual
-from aprilsched.telemetry.engine_time import PARTS, utilization_of
-from aprilsched.telemetry.run_state import RunState
 from tests.support.small import config, workload
 from tests.support.table import each_row
 

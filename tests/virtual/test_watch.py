@@ -19,8 +19,8 @@ from aprilsched.__main__ import main
 from aprilsched.cli import watch as watched_module
 from aprilsched.cli.watch import Watched
 from aprilsched.errors import RunFolderError
-from aprilsched.telemetry.event_log.reading import Follower, whole_lines
-from aprilsched.telemetry.run_folder import CONFIG, EVENTS, SUMMARY
+from aprilsched.observe.log.reading import Follower, whole_lines
+from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY
 from tests.support.terminal import on_a_terminal
 from tests.virtual.test_resume_folder import begin, resume
 

@@ -23,7 +23,7 @@ class Listener(Protocol):
     """Is given the facts of a run (:mod:`aprilsched.kernel.core.messages.facts`).
 
     A listener is called between decisions, so it must return at once. Put a slow one into a
-    :class:`~aprilsched.telemetry.worker.QueuedListener`. A listener that raises is not called
+    :class:`~aprilsched.observe.worker.QueuedListener`. A listener that raises is not called
     again. If a listener has a true attribute ``wants_tokens``, facts have the tokens themselves.
     """
 

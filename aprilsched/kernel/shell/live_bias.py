@@ -14,7 +14,7 @@ from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.state.records import group_lengths
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell.listener import TokenChunks
-from aprilsched.telemetry.bias_collector import expected_lengths, transient, warning_now
+from aprilsched.observe.figures.bias_collector import expected_lengths, transient, warning_now
 
 log = logging.getLogger("aprilsched")
 
@@ -30,7 +30,7 @@ class BiasNow:
             that were generated again count each time.
         length_bias: delivered_mean / launched_mean - 1; None if one of them is unknown.
         transient: the part of `length_bias` that disappears when the responses in flight are
-            delivered; see :mod:`aprilsched.telemetry.bias_collector`.
+            delivered; see :mod:`aprilsched.observe.figures.bias_collector`.
         dropped_tokens: number of dropped tokens, by reason.
         warning: the drops that select long responses, and the least size of their lasting effect;
             None if there are none.

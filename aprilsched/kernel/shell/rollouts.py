@@ -29,9 +29,9 @@ from aprilsched.kernel.shell.updates import Updates
 from aprilsched.kernel.shell.work import Work
 from aprilsched.kernel.store.in_memory import Store
 from aprilsched.kernel.weights.publisher import WeightPublisher
+from aprilsched.observe.figures.alignment import alignment_of
+from aprilsched.observe.figures.figures import AlignmentFigures
 from aprilsched.planning import Planner
-from aprilsched.telemetry.alignment import alignment_of
-from aprilsched.telemetry.figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt
 
 log = logging.getLogger("aprilsched")

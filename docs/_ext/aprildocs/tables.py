@@ -17,12 +17,12 @@ from aprildocs.documented import cell, field_texts, type_text
 from aprilsched.config import SchedulerConfig
 from aprilsched.kernel.core.messages.events import LogprobComparison, LogprobDifferences
 from aprilsched.kernel.core.messages.facts import DeliveredRollout, DroppedRollout, RestoredLengths
+from aprilsched.observe.figures import figures
+from aprilsched.observe.figures.engine_time import BUSY, PARTS
+from aprilsched.observe.figures.table import FIGURES
+from aprilsched.observe.log.reading import KINDS
+from aprilsched.observe.sampling.sample_log import FIELDS as SAMPLED
 from aprilsched.runs.config_file import POLICIES
-from aprilsched.telemetry import figures
-from aprilsched.telemetry.engine_time import BUSY, PARTS
-from aprilsched.telemetry.event_log.reading import KINDS
-from aprilsched.telemetry.sampling.sample_log import FIELDS as SAMPLED
-from aprilsched.telemetry.table import FIGURES
 from aprilsched.types import SamplingParams
 
 __all__ = [

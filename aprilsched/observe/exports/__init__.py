@@ -1,0 +1,1 @@
+"""Exports to other tools: Prometheus, experiment trackers, trace viewers."""

@@ -1,0 +1,288 @@
+"""Counts and times batches as they are delivered; their figures are in :mod:`.figures`.
+
+:class:`BatchMeter` is the listener that calls :func:`measure` at each delivery. It keeps only what
+the batch in work needs, however long a run is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from aprilsched.kernel.core.messages import facts as of
+from aprilsched.kernel.core.messages.facts import DeliveredRollout
+from aprilsched.kernel.core.policies.schedule import Forecast
+from aprilsched.kernel.shell.listener import DispatchingListener
+from aprilsched.observe.figures.figures import (
+    Ages,
+    ForecastFigures,
+    Mean,
+    Measured,
+    divided,
+    mean_of,
+)
+from aprilsched.observe.figures.rollout_time import ROLLOUT_PARTS, RolloutClock, RolloutTime
+from aprilsched.types import NO_VERSION
+
+# Computes the staleness of a rollout's tokens from its segments.
+#
+# The figures are exact, although the single tokens are not looked at: a rollout of thousands of
+# tokens has only a few segments of one version each.
+
+
+def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
+    """The ages of a rollout's tokens if the policy `version` is trained on it."""
+    sampled = off_policy = total = oldest = oldest_trained = 0
+    # The masked tokens are those older than some version, so they are subtracted from the oldest
+    # segments first.
+    masked = rollout.masked
+    segments = sorted(rollout.segments, key=_version) if masked else rollout.segments
+    for start, end, sampled_under, _ in segments:
+        if sampled_under == NO_VERSION:
+            continue
+        tokens = end - start
+        sampled += tokens
+        is_masked = 0 < tokens <= masked
+        if is_masked:
+            masked -= tokens
+        # The tokens may be of a newer version than the trainer's, which somebody else has loaded.
+        # Their age is then 0 and not negative.
+        age = max(0, version - sampled_under)
+        total += age * tokens
+        off_policy += tokens if sampled_under != version else 0
+        if age > 0:
+            oldest = max(oldest, age)
+            if age > oldest_trained and not is_masked:
+                oldest_trained = age
+    return Ages(sampled, off_policy, total, oldest, oldest_trained, rollout.masked)
+
+
+def sampled_tokens(rollout: DeliveredRollout) -> int:
+    """Number of tokens of the response that a policy sampled."""
+    return sum([end - start for start, end, version, _ in rollout.segments if version >= 0])
+
+
+def _version(segment: tuple[int, int, int, str | None]) -> int:
+    return segment[2]
+
+
+# --- batch figures -------------------------------------------------------------------------------
+
+Bound = Callable[[Sequence[int], Sequence[int]], float]
+"""Prompt lengths and response lengths to T_bound of the whole fleet, in seconds."""
+
+_PART_NAMES = 100
+RECENT_BATCHES = 20
+"""Number of latest batches whose figures are shown: enough to even out single batches, and few
+enough to follow a change."""
+
+
+def measure(
+    batch: of.BatchDelivered,
+    *,
+    seconds: float,
+    trainer_seconds: float,
+    bound: Bound | None,
+    parts: set[str] | None = None,
+    forecast: Forecast | None = None,
+    schedule: str = "",
+    clocks: Sequence[RolloutClock | None],
+) -> Measured:
+    """What is counted of a batch that took `seconds`, with the `forecast` for it and its `schedule`
+    in words. `clocks` are those of its rollouts. `parts` has the names of the parts of rewards that
+    are counted so far, and gets the new ones of this batch, up to 100 in all."""
+    rollouts = batch.rollouts
+    ages = np.array([ages_of(rollout, batch.version) for rollout in rollouts], dtype=np.int64)
+    lengths = [rollout.tokens for rollout in rollouts]
+    prompts = [rollout.prompt_tokens for rollout in rollouts]
+    most = Ages(*ages.max(axis=0).tolist())
+    sums = Ages(*ages.sum(axis=0).tolist())._replace(
+        oldest=most.oldest, oldest_trained=most.oldest_trained
+    )
+    outcome = None
+    if forecast is not None:
+        outcome = ForecastFigures(
+            seconds=seconds,
+            seconds_forecast=forecast.step_seconds,
+            efficiency=divided(forecast.bound_seconds(prompts, lengths), seconds),
+            efficiency_forecast=forecast.efficiency,
+            off_policy_token_share=divided(sums.off_policy, sums.sampled) or 0.0,
+            off_policy_token_share_forecast=forecast.off_policy_share,
+            schedule=schedule,
+        )
+    return Measured(
+        index=batch.batch,
+        version=batch.version,
+        seconds=seconds,
+        trainer_seconds=trainer_seconds,
+        groups=len({rollout.group_id for rollout in rollouts}),
+        lengths=np.array(lengths, dtype=np.int64),
+        ages=ages,
+        sums=sums,
+        t_bound=None if bound is None else bound(prompts, lengths),
+        distance=batch.distance,
+        iid_distance=batch.iid_distance,
+        rewards=_reward_means(rollouts, set() if parts is None else parts),
+        forecast=outcome,
+        rollout_seconds={
+            part: math.fsum([clock.seconds[part] for clock in clocks if clock is not None])
+            for part in ROLLOUT_PARTS
+        },
+        turns=[
+            rollout.turns
+            for rollout, clock in zip(rollouts, clocks, strict=True)
+            if clock is not None and clock.episode
+        ],
+        sessions=[clock.session for clock in clocks if clock is not None and clock.session],
+    )
+
+
+def _reward_means(
+    rollouts: Sequence[of.DeliveredRollout], parts: set[str]
+) -> dict[str | None, Mean]:
+    found: dict[str | None, list[Mean]] = {}
+    for rollout in rollouts:
+        if rollout.reward is not None:
+            found.setdefault(None, []).append((1, rollout.reward))
+        for name, value in rollout.reward_parts.items():
+            # Otherwise names that differ from prompt to prompt would need memory without end.
+            if name in parts or len(parts) < _PART_NAMES:
+                parts.add(name)
+                found.setdefault(name, []).append((1, value))
+    return {name: mean_of(values) for name, values in found.items()}
+
+
+class BatchTime(DispatchingListener):
+    """Takes the time of each batch, without the trainer's own.
+
+    Args:
+        trainer_waits: whether the engines are paused while the trainer trains (synchronous pace),
+            at first; a schedule of the other pace changes it. Then the trainer's time does not
+            count as the schedule's.
+
+    Attributes:
+        seconds: the time of the batch that was delivered last, without the trainer's.
+        of_trainer: the trainer's time before that batch.
+        trainer_seconds: the trainer's own time, over all batches.
+        delivered_at: when that batch was delivered; before the first, when the run began.
+    """
+
+    def __init__(self, *, trainer_waits: bool) -> None:
+        super().__init__()
+        self.seconds = self.of_trainer = self.trainer_seconds = self.delivered_at = 0.0
+        self._trainer_waits = trainer_waits
+        self._began = False
+        self._trainer = 0.0
+        """Seconds of the trainer since the last delivery."""
+        self._idle_since: float | None = None
+        """Since when the trainer has the last batch, and nothing else happens."""
+        self._handlers = {
+            of.RunOpened: self._opened,
+            of.BatchRequested: lambda _: self._stop_idling(),
+            of.UpdateBegun: lambda _: self._stop_idling(),
+            of.UpdateFinished: self._idle,
+            of.BatchDelivered: self._delivered,
+            of.ScheduleChanged: self._schedule_changed,
+        }
+
+    def _opened(self, _: of.RunOpened) -> None:
+        if self._began:
+            self._stop_idling()
+        else:
+            self._began = True
+            self.delivered_at = self._now
+        self._idle_since = self._now
+
+    def _idle(self, _: of.UpdateFinished) -> None:
+        self._idle_since = self._now
+
+    def _delivered(self, fact: of.BatchDelivered) -> None:
+        self._idle_since = self._now
+        if not fact.again:
+            self.seconds = self._now - self.delivered_at - self._trainer
+            self.of_trainer, self._trainer = self._trainer, 0.0
+            self.delivered_at = self._now
+
+    def _schedule_changed(self, fact: of.ScheduleChanged) -> None:
+        if fact.pace is not None:
+            idle = self._idle_since is not None
+            self._stop_idling()
+            self._trainer_waits = fact.pace == "synchronous"
+            self._idle_since = self._now if idle else None
+
+    def _stop_idling(self) -> None:
+        if self._idle_since is not None and self._trainer_waits:
+            self._trainer += self._now - self._idle_since
+            self.trainer_seconds += self._now - self._idle_since
+        self._idle_since = None
+
+
+class BatchMeter(RolloutTime):
+    """Listens to a run and measures each batch.
+
+    Args:
+        trainer_waits: as in :class:`BatchTime`.
+        bound: gives T_bound of a batch in seconds; None if no step-time model is known.
+
+    Attributes:
+        recent: the batches that were delivered last.
+        time: the time of the batches.
+    """
+
+    def __init__(self, *, trainer_waits: bool, bound: Bound | None = None) -> None:
+        super().__init__()
+        self.recent: deque[Measured] = deque(maxlen=RECENT_BATCHES)
+        self.time = BatchTime(trainer_waits=trainer_waits)
+        self._bound = bound
+        self._parts: set[str] = set()
+        """Names of the parts of rewards that are counted."""
+        self._schedule = of.ScheduleChanged(schedule="")
+        """The schedule in force."""
+        self._expected = self._schedule
+        """The schedule that was in force when the batch in work began."""
+        self._handlers |= dict.fromkeys(self.time.kinds, self._timed) | {
+            of.RunOpened: self._opened,
+            of.BatchDelivered: self._delivered,
+            of.ScheduleChanged: self._schedule_changed,
+        }
+
+    @property
+    def latest(self) -> Measured | None:
+        """The batch that was delivered last; None before the first."""
+        return self.recent[-1] if self.recent else None
+
+    def _timed(self, fact: of.Fact) -> None:
+        self.time.hear(fact, self._now)
+
+    def _delivered(self, fact: of.BatchDelivered) -> None:
+        self._timed(fact)
+        if fact.again:
+            return
+        measured = measure(
+            fact,
+            seconds=self.time.seconds,
+            trainer_seconds=self.time.of_trainer,
+            bound=self._bound,
+            parts=self._parts,
+            forecast=self._expected.forecast,
+            schedule=self._expected.schedule,
+            clocks=self.take(fact.rollouts, self._now),
+        )
+        self._expected = self._schedule
+        self.recent.append(measured)
+
+    def _schedule_changed(self, fact: of.ScheduleChanged) -> None:
+        self._schedule = fact
+        if self.recent and self._now == self.time.delivered_at:
+            # It was chosen at the end of the batch before, in no time.
+            self._expected = fact
+        self._timed(fact)
+
+    def _opened(self, fact: of.RunOpened) -> None:
+        super()._opened(fact)
+        # What a prior run expected of the batch in work took no account of its end.
+        self._expected = of.ScheduleChanged(schedule="")
+        self._timed(fact)

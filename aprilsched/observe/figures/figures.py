@@ -1,0 +1,715 @@
+"""The figures of a run: of each its unit, its meaning, and what it is taken from.
+
+Everything that shows figures reads them here and in :mod:`~aprilsched.observe.figures.table`, which adds
+those that only a run in progress has. The classes are the content of summary.json, and the names of
+their fields are a contract with everybody who reads run folders.
+
+All times are seconds of the run's clock (modelled seconds on the embedded engine). A figure that
+cannot be known is None: efficiency without a step-time model, a steady state of a run that ended
+before its burn-in did. "Tokens" are those that a policy sampled; tokens that an environment added
+count in lengths only. All lengths are in tokens. A bias is a share of the mean length: 0 is none,
+-0.1 is 10 % too short.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.kernel.core.state.ledger import Counters
+from aprilsched.observe.figures.rollout_time import ROLLOUT_PARTS, RolloutPart
+
+BiasReference: TypeAlias = Literal["workload_mean", "run_after_burn_in"]
+MeanReference: TypeAlias = Literal["workload_mean", "drawn"]
+Kind: TypeAlias = Literal["counter", "gauge", "histogram"]
+Unit: TypeAlias = Literal["", "seconds", "share", "tokens", "versions", "rate", "reward", "nats"]
+Direction: TypeAlias = Literal["higher", "lower", "zero"]
+"""Which values of a figure are better; "zero" means the values nearest to 0."""
+Mean: TypeAlias = tuple[int, float]
+"""A mean with the number of values behind it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure:
+    """A figure of a run.
+
+    Attributes:
+        help: one sentence for whoever reads it.
+        of: takes it from its source. A histogram has none, because its values are observed one by
+            one.
+        name: where it belongs, and what it is; the table gives a field of summary.json its name.
+        buckets: upper edges of a histogram, without the infinite one.
+        tracked: whether trackers write it at each batch. Of a figure with labels they write the
+            sum.
+        exposed: whether it is told to Prometheus.
+        live: what the live view calls it; it shows no figure without such a name.
+        headline: what the report calls it among its headlines; empty if it is none of them.
+        better: which values are better; None if none are.
+    """
+
+    help: str
+    of: Callable[[Any], Any] | None = None
+    name: str = ""
+    kind: Kind = "gauge"
+    unit: Unit = ""
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    tracked: bool = True
+    exposed: bool = True
+    live: str = ""
+    headline: str = ""
+    better: Direction | None = None
+
+    @property
+    def metric(self) -> str:
+        """Its name in Prometheus, which has the unit at the end."""
+        own = self.name.removeprefix("run/").replace("/", "_")
+        ending = {"share": "ratio", "rate": "", "reward": "", "nats": ""}.get(self.unit, self.unit)
+        if ending and not own.endswith(self.unit):
+            own += f"_{ending}"
+        return f"aprilsched_{own}{'_total' if self.kind == 'counter' else ''}"
+
+
+def figure(help: str, of: Callable[[Any], Any] | None = None, **more: Any) -> Any:
+    """A field of a dataclass that is a figure; the arguments are those of :class:`Figure`."""
+    return field(default=None, metadata={"figure": Figure(help=help, of=of, **more)})
+
+
+def figures_in(holder: Any) -> dict[str, Figure]:
+    """The figures among the fields of a dataclass or of an instance, by the name of the field."""
+    return {f.name: f.metadata["figure"] for f in fields(holder) if "figure" in f.metadata}
+
+
+def values_of(kind: type[Any], source: Any) -> dict[str, Any]:
+    """The figures of a dataclass, taken from `source`, as arguments for its constructor."""
+    return {name: each.of(source) for name, each in figures_in(kind).items() if each.of}
+
+
+def headlines_in(summary: Any, path: str = "") -> Iterator[tuple[str, Figure, Any]]:
+    """Each headline of a summary, by the path of its field, with its value."""
+    known = figures_in(summary)
+    for each in fields(summary):
+        value, name = getattr(summary, each.name), f"{path}{each.name}"
+        if each.name in known and known[each.name].headline:
+            yield name, known[each.name], value
+        elif is_dataclass(value) and not isinstance(value, SteadyState):
+            yield from headlines_in(value, f"{name}.")
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+class Ages(NamedTuple):
+    """Figures about the sampled tokens of a rollout; ages are in versions.
+
+    Attributes:
+        oldest_trained: largest age among the tokens that count in the loss.
+        masked: number of tokens that do not count in the loss.
+    """
+
+    sampled: int
+    off_policy: int
+    total: int
+    oldest: int
+    oldest_trained: int
+    masked: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Measured:
+    """What was counted and timed of a delivered batch.
+
+    Attributes:
+        seconds: from the delivery before to its own, without `trainer_seconds`.
+        lengths: lengths of its responses, int64 [n], tokens of the environment included.
+        ages: ages of its responses, int64 [n, 6], with the columns of :class:`Ages`.
+        sums: sums of these columns; of the two oldest ages the largest.
+        t_bound: what no schedule can go below on this fleet, in seconds; None without a model.
+        distance, iid_distance: see :attr:`Figures.length_distance`.
+        rewards: means of the rewards, under None, and of each named part of them.
+        forecast: forecast and outcome; None if there was no forecast.
+        rollout_seconds: seconds of all its rollouts from launch to delivery, by part.
+        turns: number of turns of each of its episodes.
+        sessions: drift and branches of each of its sessions.
+    """
+
+    index: int
+    version: int
+    seconds: float
+    trainer_seconds: float
+    groups: int
+    lengths: NDArray[np.int64]
+    ages: NDArray[np.int64]
+    sums: Ages
+    t_bound: float | None
+    distance: float | None
+    iid_distance: float | None
+    rewards: Mapping[str | None, Mean]
+    forecast: ForecastFigures | None
+    rollout_seconds: Mapping[RolloutPart, float]
+    turns: Sequence[int]
+    sessions: Sequence[tuple[int, int]]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step, from delivery to delivery: those in which the engines were
+        paused for the trainer count too."""
+        return self.seconds + self.trainer_seconds
+
+    @property
+    def figures(self) -> BatchFigures:
+        """The figures of this batch."""
+        return BatchFigures.over([self])
+
+
+_Of: TypeAlias = Callable[[Measured], Any]
+_Over: TypeAlias = Callable[[Sequence[Measured]], Any]
+
+
+def _ratio(part: _Of, whole: _Of) -> _Over:
+    """The sum of `part` over the sum of `whole`, of all batches that have both."""
+
+    def of(batches: Sequence[Measured]) -> float | None:
+        pairs = [(part(batch), whole(batch)) for batch in batches]
+        known = [(above, below) for above, below in pairs if above is not None]
+        return divided(sum(above for above, _ in known), sum(below for _, below in known))
+
+    return of
+
+
+def _largest(take: _Of) -> _Over:
+    return lambda batches: max(map(take, batches), default=0)
+
+
+def _sum(take: _Of) -> _Over:
+    return lambda batches: sum(map(take, batches))
+
+
+def _last(take: _Of) -> _Over:
+    return lambda batches: take(batches[-1])
+
+
+def divided(part: float | None, whole: float) -> float | None:
+    """`part` / `whole`; None without one of them."""
+    return part / whole if part is not None and whole else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardFigures:
+    """Rewards of delivered rollouts."""
+
+    rollouts: int = 0
+    """Number of delivered rollouts that have a reward."""
+    mean: float | None = figure(
+        "Mean reward of the rollouts; absent without rewards.", unit="reward",
+        headline="Reward, mean",
+    )  # fmt: skip
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    """Mean of each named part of the reward, over the rollouts that have this part. Only the first
+    100 names of a run are counted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForecastFigures:
+    """The forecast for a batch, or its mean over several, and what happened.
+
+    `seconds` are those of :class:`BatchFigures`. Efficiency is T_bound over them, with T_bound by
+    the step-time model that the forecast was made with, so it is known where no model was given,
+    and may differ from the efficiency of the batch. The forecast is made for many batches: the
+    outcome of a single one scatters by a tenth and more around a right forecast.
+    """
+
+    seconds: float
+    """From the delivery before to this one, without the trainer's own."""
+    seconds_forecast: float
+    """The seconds that were forecast."""
+    efficiency: float | None
+    """T_bound over the seconds, by the step times of the forecast."""
+    efficiency_forecast: float
+    """The efficiency that was forecast."""
+    off_policy_token_share: float
+    """Share of the tokens that an older version sampled."""
+    off_policy_token_share_forecast: float
+    """The share that was forecast."""
+    batches: int = 1
+    """Number of batches behind these means."""
+    schedule: str = ""
+    """The schedule of a single batch, and the reason of its choice, in words."""
+
+
+def _rewards(batches: Sequence[Measured]) -> RewardFigures:
+    """Means over all rollouts of the batches."""
+    found: dict[str | None, list[Mean]] = {}
+    for batch in batches:
+        for name, mean in batch.rewards.items():
+            found.setdefault(name, []).append(mean)
+    means = {name: mean_of(each) for name, each in found.items()}
+    rollouts, mean = means.pop(None, (0, None))
+    parts = {name: value for name, (_, value) in means.items() if name is not None}
+    return RewardFigures(rollouts=rollouts, mean=mean, parts=parts)
+
+
+def mean_of(means: Sequence[Mean]) -> Mean:
+    """The mean over all values that `means` are means of."""
+    count = sum(n for n, _ in means)
+    # Not the sum first, which is infinite for rewards that are as large as a float can be.
+    return count, math.fsum(n / count * value for n, value in means)
+
+
+def _rollout_seconds(batches: Sequence[Measured]) -> dict[RolloutPart, float]:
+    """Mean over all rollouts of the batches."""
+    count = sum(batch.lengths.size for batch in batches)
+    return {
+        part: (divided(sum(batch.rollout_seconds[part] for batch in batches), count) or 0.0)
+        for part in ROLLOUT_PARTS
+    }
+
+
+def _of_sessions(place: int) -> _Over:
+    """The sum over all sessions of the batches; None without any."""
+
+    def of(batches: Sequence[Measured]) -> int | None:
+        found = [session[place] for batch in batches for session in batch.sessions]
+        return sum(found) if found else None
+
+    return of
+
+
+def _forecasts(batches: Sequence[Measured]) -> ForecastFigures | None:
+    """Forecast and outcome over the batches that had a forecast: means of the seconds, and shares
+    of all their seconds and tokens."""
+    pairs = [(batch.forecast, batch.sums.sampled) for batch in batches if batch.forecast]
+    if len(pairs) < 2:
+        return pairs[0][0] if pairs else None
+
+    def mean(values: Iterable[float | None], weights: Iterable[float]) -> float | None:
+        weighed = list(zip(values, weights, strict=True))
+        known = [(value, weight) for value, weight in weighed if value is not None]
+        total = sum(weight for _, weight in known)
+        return divided(sum(value * weight for value, weight in known), total)
+
+    each, tokens = [forecast for forecast, _ in pairs], [n for _, n in pairs]
+    seconds, expected = [f.seconds for f in each], [f.seconds_forecast for f in each]
+    return ForecastFigures(
+        seconds=sum(seconds) / len(pairs),
+        seconds_forecast=sum(expected) / len(pairs),
+        efficiency=mean([f.efficiency for f in each], seconds),
+        efficiency_forecast=mean([f.efficiency_forecast for f in each], expected) or 0.0,
+        off_policy_token_share=mean([f.off_policy_token_share for f in each], tokens) or 0.0,
+        off_policy_token_share_forecast=mean(
+            [f.off_policy_token_share_forecast for f in each], tokens
+        )
+        or 0.0,
+        batches=len(pairs),
+    )
+
+
+# fmt: off
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """The figures of a batch, or of several batches together."""
+
+    delivered_tokens_per_s: float | None = figure(
+        "Sampled tokens over the seconds, those of the trainer included.", unit="rate",
+        of=_ratio(lambda b: b.sums.sampled, lambda b: b.step_s),
+        headline="Delivered tokens per second", better="higher",
+    )
+    efficiency: float | None = figure(
+        "T_bound over the seconds; absent without a step-time model. Above 1 if much was "
+        "generated before the first batch.", unit="share",
+        of=_ratio(lambda b: b.t_bound, lambda b: b.seconds),
+        live="efficiency", headline="Efficiency", better="higher",
+    )
+    off_policy_token_share: float | None = figure(
+        "Share of the tokens that were sampled by an older version than the consuming one.",
+        unit="share", of=_ratio(lambda b: b.sums.off_policy, lambda b: b.sums.sampled),
+        headline="Off-policy tokens", better="lower",
+    )
+    staleness_mean: float | None = figure(
+        "Consuming version minus sampling version, over tokens.", unit="versions",
+        of=_ratio(lambda b: b.sums.total, lambda b: b.sums.sampled),
+        live="staleness", headline="Staleness, mean", better="lower",
+    )
+    staleness_max: int = figure(
+        "Consuming version minus that of the oldest token.", unit="versions",
+        of=_largest(lambda b: b.sums.oldest),
+        live="max", headline="Staleness, largest", better="lower",
+    )
+    staleness_max_trained: int = figure(
+        "The largest staleness among tokens with loss mask 1: what `max_staleness` bounds.",
+        unit="versions", of=_largest(lambda b: b.sums.oldest_trained),
+    )
+    mean_length: float | None = figure(
+        "Mean length of the responses.", unit="tokens",
+        of=_ratio(lambda b: int(b.lengths.sum()), lambda b: b.lengths.size),
+    )
+    max_length: int = figure(
+        "Length of the longest response.", unit="tokens",
+        of=_largest(lambda b: int(b.lengths.max())),
+    )
+    length_distance: float | None = figure(
+        "Kolmogorov's distance of a batch's response lengths from the law that all lengths are "
+        "drawn from: the largest difference of the two distribution functions, 0 to 1. The law is "
+        "estimated when the batch is delivered, from the 4,096 responses launched last, unfinished "
+        "ones included.", unit="share", of=_ratio(lambda b: b.distance, lambda b: 1),
+        live="length distance",
+    )
+    iid_length_distance: float | None = figure(
+        "Expected length distance of the same number of groups drawn at random.", unit="share",
+        of=_ratio(lambda b: b.iid_distance, lambda b: 1), live="at random",
+    )
+    rewards: RewardFigures = figure(
+        "Rewards of delivered rollouts.", of=_rewards, tracked=False, exposed=False,
+    )
+    forecast: ForecastFigures | None = figure(
+        "What automatic scheduling expected, and what happened, over the batches that had a "
+        "forecast when they started; None if no batch had one.", of=_forecasts, tracked=False,
+        exposed=False,
+    )
+    rollout_seconds: dict[RolloutPart, float] = figure(
+        "Mean seconds of a rollout by activity; they add up to the time from its launch to "
+        "its delivery.", of=_rollout_seconds, tracked=False, exposed=False,
+    )
+    turns_mean: float | None = figure(
+        "Mean number of turns of an episode; absent without episodes.",
+        of=_ratio(lambda b: sum(b.turns), lambda b: len(b.turns)),
+        live="turns",
+    )
+    tool_share: float | None = figure(
+        "Share of the rollouts' time, from launch to delivery, in which they used tools; absent "
+        "without episodes.", unit="share",
+        of=_ratio(lambda b: b.rollout_seconds["tools"] if b.turns else None,
+                  lambda b: sum(b.rollout_seconds.values())),
+        live="at tools",
+    )
+    drift_tokens: int | None = figure(
+        "Tokens of sessions that would differ if their chats were tokenised again; absent "
+        "without sessions.", unit="tokens", of=_of_sessions(0),
+    )
+    branches: int | None = figure(
+        "Branches started by requests of sessions, the first ones included; absent without "
+        "sessions.", of=_of_sessions(1),
+    )
+
+    @classmethod
+    def over(cls, batches: Sequence[Measured], /, **more: Any) -> Self:
+        """The figures of `batches`, with other fields of the class."""
+        return cls(**values_of(cls, batches), **more)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchFigures(Figures):
+    """One batch."""
+
+    index: int = figure("Number of the batch.", _last(lambda b: b.index), exposed=False,
+                        tracked=False)
+    version: int = figure("Policy version that consumes the batch.", _last(lambda b: b.version))
+    seconds: float = figure(
+        "Seconds since the previous delivery, without those of the trainer.",
+        _sum(lambda b: b.seconds), unit="seconds",
+    )
+    trainer_seconds: float = figure(
+        "Seconds in which the engines were paused for the trainer (synchronous pace only).",
+        _sum(lambda b: b.trainer_seconds), unit="seconds",
+    )
+    groups: int = figure("Groups of the batch.", _sum(lambda b: b.groups))
+    rollouts: int = figure("Rollouts of the batch.", _sum(lambda b: b.lengths.size))
+    tokens: int = figure("Sampled tokens of the batch.", _sum(lambda b: b.sums.sampled),
+                         unit="tokens")
+    t_bound: float | None = figure(
+        "Least seconds of any schedule for these responses on this fleet; absent without a "
+        "step-time model.", _last(lambda b: b.t_bound), unit="seconds",
+    )
+# fmt: on
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step, from delivery to delivery: those in which the engines were
+        paused for the trainer count too."""
+        return self.seconds + self.trainer_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SteadyState(Figures):
+    """The same figures over the batches after the burn-in."""
+
+    burn_in: int
+    """Number of batches left out at the start."""
+    batches: int
+    mean_batch_seconds: float | None
+
+
+def steady_state(batches: Sequence[Measured], burn_in: int) -> SteadyState:
+    """The figures of the batches after the first `burn_in`."""
+    kept = batches[burn_in:]
+    return SteadyState.over(
+        kept,
+        burn_in=burn_in,
+        batches=len(kept),
+        mean_batch_seconds=divided(sum(batch.seconds for batch in kept), len(kept)),
+    )
+
+
+# --- the run -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolloutFigures:
+    """Launched rollouts by outcome, counted from their ids instead of the scheduler's counts."""
+
+    launched: int
+    delivered: int = figure(
+        "Rollouts delivered in batches and evaluations.", headline="Responses delivered"
+    )
+    evaluated: int
+    """Rollouts delivered in evaluations."""
+    in_flight: int
+    """Neither delivered nor dropped when the run ended: carried, or finished early."""
+    lost: int = figure(
+        "Launched rollouts without an outcome: a bug unless 0.", headline="Lost", better="lower"
+    )
+    duplicated: int = figure(
+        "Rollouts delivered more than once: a bug unless 0.", headline="Duplicated", better="lower"
+    )
+    dropped: dict[str, int] = figure(
+        "Dropped rollouts by reason, as in the ledger.",
+        headline="Dropped",
+        better="lower",
+    )
+
+
+def _count(name: str, help: str, **more: Any) -> Any:
+    """A counter of the whole run."""
+    return figure(help, lambda counters: getattr(counters, name), kind="counter", **more)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFigures:
+    """Tokens of the whole run, as its counters have them."""
+
+    generated: int = _count("tokens_generated", "Tokens that arrived from engines.")
+    delivered: int = _count("tokens_delivered", "Sampled tokens of delivered rollouts.")
+    reprefilled: int = _count(
+        "tokens_reprefilled",
+        "Context tokens computed again after an interruption.",
+        headline="Tokens recomputed",
+        better="lower",
+    )
+    discarded: int = _count("tokens_discarded", "Sampled tokens of dropped rollouts.")
+    masked: int = _count(
+        "tokens_masked",
+        "Tokens delivered with loss mask 0, because they passed the staleness bound.",
+    )
+
+    @classmethod
+    def of(cls, counters: Counters) -> Self:
+        """The figures at this time."""
+        return cls(**values_of(cls, counters))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SecondsFigures:
+    wall: float = figure(
+        "Seconds from the opened fleet to the last event.",
+        unit="seconds",
+        headline="Seconds",
+        better="lower",
+    )
+    trainer: float
+    """Seconds in which the run waited for the trainer (synchronous pace only)."""
+    pause: float
+    """Mean seconds of an engine from its pause calls to the ends of its continue calls."""
+    update: float
+    """Seconds from the requests for a new version to their ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LawFigures:
+    """A law of lengths. Quantiles: the shortest length that a share of at least q reaches."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    lengths: list[int]
+    """Lengths up to the longest at which a response is known to have ended, thinned evenly on both
+    logarithmic axes of a chart."""
+    longer: list[float]
+    """The share of responses that are longer than each of them."""
+    responses: int
+    """Number of responses that the law is estimated from, unfinished ones included."""
+    unresolved: float
+    """Share of the responses that are longer than every finished one. Their lengths are lower
+    bounds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TransientFigures:
+    """The part of the length bias that goes to zero, because the missing responses are in flight.
+
+    With I in flight of mean final length l and K * N delivered it is -I * (l / mu - 1) / (K * N).
+    """
+
+    predicted: float
+    """Bias by that identity, from the responses in flight at the end."""
+    measured: float
+    """Mean delivered length / mu - 1. What `predicted` does not explain is the chance of the
+    prompts, a censor, or a law that drifts."""
+    mean: float
+    """mu, in tokens."""
+    reference: MeanReference
+    """Source of mu: known beforehand, or estimated in this run."""
+    predicted_by_batch: list[float]
+    """Predicted bias after each batch, with the final lengths known or expected at the end."""
+    measured_by_batch: list[float]
+    """Measured bias of all responses delivered until each batch."""
+    further_batches_to_1_percent: int
+    """Number of further batches until the bias is at most 1 %, with as many in flight as now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecileFigures:
+    """Delivered responses by tenths of equal number, the shortest first; 10 entries each."""
+
+    mean_length: list[float]
+    staleness_mean: list[float]
+    """Mean staleness of the sampled tokens."""
+    off_policy_token_share: list[float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CensoringFigures:
+    """Whether drops select long responses."""
+
+    policies: list[str]
+    """Reasons of these drops, as in the ledger; empty if drops do not select long responses."""
+    effect: float | None = None
+    """Lasting bias of the delivered lengths caused by these drops, at least; None without."""
+    warning: str | None = None
+    """The finding and its remedy in one sentence; None without."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BiasFigures:
+    """Are short responses over-represented? 0 is no bias, -0.1 is 10 % too short."""
+
+    first_batch_length_bias: float | None = None
+    """Mean length of batch 0 / long-run mean - 1."""
+    bias_estimate: float | None = figure(
+        "Mean length of all delivered responses, relative to the reference mean, minus 1.",
+        unit="share",
+        headline="Length bias",
+        better="zero",
+    )
+    bias_reference: BiasReference | None = None
+    """The reference mean: that of the workload if known, otherwise of this run's batches after the
+    burn-in."""
+    workload_mean_length: float | None = None
+    long_run_mean_length: float | None = None
+    """Mean length in the batches after the burn-in."""
+    delivered_mean_length: float | None = None
+    delivered_mean_length_by_batch: list[float] = field(default_factory=list[float])
+    drawn: LawFigures | None = None
+    """Law of all launched responses, by Kaplan and Meier's estimate: those in flight or dropped
+    unfinished count as censored."""
+    delivered: LawFigures | None = None
+    """Law of the delivered responses."""
+    transient: TransientFigures | None = None
+    by_length_decile: DecileFigures | None = None
+    dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    """Number of dropped tokens by reason, as in the ledger."""
+    censoring: CensoringFigures = field(default_factory=lambda: CensoringFigures(policies=[]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DifferenceFigures:
+    """The differences of some tokens, in nats; all but `tokens` are None without a token."""
+
+    tokens: int
+    mean: float | None
+    """Of d. Below 0 the trainer finds the tokens less probable than their engine did."""
+    k3: float | None = figure(
+        "Mean of exp(d) - 1 - d: an estimate of KL(engine, trainer) that is never negative "
+        "(http://joschu.net/blog/kl-approx.html).",
+        unit="nats",
+        headline="Mismatch of engine and trainer",
+        better="lower",
+    )
+    largest: float | None
+    """The largest magnitude of d."""
+    beyond_share: float | None
+    """Share of the tokens whose magnitude of d is above `bound`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AlignmentFigures:
+    """The trainer's log-probabilities against the engines', at staleness 0."""
+
+    bound: float
+    """Above it a difference is large, in nats."""
+    whole: DifferenceFigures
+    """All compared tokens."""
+    skipped: int
+    """Tokens that were not compared, because their version is not certain or they attend to keys
+    of older weights."""
+    not_finite: int
+    """Tokens with a log-probability that is NaN or infinite; anything but 0 is a mistake."""
+    by_engine: dict[str, DifferenceFigures]
+    by_position: list[DifferenceFigures]
+    """By position in the response, counted from 1: entry i is of the positions 2**i to
+    2**(i + 1) - 1."""
+    by_age: list[DifferenceFigures]
+    """By staleness, of all tokens: entry 0 is the mismatch alone, and later entries contain what
+    the policy has moved too. The last entry is of all older tokens."""
+    by_batch: dict[int, DifferenceFigures]
+    """The batches that were reported, by their number."""
+
+
+SUMMARY_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary(Figures):
+    """What is in summary.json. Its own figures are of all batches together."""
+
+    schema: int = SUMMARY_VERSION
+    """Of this file; it grows when a field changes its meaning."""
+    clock: Literal["virtual", "wall"]
+    """"virtual": modelled seconds, on the embedded engine."""
+    interrupted: bool
+    """Ended by Ctrl-C; the figures are those until then."""
+    error: str | None
+    """Why the run ended early otherwise."""
+    event_log_error: str | None
+    """Why events.jsonl is not complete."""
+    engines: int
+    """When the run began."""
+    batches: int
+    """Delivered."""
+    rollouts: RolloutFigures
+    tokens: TokenFigures
+    seconds: SecondsFigures
+    bias: BiasFigures
+    steady_state: SteadyState
+    alignment: AlignmentFigures | None = None
+    """None unless the trainer reported its log-probabilities."""
+    per_batch: list[BatchFigures] = field(default_factory=list[BatchFigures])
+
+    @property
+    def steady_steps_s(self) -> list[float]:
+        """Seconds of each whole step after the burn-in."""
+        return [batch.step_s for batch in self.per_batch[self.steady_state.burn_in :]]
+
+    @property
+    def step_efficiency(self) -> float | None:
+        """T_bound over the seconds of whole steps after the burn-in; None without a step-time
+        model, and without such steps."""
+        steady, whole = self.steady_state, sum(self.steady_steps_s)
+        if steady.efficiency is None or steady.mean_batch_seconds is None or not whole:
+            return None
+        return steady.efficiency * steady.mean_batch_seconds * steady.batches / whole

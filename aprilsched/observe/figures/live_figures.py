@@ -1,0 +1,125 @@
+"""Shares the state of a run in progress among the listeners that show or export it.
+
+Invariants: nothing is counted here, because the scheduler, the summary and the state of the run
+count already. Figures are read under :attr:`LiveFigures.lock`, so that another thread sees those of
+one moment.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.core.state.ledger import Counters, Ledger
+from aprilsched.kernel.shell.listener import BulkListener, DispatchingListener, TokenChunks
+from aprilsched.observe.figures.batch_figures import BatchMeter
+from aprilsched.observe.figures.figures import Measured
+from aprilsched.observe.figures.rollout_time import RolloutClock
+from aprilsched.observe.figures.run_state import RunState
+
+
+class LiveFigures:
+    """The state of a run and its latest batch, for several readers and from any thread.
+
+    It is a listener, and stands before its readers among the listeners of a run.
+
+    Args:
+        meter: a meter that is an earlier listener of the run, or part of one (as in the summary).
+            None makes one for an asynchronous trainer.
+        batch_groups: number of groups of a batch, as in the scheduler's configuration. If it is
+            None, the first batch that is delivered tells it.
+        clock: the clock of the facts' times. None is for a clock that another thread cannot read,
+            such as a virtual one or that of a log; the time of the last fact then counts as now.
+
+    Attributes:
+        lock: is to be held while the other attributes are read.
+        state: the state of the run.
+        counters, ledger: those of the state, or the scheduler's own (:meth:`count_with`).
+    """
+
+    def __init__(
+        self,
+        *,
+        meter: BatchMeter | None = None,
+        batch_groups: int | None = None,
+        clock: Callable[[], float] | None = time.monotonic,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.state = RunState(batch_groups=batch_groups)
+        self._meter = meter or BatchMeter(trainer_waits=False)
+        self._clock = clock
+        self.counters: Counters = self.state.counters
+        self.ledger: Ledger = self.state.ledger
+        self._told: tuple[BulkListener, ...] = (self.state,)
+        if meter is None:
+            self._told = (self._meter, self.state)
+
+    def count_with(self, counters: Counters, ledger: Ledger) -> None:
+        """Show the scheduler's own counts (``rollouts.state.in_flight``). In a resumed run they are
+        those of the whole run, the prior run included."""
+        self.counters, self.ledger = counters, ledger
+
+    @property
+    def batch(self) -> Measured | None:
+        """The batch that was delivered last; None before the first."""
+        return self._meter.latest
+
+    @property
+    def recent(self) -> Sequence[Measured]:
+        """The batches that were delivered last, at most
+        :data:`~aprilsched.observe.figures.batch_figures.RECENT_BATCHES`."""
+        return self._meter.recent
+
+    @property
+    def rollouts(self) -> Mapping[int, RolloutClock]:
+        """What each rollout in flight is at, by its id."""
+        return self._meter.rollouts
+
+    def advance(self) -> float:
+        """Count the engines' time up to now; returns the time now. Call it with the lock held."""
+        now = self.state.now if self._clock is None else max(self.state.now, self._clock())
+        self.state.advance(now)
+        return now
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        with self.lock:
+            for each in self._told:
+                each.on_facts(facts, now)
+
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        with self.lock:
+            for each in self._told:
+                each.on_tokens(chunks, now)
+
+
+class FiguresListener(DispatchingListener):
+    """A listener that reads live figures when it is told facts.
+
+    Args:
+        figures: an earlier listener of the run. None makes figures that only this listener has; it
+            then passes everything on to them.
+    """
+
+    def __init__(self, figures: LiveFigures | None = None) -> None:
+        super().__init__()
+        self._figures = figures or LiveFigures()
+        self._inside = figures is None
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        if not self._inside:
+            self.react(facts, now)
+            return
+        # One at a time, so that each is seen as it was when it came true.
+        for fact in facts:
+            self._figures.on_facts((fact,), now)
+            self.react((fact,), now)
+
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        if self._inside:
+            self._figures.on_tokens(chunks, now)
+
+    def react(self, facts: Sequence[Fact], now: float) -> None:
+        """The figures have been told these facts."""
+        super().on_facts(facts, now)

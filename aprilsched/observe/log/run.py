@@ -1,0 +1,308 @@
+"""Reads a run folder as data: its figures, and what happened when.
+
+It uses only files. A folder that was written on another machine, by another version of the
+scheduler, can be read as long as the names in it are known.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from bisect import bisect_right
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.errors import RunFolderError
+from aprilsched.kernel.core.messages.facts import (
+    AttemptEnded,
+    AttemptSent,
+    BatchDelivered,
+    DeliveredRollout,
+    EngineLost,
+    EngineModeChanged,
+    Fact,
+    RunOpened,
+    UpdateFinished,
+)
+from aprilsched.kernel.values.files import read_text
+from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.log.reading import replay
+from aprilsched.observe.log.rebuild import summary_of_run
+from aprilsched.observe.log.run_folder import CONFIG, EVENTS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """An attempt of a request on an engine, from its sending to its end (or to the end of the
+    run)."""
+
+    rollout_id: int
+    group_id: int
+    engine: str
+    start: float
+    end: float
+    finished: bool
+    """Whether it ran to its own end; otherwise it was interrupted, failed, or the run ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pause:
+    """The pause of an engine, from its pause call to the end of its continue call."""
+
+    engine: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """An update: the engines had `version` from `time` on."""
+
+    time: float
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Delivery:
+    """A batch and the time of its delivery, with its responses as the event log has them."""
+
+    time: float
+    index: int
+    version: int
+    rollouts: tuple[DeliveredRollout, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """The content of a run folder. Times are seconds since the run began."""
+
+    config: dict[str, Any]
+    summary: RunSummary
+    attempts: tuple[Attempt, ...]
+    pauses: tuple[Pause, ...]
+    updates: tuple[Update, ...]
+    deliveries: tuple[Delivery, ...]
+    end: float
+
+
+def read_run(folder: Path) -> Run:
+    """Read the run in `folder`; a run that was killed is summed up from its event log.
+
+    Raises:
+        RunFolderError: if a file is missing or cannot be understood.
+    """
+    with readable(folder):
+        config = tomllib.loads(read_text(folder / CONFIG))
+        summary = summary_of_run(folder)
+        history = History()
+        end = replay(folder / EVENTS, [history], tokens=False)
+    return history.run(config, summary, end)
+
+
+@contextmanager
+def readable(folder: Path) -> Generator[None]:
+    """Turn errors in the block into one sentence about `folder`.
+
+    Raises:
+        RunFolderError: instead of OSError, ValueError or MsgspecError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"{folder} is no whole run folder ({error.filename}: {error.strerror}); name one that "
+            "aprilsched run has written."
+        ) from error
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise RunFolderError(
+            f"{folder} cannot be understood ({error}); was it written by another version?"
+        ) from error
+
+
+class History:
+    """Collects a run from its facts; facts about tokens are not needed."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[AttemptSent, float]] = {}
+        """The open attempts with the times at which they were sent, by request."""
+        self._paused: dict[str, float] = {}
+        self._attempts: list[Attempt] = []
+        self._pauses: list[Pause] = []
+        self._updates: list[Update] = []
+        self._deliveries: list[Delivery] = []
+        self._now = 0.0
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            match fact:
+                case RunOpened():
+                    # What the prior run left open ended at the time of its last line.
+                    self._end_all()
+                case AttemptSent():
+                    self._open[fact.request_id] = (fact, now)
+                case AttemptEnded():
+                    self._now = now
+                    self._close(fact.request_id, finished=fact.outcome == "finished")
+                case EngineModeChanged(finish="pausing"):
+                    self._paused.setdefault(fact.engine, now)
+                case EngineModeChanged(start="continuing") | EngineLost():
+                    self._now = now
+                    self._unpause(fact.engine)
+                case UpdateFinished(cause=""):
+                    self._updates.append(Update(time=now, version=fact.version))
+                case BatchDelivered(again=False):
+                    self._deliver(fact, now)
+                case _:
+                    pass
+        self._now = now
+
+    def _deliver(self, fact: BatchDelivered, now: float) -> None:
+        # What only a log with tokens has would fill the memory.
+        bare = {"key": None, "input_ids": None, "token_ids": None, "logprobs": None}
+        self._deliveries.append(
+            Delivery(
+                time=now,
+                index=fact.batch,
+                version=fact.version,
+                rollouts=tuple(msgspec.structs.replace(each, **bare) for each in fact.rollouts),
+            )
+        )
+
+    def run(self, config: dict[str, Any], summary: RunSummary, end: float) -> Run:
+        """The run up to `end`; `config` and `summary` are those of the folder."""
+        self._now = end
+        self._end_all()
+        return Run(
+            config=config,
+            summary=summary,
+            attempts=tuple(self._attempts),
+            pauses=tuple(self._pauses),
+            updates=tuple(self._updates),
+            deliveries=tuple(self._deliveries),
+            end=end,
+        )
+
+    def _end_all(self) -> None:
+        """End everything that is open, because the run or its process has ended."""
+        for request_id in list(self._open):
+            self._close(request_id, finished=False)
+        for engine in list(self._paused):
+            self._unpause(engine)
+
+    def _close(self, request_id: int, *, finished: bool) -> None:
+        sent = self._open.pop(request_id, None)
+        if sent is not None:
+            fact, since = sent
+            self._attempts.append(
+                Attempt(
+                    rollout_id=fact.rollout_id,
+                    group_id=fact.group_id,
+                    engine=fact.engine,
+                    start=since,
+                    end=self._now,
+                    finished=finished,
+                )
+            )
+
+    def _unpause(self, engine: str) -> None:
+        since = self._paused.pop(engine, None)
+        if since is not None:
+            self._pauses.append(Pause(engine=engine, start=since, end=self._now))
+
+
+# --- over time ---------------------------------------------------------------------------------
+
+# Which responses were in flight when, and which version sampled them.
+
+Piece: TypeAlias = tuple[float, float, int]
+"""Start, end and policy version of a piece of a response."""
+Bar: TypeAlias = list[Piece]
+
+
+def window_end(run: Run, batches: int) -> float:
+    """Time at which the first `batches` batches were delivered."""
+    shown = run.deliveries[:batches]
+    return shown[-1].time if shown else run.end
+
+
+def in_flight(run: Run, end: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Times up to `end`, and the number of responses that were generated from each of them on."""
+    changes: dict[float, int] = {0.0: 0}
+    for attempt in run.attempts:
+        changes[attempt.start] = changes.get(attempt.start, 0) + 1
+        changes[attempt.end] = changes.get(attempt.end, 0) - 1
+    times = np.array(sorted(changes), dtype=np.float64)
+    counts = np.cumsum([changes[time] for time in times.tolist()]).astype(np.int64)
+    kept = times <= end
+    return np.append(times[kept], end), np.append(counts[kept], counts[kept][-1])
+
+
+def bars(run: Run, end: float, *, at_most: int, start: float = 0.0) -> list[Bar]:
+    """The rollouts that were on an engine between `start` and `end`, in the order of their launch,
+    evenly thinned to `at_most`."""
+    by_rollout: dict[int, list[Attempt]] = {}
+    for attempt in sorted(run.attempts, key=lambda attempt: (attempt.start, attempt.rollout_id)):
+        if attempt.start < end and attempt.end >= start:
+            by_rollout.setdefault(attempt.rollout_id, []).append(attempt)
+    rollouts = list(by_rollout.values())
+    count = min(at_most, len(rollouts))
+    chosen = [rollouts[i * len(rollouts) // count] for i in range(count)]
+    times = [update.time for update in run.updates]
+    versions = [run.updates[0].version - 1 if run.updates else 0]
+    versions += [update.version for update in run.updates]
+    return [
+        [piece for attempt in attempts for piece in _pieces(attempt, times, versions, start, end)]
+        for attempts in chosen
+    ]
+
+
+def lengths_of(deliveries: Sequence[Delivery]) -> NDArray[np.int64]:
+    """Lengths of all responses in these batches."""
+    return np.array([r.tokens for d in deliveries for r in d.rollouts], dtype=np.int64)
+
+
+def tokens_by_age(run: Run) -> NDArray[np.int64]:
+    """Delivered tokens by batch and age in versions, int64 [batches, oldest + 1]. Tokens of the
+    environment have no version and are left out."""
+    ages = [
+        (place, max(0, delivery.version - version), end - start)
+        for place, delivery in enumerate(run.deliveries)
+        for rollout in delivery.rollouts
+        for start, end, version, _ in rollout.segments
+        if version >= 0
+    ]
+    counts = np.zeros((len(run.deliveries), 1 + max((a for _, a, _ in ages), default=0)), np.int64)
+    for place, age, tokens in ages:
+        counts[place, age] += tokens
+    return counts
+
+
+def tokens_by_class(run: Run, classes: int) -> NDArray[np.int64]:
+    """The same by that many classes of age; the last one has all older tokens."""
+    counts = tokens_by_age(run)
+    found = np.zeros((len(counts), classes), np.int64)
+    kept = min(classes, counts.shape[1])
+    found[:, :kept] = counts[:, :kept]
+    found[:, -1] += counts[:, classes:].sum(axis=1)
+    return found
+
+
+def _pieces(
+    attempt: Attempt, times: Sequence[float], versions: Sequence[int], start: float, end: float
+) -> list[Piece]:
+    """Divide an attempt at the times of new versions, because each version samples what follows
+    it."""
+    begin, stop = max(start, attempt.start), min(attempt.end, end)
+    first, last = bisect_right(times, begin), bisect_right(times, stop)
+    cuts = [begin, *times[first:last], stop]
+    return [
+        (cuts[i], cuts[i + 1], versions[first + i])
+        for i in range(len(cuts) - 1)
+        if cuts[i + 1] > cuts[i]
+    ]

@@ -1,0 +1,224 @@
+"""Writes events.jsonl: one line for every fact of a run (:mod:`~.format`).
+
+The log has no time of the wall clock and nothing random, so two runs under a virtual clock with
+the same seed write the same bytes.
+
+A process that resumes a run appends to its log. Its first line is a LogResumed, and its times
+continue from the time of the last line.
+
+Invariant: whatever goes wrong while writing, the run goes on; it is said once, and in the
+summary. The disk is written to by a thread of its own: one that is too slow costs lines, which are
+counted, and no time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from aprilsched.errors import RunFolderError
+from aprilsched.kernel.core.messages.facts import (
+    BatchDelivered,
+    EvaluationDelivered,
+    Fact,
+    UpdateFinished,
+)
+from aprilsched.kernel.shell.listener import TokenChunks
+from aprilsched.kernel.values.files import cut_off
+from aprilsched.observe.log.reading import (
+    FORMAT_VERSION,
+    LogBegun,
+    LogResumed,
+    Tail,
+    read_tail,
+)
+from aprilsched.observe.worker import FileWriter
+
+_FLUSH_SECONDS = 1.0
+_LOOK_SECONDS = 0.25
+"""Seconds of the run's clock between two looks at the wall clock. The time of the run's clock is
+passed with the facts, so comparing it costs nothing."""
+_FLUSH_BYTES = 1 << 18
+_HOLD_LINES = 2048
+"""Number of lines that are held and then encoded together, in 2 ms. If lines are encoded one by one
+between other work of the coordinator, each takes three times as long."""
+_PENDING_BYTES = 1 << 26
+"""Number of bytes that may wait for a disk that hangs: some minutes of a busy fleet's lines."""
+_CLOSE_SECONDS = 10.0
+_NEW: Literal["xb", "wb"] = "xb"
+_THERE: Literal["ab"] = "ab"
+
+_DIGITS = 6
+"""Of a time in seconds: it is written in whole microseconds."""
+
+# After these facts no further fact may come for minutes, while the trainer trains. So they are
+# flushed at once.
+_FLUSHED_AT_ONCE = frozenset({BatchDelivered, EvaluationDelivered, UpdateFinished})
+
+
+class EventLog:
+    """Writes a run's facts to the file at `path`.
+
+    The file is not made or changed before :meth:`start`, so a run that is refused leaves no trace.
+
+    Args:
+        path: the file.
+        append: continue the file of a run that is resumed; otherwise the file must not exist.
+        patient: wait for a slow disk instead of dropping lines, as a run on a virtual clock should.
+        log_tokens: write the tokens of prompts and responses; otherwise only their number.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        append: bool = False,
+        patient: bool = False,
+        log_tokens: bool = False,
+    ) -> None:
+        self._path = path
+        self.wants_tokens = log_tokens
+        """Whether its facts should have the tokens, and not only their number."""
+        self._held: list[Fact] = []
+        """Facts that are not encoded yet. They come after everything in the buffer."""
+        self._times: list[float] = []
+        """Time of each fact in `_held`."""
+        self._append = append
+        self._tail: Tail | None = None
+        """The end of the prior run's log. It is read when the first fact arrives."""
+        self._encoder = msgspec.json.Encoder(enc_hook=_unknown)
+        self._buffer = bytearray()
+        self._began: float | None = None
+        self._started = False
+        self._flushed_at = time.monotonic()
+        self._look_at = -math.inf
+        """Time on the run's clock of the next look at the wall clock."""
+        self._writer = FileWriter(
+            path,
+            _THERE if append else _NEW,
+            max_bytes=_PENDING_BYTES,
+            close_seconds=_CLOSE_SECONDS,
+            patient=patient,
+        )
+
+    @property
+    def error(self) -> str | None:
+        """Why the log is not complete; None while it is."""
+        return self._writer.error
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        self._held += facts
+        self._times += [now] * len(facts)
+        if any(fact.__class__ in _FLUSHED_AT_ONCE for fact in facts):
+            self._flush()
+        elif now >= self._look_at or len(self._held) >= _HOLD_LINES:
+            self._look(now)
+
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        self._held += [fact for fact, _ in chunks]
+        self._times += [at for _, at in chunks]
+        if now >= self._look_at or len(self._held) >= _HOLD_LINES:
+            self._look(now)
+
+    def seconds(self, now: float) -> float:
+        """Convert `now`, a time of the event loop's clock, to seconds since the run began.
+
+        Returns 0.0 before the first fact.
+        """
+        return 0.0 if self._began is None else float(np.round(now - self._began, _DIGITS))
+
+    def start(self, *, batches: int = 0) -> None:
+        """Begin to write to the file; call it when the run folder exists.
+
+        Args:
+            batches: number of batches that a resumed run knows. Later deliveries in the log were
+                not saved, and are void.
+        """
+        self._started = True
+        if self._append and not self._writer.failed:
+            self._go_on(batches)
+        elif not self._append:
+            self._begin_with(LogBegun(version=FORMAT_VERSION), 0.0)
+        self._flush()
+
+    def _go_on(self, batches: int) -> None:
+        try:
+            tail = self._prior_tail()
+            cut_off(self._path, tail.size)
+        except (OSError, RunFolderError) as error:
+            self._writer.fail(error)
+            return
+        resumed = LogResumed(
+            version=FORMAT_VERSION, incarnation=tail.incarnation + 1, batches=batches
+        )
+        self._begin_with(resumed, tail.t)
+
+    def _begin_with(self, fact: Fact, t: float) -> None:
+        self._buffer[:0] = self._as_lines([fact], [t])
+
+    def close(self) -> None:
+        """Write the remaining lines, in bounded time."""
+        self._flush()
+        self._writer.close()
+
+    def _encode(self) -> None:
+        """Encode the facts that are held into the buffer."""
+        held, self._held = self._held, []
+        times, self._times = self._times, []
+        if self._writer.failed or not held:
+            return
+        try:
+            if self._began is None:
+                self._began = times[0] - (self._prior_tail().t if self._append else 0.0)
+            began = self._began
+            # Python's own round for each would take as long as everything else that a line needs.
+            seconds = np.round(np.array(times) - began, _DIGITS).tolist()
+            self._buffer += self._as_lines(held, seconds)
+        except Exception as error:
+            # A listener that raises is detached. The log catches the error itself, so that the
+            # summary says that the log is not complete.
+            self._writer.fail(error)
+
+    def _as_lines(self, facts: Sequence[Fact], seconds: Sequence[float]) -> bytes:
+        """Encode each fact as a line, with its time before its own fields."""
+        encoded = self._encoder.encode_lines(facts).split(b"\n")
+        times = self._encoder.encode(seconds)[1:-1].split(b",")
+        # The last element of `encoded` is empty: it comes after the last newline.
+        lines = [b'{"t":%b,%b\n' % (t, line[1:]) for t, line in zip(times, encoded, strict=False)]
+        return b"".join(lines)
+
+    def _prior_tail(self) -> Tail:
+        if self._tail is None:
+            self._tail = read_tail(self._path)
+        return self._tail
+
+    def _look(self, now: float) -> None:
+        """Flush if the last flush is long ago, or if the buffer is large."""
+        late = False
+        if now >= self._look_at:
+            self._look_at = now + _LOOK_SECONDS
+            late = time.monotonic() - self._flushed_at > _FLUSH_SECONDS
+        if len(self._held) >= _HOLD_LINES:
+            self._encode()
+        if late or len(self._buffer) > _FLUSH_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._encode()
+        if not self._started or self._writer.failed or not self._buffer:
+            return
+        self._writer.put(bytes(self._buffer))
+        self._buffer.clear()
+        self._flushed_at = time.monotonic()
+
+
+def _unknown(value: object) -> str:
+    """Write only the type of a value that JSON does not know, because an array may be token
+    data."""
+    return type(value).__name__

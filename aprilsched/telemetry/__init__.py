@@ -1,1 +1,0 @@
-"""Listeners: parts that observe a run and never change it."""

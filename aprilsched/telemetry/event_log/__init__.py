@@ -1,5 +1,0 @@
-"""events.jsonl: everything that happens in a run and is decided, one line each."""
-
-from aprilsched.telemetry.event_log.writing import EventLog
-
-__all__ = ["EventLog"]

@@ -1,6 +1,0 @@
-"""Samples of GPUs and engines during a run, and what the figures mean."""
-
-from aprilsched.telemetry.sampling.sample_log import NVML_UTILIZATION
-from aprilsched.telemetry.sampling.sampler import Sampler
-
-__all__ = ["NVML_UTILIZATION", "Sampler"]
