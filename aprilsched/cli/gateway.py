@@ -11,10 +11,10 @@ from typing import Any, get_type_hints
 
 from rich.console import Console
 
+from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import made, values_of
 from aprilsched.errors import ConfigError
-from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.kernel.engines.addresses import fleet_at
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.observe.figures.live_figures import LiveFigures

@@ -38,7 +38,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
-from aprilsched.chat.tokenizer import load_tokenizer
+from aprilsched.agents.chat.tokenizer import load_tokenizer
+from aprilsched.agents.sessions import Session
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
 from aprilsched.fronts.blocking import RolloutScheduler
@@ -56,7 +57,6 @@ from aprilsched.kernel.shell import PromptQueue, Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.process_group import GroupEngine, leave
-from aprilsched.sessions import Session
 from aprilsched.tensors import pack
 from aprilsched.types import (
     NO_VERSION,
@@ -110,7 +110,7 @@ class RolloutEngine:
         listeners: telemetry of the scheduler.
         tokenizer: for agents, the folder of the model's tokenizer; by default the `tokenizer_path`
             of `config`.
-        sessions: for agents, arguments of :class:`~aprilsched.sessions.Sessions`: branches, limits
+        sessions: for agents, arguments of :class:`~aprilsched.agents.sessions.Sessions`: branches, limits
             (a mapping), host, port, public_url and remote_images.
 
     Attributes:

@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from aprilsched.chat.tokenizer import ModelTokenizer
+from aprilsched.agents.chat.tokenizer import ModelTokenizer
+from aprilsched.agents.sessions import Limits, Session, Sessions
+from aprilsched.agents.sessions.harness import Harness
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.kernel.shell.episodes import Turn
-from aprilsched.sessions import Limits, Session, Sessions
-from aprilsched.sessions.harness import Harness
 from aprilsched.types import Int32Array, Prompt, SamplingParams, Score
 
 
@@ -27,7 +27,7 @@ class BySession:
     open while there are some.
 
     Args:
-        harness: as for :class:`~aprilsched.sessions.Sessions`.
+        harness: as for :class:`~aprilsched.agents.sessions.Sessions`.
         tokenizer: the model's own.
         settings: arguments of Sessions that a user may set, with `limits` as a mapping.
         trainer: name of the trainer, for errors.

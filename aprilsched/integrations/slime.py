@@ -46,7 +46,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
-from aprilsched.chat.tokenizer import wrapped_tokenizer
+from aprilsched.agents.chat.tokenizer import wrapped_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.fronts.blocking import RolloutScheduler

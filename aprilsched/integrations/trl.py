@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 import msgspec
 import numpy as np
 
-from aprilsched.chat.tokenizer import ModelTokenizer, wrapped_tokenizer
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, wrapped_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.fronts.blocking import RolloutScheduler
@@ -122,7 +122,7 @@ class RolloutWorker:
         environment_factory: makes an environment whose methods are tools, or one for each name in
             the column "environment", as TRL takes it. An environment's `get_reward` is one more
             reward, with the weight 1.
-        sessions: for tools and environments, arguments of :class:`~aprilsched.sessions.Sessions`,
+        sessions: for tools and environments, arguments of :class:`~aprilsched.agents.sessions.Sessions`,
             such as limits (a mapping).
 
     Attributes:

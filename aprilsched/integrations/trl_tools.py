@@ -16,9 +16,9 @@ from typing import Any, TypeAlias, cast
 
 import msgspec
 
+from aprilsched.agents.sessions import Session
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.extras import extra
-from aprilsched.sessions import Session
 from aprilsched.types import Prompt
 
 Message: TypeAlias = dict[str, Any]

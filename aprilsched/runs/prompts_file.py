@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import msgspec
 
-from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.values.files import read_regular

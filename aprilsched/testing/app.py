@@ -18,16 +18,21 @@ import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from aprilsched.dialects.sglang import GenerateBody, finish_reason, likely_triples, token_logprobs
+from aprilsched.agents.dialects.sglang import (
+    GenerateBody,
+    finish_reason,
+    likely_triples,
+    token_logprobs,
+)
+from aprilsched.agents.serving.bodies import Bodies, body_of, decode
+from aprilsched.agents.serving.calls import make_app
+from aprilsched.agents.serving.refusals import Crashed, Refused, as_json, error_event
+from aprilsched.agents.serving.streams import DONE, Event, Item, merged, send_stream
 from aprilsched.errors import AprilschedError, ConfigError, EngineError, EngineRejected
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.values.checks import OWN
 from aprilsched.kernel.values.companions import MOST_KEPT, TOP, Companion, top_logprobs
 from aprilsched.kernel.values.sampling import SERVER, sampling_params
-from aprilsched.serving.bodies import Bodies, body_of, decode
-from aprilsched.serving.calls import make_app
-from aprilsched.serving.refusals import Crashed, Refused, as_json, error_event
-from aprilsched.serving.streams import DONE, Event, Item, merged, send_stream
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.sim_engine import TAGS
 from aprilsched.testing.served import SERVED, Call, ServedEngine

@@ -28,12 +28,12 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from aprilsched.dialects.sglang import GenerateBody, labelled
+from aprilsched.agents.dialects.sglang import GenerateBody, labelled
+from aprilsched.agents.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
+from aprilsched.agents.serving.refusals import Refused, Unavailable
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.values.companions import Rows
-from aprilsched.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
-from aprilsched.serving.refusals import Refused, Unavailable
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.sim_engine import SimEngine
 from aprilsched.simulation.workload import LongTailWorkload

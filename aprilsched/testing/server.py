@@ -10,8 +10,8 @@ from typing import Any, Self
 
 from aiohttp.typedefs import Middleware
 
+from aprilsched.agents.serving.listener import Listener
 from aprilsched.fronts.loop_thread import LoopThread
-from aprilsched.serving.listener import Listener
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.sim_engine import SimEngine
 from aprilsched.testing.app import app_of

@@ -37,7 +37,7 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.sessions import Session, Sessions
+from aprilsched.agents.sessions import Session, Sessions
 
 sys.path.append(str(Path(__file__).parents[1] / "grpo"))
 from train import Trainer

@@ -136,8 +136,8 @@ async def store(url: str) -> Cost:
 
 async def gateway(url: str) -> Cost:
     """A gateway in this process, whose clients in this process read whole responses."""
-    made = named("Gateway", "aprilsched.agents.gateway", "aprilsched.gateway")
-    settings = named("GatewaySettings", "aprilsched.agents.gateway", "aprilsched.gateway")
+    made = named("Gateway", "aprilsched.agents.gateway", "aprilsched.agents.gateway")
+    settings = named("GatewaySettings", "aprilsched.agents.gateway", "aprilsched.agents.gateway")
     requests, at_once = ROLLOUTS // 4, asyncio.Semaphore(IN_FLIGHT // 4)
     body = {"sampling_params": {"max_new_tokens": ANSWER_TOKENS}, "return_logprob": True}
 

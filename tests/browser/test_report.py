@@ -18,7 +18,8 @@ from playwright.sync_api import Browser
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SimFleet
 from aprilsched.__main__ import main
-from aprilsched.chat.tokenizer import load_tokenizer
+from aprilsched.agents.chat.tokenizer import load_tokenizer
+from aprilsched.agents.sessions import Session, Sessions
 from aprilsched.config import Retries
 from aprilsched.errors import MemberLost
 from aprilsched.observe.log.run_folder import RunFolder
@@ -26,7 +27,6 @@ from aprilsched.observe.log.writing import EventLog
 from aprilsched.observe.report.page import write_report
 from aprilsched.runs.config_file import as_toml
 from aprilsched.runs.settings import RunSettings
-from aprilsched.sessions import Session, Sessions
 from aprilsched.simulation.engine import run_virtual
 from tests.support.browser import DESKTOP, PHONE, ColorScheme, OpenPage, opened
 from tests.support.long_log import write_long_run

@@ -29,16 +29,16 @@ from aprilsched import (
     SimPublisher,
     SqliteStore,
 )
-from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.dialects.anthropic import ANTHROPIC
+from aprilsched.agents.dialects.openai import CHAT
+from aprilsched.agents.dialects.values import Dialect
+from aprilsched.agents.serving.bodies import decode
+from aprilsched.agents.sessions import Limits, Session, Sessions
+from aprilsched.agents.sessions.asking import ask, render_events, render_whole
 from aprilsched.config import Health
-from aprilsched.dialects.anthropic import ANTHROPIC
-from aprilsched.dialects.openai import CHAT
-from aprilsched.dialects.values import Dialect
 from aprilsched.errors import EpisodeError
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.serving.bodies import decode
-from aprilsched.sessions import Limits, Session, Sessions
-from aprilsched.sessions.asking import ask, render_events, render_whole
 from aprilsched.simulation.engine import SimConfig, SimEngine
 from aprilsched.simulation.engine.toy_model import ContextState, ToyModel
 from aprilsched.types import NO_VERSION, Batch, Float32Array, Int32Array, Rollout

@@ -17,8 +17,8 @@ import pytest
 from torch import Tensor
 
 from aprilsched import SGLangFleet
+from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.errors import ControlTimeout, EngineRejected, InconsistentWeights
-from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.kernel.engines.base import Engine, RefitFromGroup
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.weights.distributed import DistributedPublisher

@@ -25,8 +25,8 @@ import pytest
 from openai import AsyncOpenAI
 
 from aprilsched import SGLangFleet
-from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
-from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY, INTERVAL
 from tests.sglang.recorded import TOLERANCE, sequence_scores

@@ -22,9 +22,9 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.chat.tokenizer import load_tokenizer
+from aprilsched.agents.chat.tokenizer import load_tokenizer
+from aprilsched.agents.sessions import Session, Sessions
 from aprilsched.kernel.core.policies.straggler import StragglerRule
-from aprilsched.sessions import Session, Sessions
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import batch_through_updates, reset
 from tests.sglang.recorded import Run, record

@@ -21,8 +21,8 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
+from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.errors import EngineTaken
-from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import INTERVAL

@@ -23,8 +23,8 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.chat.tokenizer import load_tokenizer
-from aprilsched.sessions import Session, Sessions
+from aprilsched.agents.chat.tokenizer import load_tokenizer
+from aprilsched.agents.sessions import Session, Sessions
 from aprilsched.testing.contract import until
 from aprilsched.types import NO_VERSION, Rollout
 from tests.sglang.conftest import INTERVAL

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from aprilsched import SchedulerConfig, SGLangFleet
-from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until

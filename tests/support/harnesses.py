@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched.chat.tokenizer import ModelTokenizer
-from aprilsched.sessions import Session
+from aprilsched.agents.chat.tokenizer import ModelTokenizer
+from aprilsched.agents.sessions import Session
 from aprilsched.simulation.engine.toy_model import ContextState, ToyModel
 from aprilsched.types import Float32Array, Int32Array
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from aprilsched.__main__ import COMMANDS, main
+from aprilsched.agents.gateway import GatewaySettings
 from aprilsched.cli import run, simulate
 from aprilsched.cli.arguments import values_of
 from aprilsched.cli.gateway import command_of
 from aprilsched.cli.run import RunCommand
 from aprilsched.errors import ConfigError
-from aprilsched.gateway import GatewaySettings
 from aprilsched.runs.settings import key_from
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from aprilsched.chat.openai_bodies import for_template
-from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.chat.openai_bodies import for_template
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.errors import ConfigError
 from tests.support.tiny_tokenizer import bytes_tokenizer
 

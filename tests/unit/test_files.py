@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from aprilsched.__main__ import main
-from aprilsched.kernel.values.files import open_private, open_regular, read_text, written_whole
-from aprilsched.observe.log.run_folder import CONFIG, EVENTS, REPORT, SAMPLES, SUMMARY, TRACE
-from aprilsched.sessions.harness import (
+from aprilsched.agents.sessions.harness import (
     _secret_of,  # pyright: ignore[reportPrivateUsage]
 )
+from aprilsched.kernel.values.files import open_private, open_regular, read_text, written_whole
+from aprilsched.observe.log.run_folder import CONFIG, EVENTS, REPORT, SAMPLES, SUMMARY, TRACE
 from tests.support.table import each_row
 
 SMALL = ["--batches", "1", "--batch-groups", "1", "--group-size", "2", "--median", "4"]

@@ -20,18 +20,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aprilsched.chat.openai_bodies import (
+from aprilsched.agents.chat.openai_bodies import (
     ForcedCalls,
     Message,
     for_template,
 )
-from aprilsched.chat.tokenizer import ModelTokenizer, Texts, load_tokenizer
-from aprilsched.dialects.openai import CHAT
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, Texts, load_tokenizer
+from aprilsched.agents.dialects.openai import CHAT
+from aprilsched.agents.gateway.reading import Reading, Stops, TextRules
+from aprilsched.agents.gateway.responses import Response, Responses
+from aprilsched.agents.serving.refusals import Unavailable
+from aprilsched.agents.sessions.history import History
 from aprilsched.errors import ConfigError, MissingExtra
-from aprilsched.gateway.reading import Reading, Stops, TextRules
-from aprilsched.gateway.responses import Response, Responses
-from aprilsched.serving.refusals import Unavailable
-from aprilsched.sessions.history import History
 from aprilsched.types import Prompt
 from tests.support.tiny_tokenizer import (
     CALL,

@@ -20,13 +20,13 @@ import pytest
 from aiohttp import web
 from yarl import URL
 
+from aprilsched.agents.serving import listener
+from aprilsched.agents.serving.bodies import BODIES, Bodies, body_of, decode, expect_later
+from aprilsched.agents.serving.keys import key_middleware
+from aprilsched.agents.serving.listener import Listener
+from aprilsched.agents.serving.refusals import Malformed, answer_refusals, as_json
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.http import HttpLimits, Transport
-from aprilsched.serving import listener
-from aprilsched.serving.bodies import BODIES, Bodies, body_of, decode, expect_later
-from aprilsched.serving.keys import key_middleware
-from aprilsched.serving.listener import Listener
-from aprilsched.serving.refusals import Malformed, answer_refusals, as_json
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.testing.server import ThreadedServer

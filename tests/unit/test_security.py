@@ -23,15 +23,15 @@ from aprilsched import (
     SGLangListedFleet,
     workers_of_router,
 )
-from aprilsched.chat import tokenizer
+from aprilsched.agents.chat import tokenizer
+from aprilsched.agents.dialects import values
+from aprilsched.agents.gateway import server
+from aprilsched.agents.serving import bodies, calls, listener
 from aprilsched.cli.serve_sim import ServeSimCommand
-from aprilsched.dialects import values
-from aprilsched.gateway import server
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.weights.process_group import LOOPBACK, TrainerGroup, address_towards
 from aprilsched.runs.settings import RunSettings
 from aprilsched.runs.setup import prepare
-from aprilsched.serving import bodies, calls, listener
 from aprilsched.testing import SimServer
 from tests.unit.test_arrows import modules
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.sessions.history import History, Question
 from aprilsched.errors import ConfigError
-from aprilsched.sessions.history import History, Question
 from tests.support.tiny_tokenizer import (
     CALL,
     ODD_CALLS,

@@ -18,10 +18,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aprilsched import SchedulerConfig, SGLangFleet
+from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.config import Health
 from aprilsched.doctor import examine
 from aprilsched.errors import ConfigError, EngineRejected
-from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import PROMPT, until

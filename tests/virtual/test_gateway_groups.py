@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from aprilsched.agents.gateway import GatewaySettings
 from aprilsched.errors import ConfigError
-from aprilsched.gateway import GatewaySettings
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.testing.contract import PROMPT, until
 from tests.support.gateway import LONG, Front, Reader, front, spans

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from aprilsched import SGLangFleet
-from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.testing.contract import until
 from tests.support.gateway_clients import running, trouble
 from tests.support.sim_http import INTERVAL, served

@@ -20,8 +20,8 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from aprilsched.chat.tokenizer import load_tokenizer
-from aprilsched.dialects.sglang import likely_triples
+from aprilsched.agents.chat.tokenizer import load_tokenizer
+from aprilsched.agents.dialects.sglang import likely_triples
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.values.companions import top_logprobs
 from aprilsched.testing.contract import until

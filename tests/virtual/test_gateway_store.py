@@ -17,8 +17,8 @@ import aiohttp
 import pytest
 
 from aprilsched import PromptQueue, RolloutScheduler, SchedulerConfig, SGLangFleet, SqliteStore
+from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.errors import ConfigError, StoreError
-from aprilsched.gateway import Gateway, GatewaySettings
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until

@@ -24,8 +24,8 @@ from aprilsched import (
     SGLangFleet,
     Turn,
 )
-from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
-from aprilsched.sessions import Session, Sessions
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.sessions import Session, Sessions
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until

@@ -21,13 +21,13 @@ from aprilsched import (
     SqliteStore,
     Turn,
 )
-from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.serving.refusals import Unavailable
+from aprilsched.agents.sessions import Limits, Session, Sessions
 from aprilsched.config import Health, Retries
 from aprilsched.errors import ConfigError, EpisodeError, RunGivenUp, TurnRefused
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.saved import Snapshot
-from aprilsched.serving.refusals import Unavailable
-from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.testing.contract import until
 from aprilsched.types import NO_VERSION, Batch, Score
 from tests.campaign.agents import left_behind

@@ -17,9 +17,9 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.chat.tokenizer import load_tokenizer
+from aprilsched.agents.chat.tokenizer import load_tokenizer
+from aprilsched.agents.sessions import Session, Sessions
 from aprilsched.observe.figures.summary import Summary
-from aprilsched.sessions import Session, Sessions
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
 TOOLS_S, TURNS = 5.0, 3

@@ -32,9 +32,9 @@ from aprilsched import (
     SimPublisher,
     SqliteStore,
 )
-from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.sessions import Limits, Session, Sessions
 from aprilsched.errors import ConfigError
-from aprilsched.sessions import Limits, Session, Sessions
 from aprilsched.testing.contract import until
 from aprilsched.types import Batch
 from tests.support.checking import Checking
@@ -514,7 +514,7 @@ async def test_what_takes_long_is_done_beside_the_loop(
         return 1.0
 
     if large == "answers":
-        monkeypatch.setattr("aprilsched.chat.tokenizer._QUICK", 0)
+        monkeypatch.setattr("aprilsched.agents.chat.tokenizer._QUICK", 0)
     noted("render" if large == "tools" else "parser")
     await batch_of(harness, plain)
     found = threads.popitem()[1]

@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from aprilsched import VLLMFleet
-from aprilsched.chat.tokenizer import load_tokenizer
-from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.agents.chat.tokenizer import load_tokenizer
+from aprilsched.agents.gateway import Gateway, GatewaySettings
 from tests.sglang.recorded import TOLERANCE, sequence_scores
 from tests.support.tiny_tokenizer import bytes_tokenizer
 from tests.vllm.server import VLLMServer

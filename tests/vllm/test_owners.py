@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 
 from aprilsched import VLLMFleet
-from aprilsched.gateway import Gateway, GatewaySettings
+from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.kernel.engines.vllm import VLLMEngine
 from tests.vllm.server import VLLMServer
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from aprilsched.serving.streams import Event, Item
+from aprilsched.agents.serving.streams import Event, Item
 
 Changed: TypeAlias = Iterable[Item | None] | None
 Change: TypeAlias = Callable[[Event], Changed]

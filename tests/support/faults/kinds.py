@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 from aiohttp import web
 
-from aprilsched.serving.refusals import as_json, error_event
-from aprilsched.serving.streams import DONE, Event, Item, frame_item
+from aprilsched.agents.serving.refusals import as_json, error_event
+from aprilsched.agents.serving.streams import DONE, Event, Item, frame_item
 from tests.support.faults.corrupting import Change, few_logprobs
 from tests.support.faults.routes import GENERATE, UPDATES
 

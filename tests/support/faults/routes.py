@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aprilsched.serving import calls
+from aprilsched.agents.serving import calls
 
 GENERATE = ("/generate",)
 ABORT = ("/abort_request",)

@@ -13,10 +13,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from aprilsched.errors import ConfigError, RefitError
-from aprilsched.gateway.labels import Labels
-from aprilsched.gateway.responses import Responses
-from aprilsched.gateway.updates import (
+from aprilsched.agents.gateway.labels import Labels
+from aprilsched.agents.gateway.responses import Responses
+from aprilsched.agents.gateway.updates import (
     Bucket,
     FromCalls,
     FromDisk,
@@ -25,14 +24,15 @@ from aprilsched.gateway.updates import (
     join_group,
     leave_group,
 )
+from aprilsched.agents.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
+from aprilsched.agents.serving.refusals import Unavailable
+from aprilsched.errors import ConfigError, RefitError
 from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.engines.base import BeginsWithout, Engine, Fleet
 from aprilsched.kernel.shell.refits import RefitReport
 from aprilsched.kernel.shell.rollouts import RolloutScheduler
 from aprilsched.kernel.weights.external import ExternalWeights
 from aprilsched.kernel.weights.publisher import WeightPublisher
-from aprilsched.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
-from aprilsched.serving.refusals import Unavailable
 
 T = TypeVar("T")
 

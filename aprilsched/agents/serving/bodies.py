@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import StreamReader, hdrs, web
 
-from aprilsched.serving.refusals import Malformed, Unavailable
+from aprilsched.agents.serving.refusals import Malformed, Unavailable
 
 T = TypeVar("T")
 

@@ -16,19 +16,19 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from aprilsched.dialects.anthropic import ANTHROPIC
-from aprilsched.dialects.openai import CHAT, COMPLETIONS
-from aprilsched.dialects.sglang import GENERATE
-from aprilsched.dialects.values import Asked, Dialect
+from aprilsched.agents.dialects.anthropic import ANTHROPIC
+from aprilsched.agents.dialects.openai import CHAT, COMPLETIONS
+from aprilsched.agents.dialects.sglang import GENERATE
+from aprilsched.agents.dialects.values import Asked, Dialect
+from aprilsched.agents.serving.bodies import Bodies, decode, expect_later
+from aprilsched.agents.serving.refusals import Refusal, Refused, Unavailable, as_json
+from aprilsched.agents.serving.streams import STREAM_HEADERS
+from aprilsched.agents.sessions.asking import ask, render_events, render_whole
 from aprilsched.errors import AprilschedError, ConfigError, EpisodeError, TurnRefused
-from aprilsched.serving.bodies import Bodies, decode, expect_later
-from aprilsched.serving.refusals import Refusal, Refused, Unavailable, as_json
-from aprilsched.serving.streams import STREAM_HEADERS
-from aprilsched.sessions.asking import ask, render_events, render_whole
 from aprilsched.types import Score
 
 if TYPE_CHECKING:
-    from aprilsched.sessions.harness import Reply, Session, Sessions
+    from aprilsched.agents.sessions.harness import Reply, Session, Sessions
 
 T = TypeVar("T")
 

@@ -17,14 +17,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from aprilsched.chat.openai_bodies import Message
-from aprilsched.chat.tokenizer import Detokenizer
-from aprilsched.dialects.sglang import labelled, likely_triples
-from aprilsched.dialects.values import End, Likely, Part, check_stops
-from aprilsched.gateway.responses import Response, Responses
+from aprilsched.agents.chat.openai_bodies import Message
+from aprilsched.agents.chat.tokenizer import Detokenizer
+from aprilsched.agents.dialects.sglang import labelled, likely_triples
+from aprilsched.agents.dialects.values import End, Likely, Part, check_stops
+from aprilsched.agents.gateway.responses import Response, Responses
+from aprilsched.agents.serving.refusals import Refusal
+from aprilsched.agents.serving.streams import Event, merged
 from aprilsched.kernel.values.companions import KINDS, TOP
-from aprilsched.serving.refusals import Refusal
-from aprilsched.serving.streams import Event, merged
 from aprilsched.types import FinishReason
 
 _AT_ONCE = 1024

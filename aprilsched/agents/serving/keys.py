@@ -9,8 +9,8 @@ from collections.abc import Collection
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from aprilsched.agents.serving.refusals import Unauthorized
 from aprilsched.errors import ConfigError
-from aprilsched.serving.refusals import Unauthorized
 
 
 def key_middleware(

@@ -10,12 +10,12 @@ import uuid
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
-from aprilsched.dialects.values import Asked, Chat, Dialect, End, Names, Part
+from aprilsched.agents.dialects.values import Asked, Chat, Dialect, End, Names, Part
+from aprilsched.agents.serving.streams import Event
 from aprilsched.errors import ConfigError
-from aprilsched.serving.streams import Event
 
 if TYPE_CHECKING:
-    from aprilsched.sessions.harness import Reply, Session
+    from aprilsched.agents.sessions.harness import Reply, Session
 
 
 def ask(dialect: Dialect[Any], session: Session, asked: Asked) -> Awaitable[Reply]:

@@ -18,11 +18,11 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from aprilsched.chat.templates import ChatTemplate
+from aprilsched.agents.chat.templates import ChatTemplate
+from aprilsched.agents.serving.refusals import Refused, Unavailable
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.values.files import read_regular
-from aprilsched.serving.refusals import Refused, Unavailable
 from aprilsched.types import Prompt
 
 log = logging.getLogger("aprilsched")
@@ -379,7 +379,7 @@ class Texts:
     Args:
         folder: the model's tokenizer; None takes the folder of the model that the engines have
             loaded, if it can be read here.
-        response_template: see :func:`~aprilsched.chat.tokenizer.load_tokenizer`.
+        response_template: see :func:`~aprilsched.agents.chat.tokenizer.load_tokenizer`.
     """
 
     def __init__(self, folder: Path | None = None, response_template: Path | None = None) -> None:

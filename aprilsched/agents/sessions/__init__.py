@@ -1,5 +1,5 @@
 """Sessions: agents that know nothing of aprilsched get a URL for each rollout."""
 
-from aprilsched.sessions.harness import Limits, Reply, Session, Sessions
+from aprilsched.agents.sessions.harness import Limits, Reply, Session, Sessions
 
 __all__ = ["Limits", "Reply", "Session", "Sessions"]

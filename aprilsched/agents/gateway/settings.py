@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+from aprilsched.agents.serving.listener import check_port
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.config import Dispatch, Retries, SchedulerConfig
 from aprilsched.kernel.core.policies.refill import OnDemand
@@ -16,7 +17,6 @@ from aprilsched.kernel.core.policies.stop import Groups, GroupSize
 from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, check_settings
 from aprilsched.kernel.values.checks import request_fields
 from aprilsched.kernel.values.companions import KINDS, Companion, top_logprobs
-from aprilsched.serving.listener import check_port
 from aprilsched.types import MEDIA, MediaKind
 
 _NEVER = 2**31 - 1

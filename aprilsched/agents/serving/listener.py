@@ -19,8 +19,8 @@ from typing import Any, cast
 
 from aiohttp import web
 
+from aprilsched.agents.serving.refusals import Crashed, as_json
 from aprilsched.errors import ConfigError
-from aprilsched.serving.refusals import Crashed, as_json
 
 log = logging.getLogger("aprilsched")
 

@@ -5,7 +5,7 @@ scheduler, so it goes on through pauses, new weights and engines that fail, and 
 of the weights sampled which token.
 """
 
-from aprilsched.gateway.server import Gateway
-from aprilsched.gateway.settings import GatewaySettings
+from aprilsched.agents.gateway.server import Gateway
+from aprilsched.agents.gateway.settings import GatewaySettings
 
 __all__ = ["Gateway", "GatewaySettings"]

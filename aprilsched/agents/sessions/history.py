@@ -24,8 +24,8 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
-from aprilsched.chat.openai_bodies import Message, one_for_template
-from aprilsched.chat.tokenizer import ModelTokenizer
+from aprilsched.agents.chat.openai_bodies import Message, one_for_template
+from aprilsched.agents.chat.tokenizer import ModelTokenizer
 from aprilsched.errors import ConfigError
 from aprilsched.types import Int32Array, Media
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from aprilsched.dialects.values import (
+from aprilsched.agents.dialects.values import (
     PING,
     Asked,
     Dialect,
@@ -18,10 +18,10 @@ from aprilsched.dialects.values import (
     TextOptions,
     prompts_of,
 )
+from aprilsched.agents.serving.refusals import error_content, error_event
+from aprilsched.agents.serving.streams import DONE, Event, frame_item
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.companions import Rows
-from aprilsched.serving.refusals import error_content, error_event
-from aprilsched.serving.streams import DONE, Event, frame_item
 from aprilsched.types import MEDIA, Media
 
 _NEW_TOKENS = 128

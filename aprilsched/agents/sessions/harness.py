@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from aprilsched.chat.tokenizer import ModelTokenizer, load_tokenizer
-from aprilsched.dialects.values import check_stops
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.agents.dialects.values import check_stops
+from aprilsched.agents.serving.listener import Listener
+from aprilsched.agents.serving.refusals import Unavailable
+from aprilsched.agents.sessions.address import Keys, make_session_app
+from aprilsched.agents.sessions.history import History, Mark, Question, Said
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.kernel.shell.episodes import Turn, TurnOutput
 from aprilsched.kernel.values.files import open_private, read_regular
-from aprilsched.serving.listener import Listener
-from aprilsched.serving.refusals import Unavailable
-from aprilsched.sessions.address import Keys, make_session_app
-from aprilsched.sessions.history import History, Mark, Question, Said
 from aprilsched.types import (
     BranchRule,
     EpisodeWait,

@@ -10,19 +10,19 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from aprilsched.dialects.openai import CHAT, COMPLETIONS
-from aprilsched.dialects.sglang import GENERATE
+from aprilsched.agents.dialects.openai import CHAT, COMPLETIONS
+from aprilsched.agents.dialects.sglang import GENERATE
+from aprilsched.agents.gateway.requests import answer_in
+from aprilsched.agents.gateway.service import SERVICE, Service
+from aprilsched.agents.gateway.settings import GatewaySettings
+from aprilsched.agents.serving.bodies import Bodies, body_of
+from aprilsched.agents.serving.calls import Route, make_app
+from aprilsched.agents.serving.listener import Listener
+from aprilsched.agents.serving.refusals import Refused, as_json
 from aprilsched.errors import AprilschedError, MissingExtra
-from aprilsched.gateway.requests import answer_in
-from aprilsched.gateway.service import SERVICE, Service
-from aprilsched.gateway.settings import GatewaySettings
 from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell.listener import AnyListener
-from aprilsched.serving.bodies import Bodies, body_of
-from aprilsched.serving.calls import Route, make_app
-from aprilsched.serving.listener import Listener
-from aprilsched.serving.refusals import Refused, as_json
 
 log = logging.getLogger("aprilsched")
 

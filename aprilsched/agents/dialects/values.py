@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
+from aprilsched.agents.serving.streams import Event
 from aprilsched.errors import ConfigError
-from aprilsched.serving.streams import Event
 from aprilsched.types import FinishReason, Int32Array
 
 B = TypeVar("B")

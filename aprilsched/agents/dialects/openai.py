@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from aprilsched.dialects.values import (
+from aprilsched.agents.dialects.values import (
     PING,
     Asked,
     Chat,
@@ -26,9 +26,9 @@ from aprilsched.dialects.values import (
     TextOptions,
     prompts_of,
 )
+from aprilsched.agents.serving.refusals import error_content
+from aprilsched.agents.serving.streams import DONE, Event, frame_item
 from aprilsched.errors import ConfigError
-from aprilsched.serving.refusals import error_content
-from aprilsched.serving.streams import DONE, Event, frame_item
 
 _Count = Annotated[int, Meta(ge=1)]
 _MOST_CHOICES = 128

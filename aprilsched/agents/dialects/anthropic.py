@@ -9,9 +9,18 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 import msgspec
 from msgspec import Meta
 
-from aprilsched.dialects.values import Asked, Chat, Dialect, End, Names, Part, Question, TextOptions
+from aprilsched.agents.dialects.values import (
+    Asked,
+    Chat,
+    Dialect,
+    End,
+    Names,
+    Part,
+    Question,
+    TextOptions,
+)
+from aprilsched.agents.serving.streams import Event, frame_item
 from aprilsched.errors import ConfigError
-from aprilsched.serving.streams import Event, frame_item
 
 _NO_THREAD = "thread is set, and only messages that are sent are answered; send all of them."
 _DETAILS: dict[str, Event] = {

@@ -19,18 +19,26 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from aprilsched.chat.openai_bodies import ForcedCalls, Message, for_template
-from aprilsched.chat.tokenizer import ModelTokenizer
-from aprilsched.dialects.values import Answer, Asked, Chat, Dialect, Names, Question, TextOptions
+from aprilsched.agents.chat.openai_bodies import ForcedCalls, Message, for_template
+from aprilsched.agents.chat.tokenizer import ModelTokenizer
+from aprilsched.agents.dialects.values import (
+    Answer,
+    Asked,
+    Chat,
+    Dialect,
+    Names,
+    Question,
+    TextOptions,
+)
+from aprilsched.agents.gateway.reading import Failed, Reading, TextRules, parts_of
+from aprilsched.agents.gateway.responses import NewResponse
+from aprilsched.agents.gateway.service import SERVICE, Service
+from aprilsched.agents.gateway.settings import MEDIA_FIELDS, TOP_FIELD
+from aprilsched.agents.serving.bodies import BODIES, decode
+from aprilsched.agents.serving.refusals import Refused, as_json
+from aprilsched.agents.serving.streams import Item, send_stream
 from aprilsched.errors import ConfigError
-from aprilsched.gateway.reading import Failed, Reading, TextRules, parts_of
-from aprilsched.gateway.responses import NewResponse
-from aprilsched.gateway.service import SERVICE, Service
-from aprilsched.gateway.settings import MEDIA_FIELDS, TOP_FIELD
 from aprilsched.kernel.values.sampling import sampling_params
-from aprilsched.serving.bodies import BODIES, decode
-from aprilsched.serving.refusals import Refused, as_json
-from aprilsched.serving.streams import Item, send_stream
 from aprilsched.types import Media, Prompt, SamplingParams
 
 GROUP_HEADER = "X-Aprilsched-Group"

@@ -16,15 +16,16 @@ from typing import Any
 from aiohttp import web
 
 from aprilsched import __version__
-from aprilsched.chat.tokenizer import Texts
-from aprilsched.dialects.sglang import PromptsBody
+from aprilsched.agents.chat.tokenizer import Texts
+from aprilsched.agents.dialects.sglang import PromptsBody
+from aprilsched.agents.gateway.admission import Admission
+from aprilsched.agents.gateway.control import ControlCalls, cancel_all
+from aprilsched.agents.gateway.labels import Labels
+from aprilsched.agents.gateway.responses import Responses
+from aprilsched.agents.gateway.settings import GatewaySettings, for_clients
+from aprilsched.agents.gateway.updates import ranks_of
+from aprilsched.agents.serving.refusals import Refused
 from aprilsched.errors import AprilschedError, ConfigError, RefitError
-from aprilsched.gateway.admission import Admission
-from aprilsched.gateway.control import ControlCalls, cancel_all
-from aprilsched.gateway.labels import Labels
-from aprilsched.gateway.responses import Responses
-from aprilsched.gateway.settings import GatewaySettings, for_clients
-from aprilsched.gateway.updates import ranks_of
 from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.engines.server import facts_of
@@ -34,7 +35,6 @@ from aprilsched.kernel.shell.rollouts import RolloutScheduler
 from aprilsched.kernel.store.sqlite import SqliteStore
 from aprilsched.observe.figures.metrics import Metrics
 from aprilsched.observe.figures.table import Clients
-from aprilsched.serving.refusals import Refused
 
 log = logging.getLogger("aprilsched")
 

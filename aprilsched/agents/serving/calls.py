@@ -16,11 +16,11 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from aprilsched.agents.serving.bodies import BODIES, Bodies, body_of, expect_later
+from aprilsched.agents.serving.keys import key_middleware
+from aprilsched.agents.serving.refusals import Malformed, answer_refusals, as_json
+from aprilsched.agents.serving.streams import Event
 from aprilsched.errors import AprilschedError
-from aprilsched.serving.bodies import BODIES, Bodies, body_of, expect_later
-from aprilsched.serving.keys import key_middleware
-from aprilsched.serving.refusals import Malformed, answer_refusals, as_json
-from aprilsched.serving.streams import Event
 
 T = TypeVar("T")
 PauseMode: TypeAlias = Literal["abort", "retract", "in_place"]

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
+from aprilsched.agents.serving.calls import BroadcastBody, JoinBody
 from aprilsched.errors import ConfigError, EngineRejected, RefitError
 from aprilsched.kernel.engines.base import (
     Engine,
@@ -24,7 +25,6 @@ from aprilsched.kernel.engines.base import (
 )
 from aprilsched.kernel.weights.disk import DiskEngine
 from aprilsched.kernel.weights.publisher import Takers, call_each
-from aprilsched.serving.calls import BroadcastBody, JoinBody
 
 _NOT_THERE = 409
 """Status for an engine that lacks what a call needs."""

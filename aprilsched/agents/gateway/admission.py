@@ -12,13 +12,13 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from aprilsched.agents.gateway.responses import NewResponse, Response, Responses
+from aprilsched.agents.gateway.settings import GatewaySettings
+from aprilsched.agents.serving.refusals import Refused, Unavailable
 from aprilsched.errors import ConfigError
-from aprilsched.gateway.responses import NewResponse, Response, Responses
-from aprilsched.gateway.settings import GatewaySettings
 from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.shell.prompts import PromptQueue, checked
 from aprilsched.kernel.store.codec import check_storable
-from aprilsched.serving.refusals import Refused, Unavailable
 
 _MAX_NAME_CHARACTERS = 256
 _STOPPED = "The gateway stops; send the same rid again to go on with this response."

@@ -1,0 +1,1 @@
+"""How agents and text clients reach the scheduler: sessions, the gateway, their dialects."""

@@ -1,6 +1,0 @@
-"""What clients say: OpenAI's chats and completions, Anthropic's messages, SGLang's generate.
-
-A dialect turns a body into one value (:class:`~aprilsched.dialects.values.Asked`) and renders a
-result (:class:`~aprilsched.dialects.values.Part`), whole or as the events of a stream. The gateway
-and the sessions speak them.
-"""
