@@ -34,7 +34,7 @@ from aprilsched.kernel.values.checks import (
 from aprilsched.kernel.values.companions import CompanionRows
 
 if TYPE_CHECKING:
-    from aprilsched.tensors import PackedTensors, PaddedTensors
+    from aprilsched.trainers.tensors import PackedTensors, PaddedTensors
 
 Int32Array: TypeAlias = NDArray[np.int32]
 Float32Array: TypeAlias = NDArray[np.float32]
@@ -566,13 +566,13 @@ class Batch:
 
         Padded (the default): [rollouts, longest] with prompt and response in one row, padded
         on the right with `pad_id`. Packed: one row, with ``cu_seqlens`` int32 [rollouts + 1],
-        as variable-length attention takes it. See :mod:`aprilsched.tensors` for the fields.
+        as variable-length attention takes it. See :mod:`aprilsched.trainers.tensors` for the fields.
         Media of the prompts are not among them: ``group.prompt.media`` has the sources.
 
         Raises:
             ConfigError: if torch is not installed.
         """
-        from aprilsched.tensors import pack, pad
+        from aprilsched.trainers.tensors import pack, pad
 
         rollouts = tuple([e for rollout in self.rollouts for e in (rollout, *rollout.branches)])
         if packed:

@@ -39,7 +39,7 @@ from areal.utils import name_resolve
 from datasets import Dataset
 
 from aprilsched import SchedulerConfig, SGLangFleet
-from aprilsched.integrations.areal import RolloutEngine
+from aprilsched.trainers.areal import RolloutEngine
 
 
 class Trainer(PPOTrainer):

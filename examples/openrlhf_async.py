@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from aprilsched import SchedulerConfig, VLLMFleet
-from aprilsched.integrations import openrlhf
+from aprilsched.trainers import openrlhf
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:

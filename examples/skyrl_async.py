@@ -19,7 +19,7 @@ from skyrl.train.utils import validate_cfg
 from skyrl.train.utils.utils import initialize_ray
 
 from aprilsched import SchedulerConfig
-from aprilsched.integrations.skyrl import ScheduledRollouts
+from aprilsched.trainers.skyrl import ScheduledRollouts
 
 
 class Experiment(ScheduledRollouts, BasePPOExp):

@@ -55,8 +55,8 @@ def update_weights(engines: Sequence[str], folder: str, version: int) -> None:
 def arguments(options: Namespace) -> Namespace:
     """The arguments of slime that its data source and a rollout function read."""
     return Namespace(
-        rollout_function_path="aprilsched.integrations.slime.generate_rollout",
-        data_source_path="aprilsched.integrations.slime.DataSource",
+        rollout_function_path="aprilsched.trainers.slime.generate_rollout",
+        data_source_path="aprilsched.trainers.slime.DataSource",
         # --custom-config-path sets this from its file.
         aprilsched={"over_provision": 2.0, "max_staleness": 4},
         rollout_external_engine_addrs=options.engine,

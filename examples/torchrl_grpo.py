@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from aprilsched import DiskPublisher, Prompt, SamplingParams, SchedulerConfig, Score, SGLangFleet
 from aprilsched.fronts.blocking import RolloutScheduler
-from aprilsched.integrations.torchrl import fill
+from aprilsched.trainers.torchrl import fill
 
 GROUPS, SIZE = 4, 4
 """A batch has 4 prompts with 4 responses each."""

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
 from aprilsched import DistributedPublisher, SchedulerConfig, SGLangFleet
-from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
+from aprilsched.trainers.trl import RolloutWorker, StreamedSteps
 
 
 class StreamedTrainer(StreamedSteps, AsyncGRPOTrainer):

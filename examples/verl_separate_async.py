@@ -20,7 +20,7 @@ import pandas
 
 from aprilsched import SchedulerConfig
 from aprilsched.config import Dispatch
-from aprilsched.integrations import verl
+from aprilsched.trainers import verl
 
 
 class Rollouts(verl.AgentLoopManager):

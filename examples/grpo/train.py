@@ -39,17 +39,17 @@ from aprilsched import (
     SchedulerConfig,
     SGLangFleet,
 )
-from aprilsched.corrections import (
-    age_mask,
-    clipped_loss,
-    importance_weights,
-    interpolated_proximal,
-)
 from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.kernel.store import SqliteStore
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.live.live_model import RunFacts
 from aprilsched.observe.live.view import LiveView
+from aprilsched.trainers.corrections import (
+    age_mask,
+    clipped_loss,
+    importance_weights,
+    interpolated_proximal,
+)
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

@@ -39,8 +39,8 @@ from task import problems, question, score  # noqa: E402
 from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 
 from aprilsched import Batch, Prompt, SchedulerConfig  # noqa: E402
-from aprilsched.corrections import age_mask  # noqa: E402
 from aprilsched.kernel.values.companions import routed_experts  # noqa: E402
+from aprilsched.trainers.corrections import age_mask  # noqa: E402
 
 PADDED = 49_152
 """Most tokens of a forward pass, with padding."""

@@ -29,13 +29,13 @@ from aprilsched import (
     SqliteStore,
 )
 from aprilsched.config import Pool
-from aprilsched.corrections import renormalized
 from aprilsched.doctor import examine
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.engines.http import ServerAddress
 from aprilsched.kernel.values.companions import Companion, routed_experts, top_logprobs
 from aprilsched.testing.contract import until
+from aprilsched.trainers.corrections import renormalized
 from tests.sglang.helpers import reset
 from tests.sglang.recorded import Run, crossing, long_tail, record, scores
 from tests.sglang.server import CpuServer, write_model

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched.integrations import slime
 from aprilsched.kernel.core.state.records import State
+from aprilsched.trainers import slime
 from aprilsched.types import Batch, Rollout
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import SCORED, TOLERANCE, scores
@@ -35,9 +35,9 @@ pytestmark = [
 ]
 
 CALLS = {
-    "slime": ("aprilsched.integrations.slime.generate_rollout", {}),
+    "slime": ("aprilsched.trainers.slime.generate_rollout", {}),
     # miles pauses otherwise, and tells its class form the version.
-    "miles": ("aprilsched.integrations.slime.RolloutFn", {"mode": "retract"}),
+    "miles": ("aprilsched.trainers.slime.RolloutFn", {"mode": "retract"}),
 }
 
 

@@ -28,9 +28,9 @@ from aprilsched import (
     SGLangFleet,
 )
 from aprilsched.fronts.blocking import RolloutScheduler
-from aprilsched.integrations.torchrl import fill
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import greedy, whole
+from aprilsched.trainers.torchrl import fill
 from tests.sglang.server import CpuServer
 
 pytestmark = pytest.mark.skipif(

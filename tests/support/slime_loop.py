@@ -20,11 +20,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from aprilsched.integrations import slime
+from aprilsched.trainers import slime
 
 __all__ = ["Loop", "arguments", "numbers", "write_prompts"]
 
-FUNCTION = "aprilsched.integrations.slime.generate_rollout"
+FUNCTION = "aprilsched.trainers.slime.generate_rollout"
 
 
 def arguments(folder: Path, urls: Sequence[str], **changes: Any) -> SimpleNamespace:
@@ -37,7 +37,7 @@ def arguments(folder: Path, urls: Sequence[str], **changes: Any) -> SimpleNamesp
         "chat_template_path": None,
         "custom_generate_function_path": None,
         "custom_rm_path": f"{__name__}.length_reward",
-        "data_source_path": "aprilsched.integrations.slime.DataSource",
+        "data_source_path": "aprilsched.trainers.slime.DataSource",
         "dump_details": None,
         "dynamic_sampling_filter_path": None,
         "eval_datasets": [],

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from aprilsched.integrations import slime
+from aprilsched.trainers import slime
 from tests.support.slime_loop import arguments
 
 __all__ = ["generate_rollout"]

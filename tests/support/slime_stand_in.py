@@ -1,4 +1,4 @@
-"""The types of slime and miles that `aprilsched.integrations.slime` uses, for tests without them.
+"""The types of slime and miles that `aprilsched.trainers.slime` uses, for tests without them.
 
 :func:`trainer_modules` gives the real modules if ``SLIME_ROOT`` or ``MILES_ROOT`` names a checkout,
 so the tests that run with the stand-in hold it to the real ones. Names, fields and arguments are

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from aprilsched import DistributedPublisher, Group, SchedulerConfig
-from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
 from aprilsched.kernel.engines.base import Engine, Fleet
+from aprilsched.trainers.trl import RolloutWorker, StreamedSteps
 from aprilsched.types import NO_VERSION
 
 __all__ = [

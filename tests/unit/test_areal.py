@@ -27,12 +27,12 @@ from openai import AsyncOpenAI
 from aprilsched import SchedulerConfig, SGLangFleet, SimFleet
 from aprilsched.config import Dispatch, Samples, Staleness
 from aprilsched.errors import ConfigError, RefitError
-from aprilsched.integrations.areal import RolloutEngine
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import facts
 from aprilsched.simulation.engine.toy_model import toy_rows, weights_key_of_version
 from aprilsched.testing.fixtures import StartServer, start_sglang_server
 from aprilsched.testing.server import ThreadedServer
+from aprilsched.trainers.areal import RolloutEngine
 from tests.support.areal_parts import areal, is_real, saved
 from tests.support.companions import EXPERTS
 
@@ -636,7 +636,7 @@ def test_requests_and_trajectories_that_would_be_lost_are_refused(
 
 
 def test_parameters_of_sampling_reach_the_engine(parts: SimpleNamespace, opened: RolloutEngine):
-    from aprilsched.integrations.areal import _sampling
+    from aprilsched.trainers.areal import _sampling
 
     given = parts.Generation(
         greedy=True,
@@ -872,7 +872,7 @@ def post(opened: RolloutEngine, call: str, body: dict[str, Any]) -> Any:
 def test_without_areal_it_is_named():
     program = (
         "import sys; sys.modules['areal'] = None\n"
-        "from aprilsched.integrations.areal import _imported\n"
+        "from aprilsched.trainers.areal import _imported\n"
         "_imported('a.path')"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -47,7 +47,7 @@ EFFECTS = frozenset({
 
 BASE_INSTALL = (
     "aprilsched", "aprilsched.fronts.blocking", "aprilsched.__main__", "aprilsched.kernel.shell",
-    "aprilsched.corrections", "aprilsched.kernel.engines.sglang", "aprilsched.planning.presets",
+    "aprilsched.trainers.corrections", "aprilsched.kernel.engines.sglang", "aprilsched.planning.presets",
     "aprilsched.fronts.process", "aprilsched.simulation", "aprilsched.testing",
     "aprilsched.testing.contract",
 )  # fmt: skip
@@ -347,9 +347,17 @@ def test_the_arrows_hold():
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n import aprilsched.kernel.shell",
             "against the arrows",
         ),
-        ("aprilsched.types", "from aprilsched.tensors import pad", "against the arrows"),
-        ("aprilsched.tensors", "try:\n import torch\nexcept ImportError: pass", "must wait"),
-        ("aprilsched.tensors", "if TYPE_CHECKING:\n pass\nelse:\n import torch", "must wait"),
+        ("aprilsched.types", "from aprilsched.trainers.tensors import pad", "against the arrows"),
+        (
+            "aprilsched.trainers.tensors",
+            "try:\n import torch\nexcept ImportError: pass",
+            "must wait",
+        ),
+        (
+            "aprilsched.trainers.tensors",
+            "if TYPE_CHECKING:\n pass\nelse:\n import torch",
+            "must wait",
+        ),
         ("aprilsched.kernel.shell.x", "import uvloop", "no dependency of this part"),
         ("aprilsched.brand_new", "import aprilsched", "has no rule"),
     ],
@@ -366,8 +374,8 @@ def test_the_checker_finds_a_violation(module: str, source: str, part: str):
             "aprilsched.kernel.core.x",
             "import math\nfrom aprilsched.kernel.core.messages import events",
         ),
-        ("aprilsched.types", "def f():\n from aprilsched.tensors import pad"),
-        ("aprilsched.tensors", "if TYPE_CHECKING:\n from torch import Tensor"),
+        ("aprilsched.types", "def f():\n from aprilsched.trainers.tensors import pad"),
+        ("aprilsched.trainers.tensors", "if TYPE_CHECKING:\n from torch import Tensor"),
         ("aprilsched.observe.plots", "import matplotlib.pyplot as plt"),
     ],
 )

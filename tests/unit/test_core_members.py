@@ -6,12 +6,12 @@ import pytest
 
 from aprilsched.config import Retries, SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError
-from aprilsched.integrations import check_fixed_groups
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GroupRecord
 from aprilsched.kernel.store import MemoryStore, SqliteStore, Store
+from aprilsched.trainers import check_fixed_groups
 from aprilsched.types import Score
 from tests.support.driver import Driver, Key, prompts
 

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 from numpy.typing import NDArray
 
-from aprilsched.corrections import (
+from aprilsched.errors import ConfigError
+from aprilsched.trainers.corrections import (
     Level,
     age_mask,
     clipped_loss,
@@ -28,7 +29,6 @@ from aprilsched.corrections import (
     second_moment_mask,
     staleness,
 )
-from aprilsched.errors import ConfigError
 from tests.support.table import each_row
 
 Make = Callable[..., Any]

@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from aprilsched.corrections import Level, clipped_loss, importance_weights
+from aprilsched.trainers.corrections import Level, clipped_loss, importance_weights
 
 ROWS, COLUMNS, WORDS = 3, 6, 11
 

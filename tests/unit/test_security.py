@@ -65,9 +65,9 @@ MADE = "import_module of a name that is made"
 REASONED = {
     MADE: {
         "aprilsched.__main__": "a name of COMMANDS, our own table",
-        "aprilsched.integrations.areal": "modules of AReaL, which are named in the module itself",
-        "aprilsched.integrations": "modules of trainers, which are named in their adapters",
-        "aprilsched.integrations.slime": "modules of slime or miles, whichever has loaded this one",
+        "aprilsched.trainers.areal": "modules of AReaL, which are named in the module itself",
+        "aprilsched.trainers": "modules of trainers, which are named in their adapters",
+        "aprilsched.trainers.slime": "modules of slime or miles, whichever has loaded this one",
         "aprilsched.kernel.weights.vllm_transfer": "modules of vLLM, which are named in the module itself",
     },
     "imports pickle": {
@@ -83,10 +83,10 @@ REASONED = {
         "aprilsched.fronts.ray.servers": "the command of a server, which the user's own program gives",
     },
     "imports runpy": {
-        "aprilsched.integrations.openrlhf": "OpenRLHF's own command, as `python -m` runs it",
+        "aprilsched.trainers.openrlhf": "OpenRLHF's own command, as `python -m` runs it",
     },
     "passes weights_only=False": {
-        "aprilsched.integrations.slime": "the trainer's own checkpoint, which has pickles too",
+        "aprilsched.trainers.slime": "the trainer's own checkpoint, which has pickles too",
     },
     "MultiprocessingSerializer": {
         "aprilsched.kernel.weights.tensor": "it only serializes, for SGLang",

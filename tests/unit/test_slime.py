@@ -32,11 +32,11 @@ import numpy as np
 import pytest
 
 from aprilsched.errors import ConfigError, RefitError, RunGivenUp, SchedulerClosed
-from aprilsched.integrations import slime
 from aprilsched.kernel.engines.server import HttpEngine
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import SimServer
 from aprilsched.testing.server import ThreadedServer
+from aprilsched.trainers import slime
 from tests.support.sim_http import two_weights
 from tests.support.slime_loop import Loop, arguments, length_reward, numbers, write_prompts
 from tests.support.slime_stand_in import ROOTS, trainer_modules
@@ -334,7 +334,7 @@ def test_a_plain_data_source_works_and_its_checkpoints_are_said_to_be_incomplete
     path = f"{trainer.name}.rollout.data_source.RolloutDataSourceWithBuffer"
     loop = begun(data_source_path=path)
     check(loop.generate(0).samples, 1)
-    assert "set --data-source-path to aprilsched.integrations.slime.DataSource" in caplog.text
+    assert "set --data-source-path to aprilsched.trainers.slime.DataSource" in caplog.text
     loop.save(0)
     check(loop.generate(1).samples, 1)
 
@@ -905,7 +905,7 @@ def test_the_class_form_of_miles_checks_the_version_that_it_is_told(
         args = arguments(
             folder,
             [server.url for server in servers],
-            rollout_function_path="aprilsched.integrations.slime.RolloutFn",
+            rollout_function_path="aprilsched.trainers.slime.RolloutFn",
             eval_datasets=[dataset(folder, "one")],
         )
         loop = Loop(args, weights(folder), pause={"mode": "retract"}).start()
@@ -1382,7 +1382,7 @@ def test_the_contract_tests_of_slime_pass(folder: Path, servers: list[ThreadedSe
         "APRILSCHED_SLIME_ENGINES": " ".join(server.url for server in servers),
         "SLIME_CONTRACT_ROLLOUT_FUNCTION_PATH": "tests.support.slime_plugin.generate_rollout",
         "SLIME_CONTRACT_EVAL_FUNCTION_PATH": "tests.support.slime_plugin.generate_rollout",
-        "SLIME_CONTRACT_DATA_SOURCE_PATH": "aprilsched.integrations.slime.DataSource",
+        "SLIME_CONTRACT_DATA_SOURCE_PATH": "aprilsched.trainers.slime.DataSource",
     }
     dataset(folder, "one")
     # They replace transformers unless it is imported already, and these need a real tokenizer.

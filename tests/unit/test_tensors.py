@@ -17,7 +17,7 @@ import torch
 
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.companions import Companion, CompanionRows, Rows
-from aprilsched.tensors import PackedTensors, PaddedTensors, RaggedTensor
+from aprilsched.trainers.tensors import PackedTensors, PaddedTensors, RaggedTensor
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from tests.support.table import each_row
 

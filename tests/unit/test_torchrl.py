@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from aprilsched import Batch, Group, Media, Prompt, Score, Segment
-from aprilsched.corrections import clipped_loss, importance_weights
 from aprilsched.errors import ConfigError
-from aprilsched.integrations.torchrl import fill, to_tensordicts
 from aprilsched.kernel.values.companions import Companion, CompanionRows, Rows
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.testing import SimServer, ThreadedServer
+from aprilsched.trainers.corrections import clipped_loss, importance_weights
+from aprilsched.trainers.torchrl import fill, to_tensordicts
 from aprilsched.types import Rollout
 
 pytestmark = pytest.mark.skipif(

@@ -25,8 +25,8 @@ import pytest
 from aprilsched import Group, Prompt, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.config import Retries, Samples, Staleness
 from aprilsched.errors import ConfigError, RefitError, RunGivenUp
-from aprilsched.integrations.trl import RolloutWorker, StreamedSteps
-from aprilsched.integrations.trl_tools import Conversation, ToolHarness
+from aprilsched.trainers.trl import RolloutWorker, StreamedSteps
+from aprilsched.trainers.trl_tools import Conversation, ToolHarness
 from aprilsched.types import Rollout, Score
 from tests.support.facts import response
 from tests.support.trl_run import trl_without_a_gpu
@@ -615,7 +615,7 @@ def test_a_folder_of_weights_has_the_files_and_the_index_that_transformers_loads
     import torch
     from transformers import AutoModelForCausalLM
 
-    from aprilsched.integrations import trl
+    from aprilsched.trainers import trl
 
     monkeypatch.setattr(trl, "_SHARD_BYTES", 100_000)
     made = worker(cpu, tmp_path, publisher=tmp_path / "weights")
@@ -900,7 +900,7 @@ async def test_half_of_a_surrogate_pair_from_a_tool_is_replaced():
 def test_without_trl_the_extra_is_named():
     program = (
         "import sys; sys.modules['trl'] = None\n"
-        "from aprilsched.integrations.trl import RolloutWorker\n"
+        "from aprilsched.trainers.trl import RolloutWorker\n"
         "RolloutWorker(None, args=None, train_dataset=[], processing_class=None, reward_funcs=[])"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -129,7 +129,7 @@ def configure(model: Path, data: Path, tmp_path: Path) -> Callable[..., Any]:
             "actor_rollout_ref.rollout.checkpoint_engine.backend=files",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={data}/agents.yaml",
             "+actor_rollout_ref.rollout.agent.agent_loop_manager_class="
-            "aprilsched.integrations.verl.AgentLoopManager",
+            "aprilsched.trainers.verl.AgentLoopManager",
             "algorithm.adv_estimator=grpo",
             "algorithm.rollout_correction.bypass_mode=True",
             f"reward.custom_reward_function.path={data}/reward.py",

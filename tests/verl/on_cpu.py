@@ -32,8 +32,8 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from aprilsched import SchedulerConfig
-from aprilsched.integrations.verl import AgentLoopManager
 from aprilsched.simulation.engine.toy_model import ContextState, ToyModel
+from aprilsched.trainers.verl import AgentLoopManager
 from tests.verl.server import VOCAB_SIZE, WEIGHTS, Server
 
 MODEL = ToyModel(VOCAB_SIZE)

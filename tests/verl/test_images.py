@@ -18,8 +18,8 @@ from aprilsched import (
     Turn,
 )
 from aprilsched.errors import ConfigError
-from aprilsched.integrations.verl import _Client
 from aprilsched.simulation.engine.sequence import MEDIA_TOKENS
+from aprilsched.trainers.verl import _Client
 
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
 

@@ -11,7 +11,7 @@ import pytest
 from aprilsched import SchedulerConfig
 from aprilsched.config import Dispatch
 from aprilsched.errors import ConfigError
-from aprilsched.integrations.verl import AgentLoopManager, _settings
+from aprilsched.trainers.verl import AgentLoopManager, _settings
 
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched.integrations import class_of
-from aprilsched.integrations import verl as adapter
 from aprilsched.kernel.values.companions import Companion
 from aprilsched.simulation.engine.toy_model import toy_rows
+from aprilsched.trainers import class_of
+from aprilsched.trainers import verl as adapter
 from tests.verl.conftest import STEPS
 
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")

@@ -42,7 +42,7 @@ from aprilsched.kernel.values.companions import Companion, routed_experts, top_l
 from aprilsched.runs.config_file import config_of, table_of
 from aprilsched.simulation.engine import SimEngine, sim_engine
 from aprilsched.simulation.engine.toy_model import toy_rows, weights_key_of_version
-from aprilsched.tensors import RaggedTensor, pack
+from aprilsched.trainers.tensors import RaggedTensor, pack
 from aprilsched.types import NO_VERSION
 from tests.support import small
 from tests.support.companions import EXPERTS, MASK, check_rows

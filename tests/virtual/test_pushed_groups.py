@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, Score, SimFleet
 from aprilsched.config import Retries
-from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed
 from aprilsched.kernel.shell import PromptQueue, Turn
 from aprilsched.simulation.engine import run_virtual
+from aprilsched.trainers.pushed import NOT_TOKENIZED, PushedGroups, as_pushed
 
 FOR_ONE = (SamplingParams(max_new_tokens=8),)
 """Parameters for a group of one rollout; groups have two."""

@@ -22,7 +22,7 @@ import typing_extensions
 from aprilsched import RolloutScheduler, SchedulerConfig
 from aprilsched.config import Retries
 from aprilsched.errors import ConfigError, MemberLost
-from aprilsched.integrations.skyrl import ScheduledRollouts
+from aprilsched.trainers.skyrl import ScheduledRollouts
 from tests.sglang.recorded import TOLERANCE
 from tests.support.openrlhf_on_cpu import write_stand_ins
 from tests.support.trl_run import TRIES, with_tokenizer

@@ -29,7 +29,7 @@ AGES = 6
 """Classes of staleness; the last one has all tokens that are 5 or more versions old."""
 _LARGEST = 20.0
 """exp(d) of a larger difference would hide everything else in a mean; see
-:mod:`aprilsched.corrections`."""
+:mod:`aprilsched.trainers.corrections`."""
 _TOKENS_AT_ONCE = 1 << 16
 """Compared between two turns of the event loop, in about 2 ms."""
 

@@ -50,13 +50,6 @@ from aprilsched.agents.chat.tokenizer import wrapped_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.fronts.blocking import RolloutScheduler
-from aprilsched.integrations import (
-    check_fixed_groups,
-    check_replay,
-    images_of,
-    one_placeholder_each,
-)
-from aprilsched.integrations.by_session import BySession, GenerateFunctions, uses_functions
 from aprilsched.kernel.engines.http import ServerAddress
 from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
 from aprilsched.kernel.shell.prompts import check_media
@@ -66,6 +59,13 @@ from aprilsched.kernel.values.files import written_whole
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.external import ExternalWeights
 from aprilsched.runs.config_file import config_of
+from aprilsched.trainers import (
+    check_fixed_groups,
+    check_replay,
+    images_of,
+    one_placeholder_each,
+)
+from aprilsched.trainers.by_session import BySession, GenerateFunctions, uses_functions
 from aprilsched.types import NO_VERSION, Batch, Group, Media, Prompt, Rollout, SamplingParams
 
 log = logging.getLogger("aprilsched")
@@ -313,7 +313,7 @@ class _Rollouts:
         elif not self._has_saves and getattr(args, "save", None) is not None:
             log.warning(
                 "checkpoints of the trainer lack the responses in flight; set --data-source-path "
-                "to aprilsched.integrations.slime.DataSource."
+                "to aprilsched.trainers.slime.DataSource."
             )
         self._fleet = SGLangFleet(
             _addresses(args),

@@ -6,7 +6,7 @@ whose trainer ``trainer.v1.trainer_mode=separate_async`` it serves.
 
 - verl's own agent loops run inside of the scheduler, as episodes. Chat templates, tools, rewards
   and what is written into the TransferQueue are verl's own code.
-- verl moves the weights and does not label them. ``python -m aprilsched.integrations.verl`` takes
+- verl moves the weights and does not label them. ``python -m aprilsched.trainers.verl`` takes
   the place of ``python -m verl.trainer.main_ppo``: the trainer then waits until the scheduler has
   paused the servers, and the scheduler labels the weights before the first token under them.
 - Without that, the trainer's next prompts tell the scheduler that there are new weights. Tokens
@@ -30,7 +30,12 @@ import numpy as np
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
-from aprilsched.integrations import (
+from aprilsched.kernel.engines.sglang.http_engine import SGLangListedFleet
+from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
+from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.values.sampling import sampling_params
+from aprilsched.kernel.weights.external import ExternalWeights
+from aprilsched.trainers import (
     check_fixed_groups,
     check_replay,
     class_of,
@@ -39,12 +44,7 @@ from aprilsched.integrations import (
     package,
     refuse,
 )
-from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
-from aprilsched.kernel.engines.sglang.http_engine import SGLangListedFleet
-from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
-from aprilsched.kernel.shell.listener import AnyListener
-from aprilsched.kernel.values.sampling import sampling_params
-from aprilsched.kernel.weights.external import ExternalWeights
+from aprilsched.trainers.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
 from aprilsched.types import Prompt, SamplingParams, Score
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class AgentLoopManager:
 
     .. code-block:: text
 
-        actor_rollout_ref.rollout.agent.agent_loop_manager_class=aprilsched.integrations.verl.AgentLoopManager
+        actor_rollout_ref.rollout.agent.agent_loop_manager_class=aprilsched.trainers.verl.AgentLoopManager
 
     verl makes it by :meth:`create` and calls :meth:`generate_sequences`. The scheduler runs in a
     Ray actor of its own. A subclass, which is then named in verl's configuration, may change its
@@ -511,6 +511,6 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
 
 if __name__ == "__main__":
     # Ray imports the module by its name, and the classes of both must be the same.
-    from aprilsched.integrations import verl
+    from aprilsched.trainers import verl
 
     verl.main()

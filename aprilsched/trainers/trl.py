@@ -39,9 +39,6 @@ from aprilsched.agents.chat.tokenizer import ModelTokenizer, wrapped_tokenizer
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.fronts.blocking import RolloutScheduler
-from aprilsched.integrations import check_fixed_groups, with_bound
-from aprilsched.integrations.by_session import BySession
-from aprilsched.integrations.trl_tools import Conversation, Factories, ToolHarness, called
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import Accept
 from aprilsched.kernel.shell.listener import AnyListener
@@ -51,6 +48,9 @@ from aprilsched.kernel.values.files import read_regular, written_whole
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.distributed import DistributedPublisher
 from aprilsched.kernel.weights.publisher import WeightPublisher, iter_buckets
+from aprilsched.trainers import check_fixed_groups, with_bound
+from aprilsched.trainers.by_session import BySession
+from aprilsched.trainers.trl_tools import Conversation, Factories, ToolHarness, called
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
 
 if TYPE_CHECKING:

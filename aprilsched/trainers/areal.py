@@ -43,21 +43,21 @@ from aprilsched.agents.sessions import Session
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
 from aprilsched.fronts.blocking import RolloutScheduler
-from aprilsched.integrations import (
-    check_fixed_groups,
-    check_replay,
-    images_of,
-    one_placeholder_each,
-    with_bound,
-)
-from aprilsched.integrations.by_session import BySession
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.engines.base import Fleet, RefitFromGroup
 from aprilsched.kernel.shell import PromptQueue, Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.process_group import GroupEngine, leave
-from aprilsched.tensors import pack
+from aprilsched.trainers import (
+    check_fixed_groups,
+    check_replay,
+    images_of,
+    one_placeholder_each,
+    with_bound,
+)
+from aprilsched.trainers.by_session import BySession
+from aprilsched.trainers.tensors import pack
 from aprilsched.types import (
     NO_VERSION,
     BoolArray,

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aprilsched.corrections import staleness
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.extras import extra
-from aprilsched.tensors import RaggedTensor, pack
+from aprilsched.trainers.corrections import staleness
+from aprilsched.trainers.tensors import RaggedTensor, pack
 from aprilsched.types import NO_VERSION, Batch, Rollout
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def to_tensordicts(batch: Batch) -> LazyStackedTensorDict:
     - ``("reward_parts", NAME)``: float32 [1, 1] for each name in the batch; NaN where a rollout
       does not have that part.
     - ``("companions", NAME)``: [S, ...] for each companion of the run, as in
-      :class:`~aprilsched.tensors.PaddedTensors`. A sampling mask has two entries of its own,
+      :class:`~aprilsched.trainers.tensors.PaddedTensors`. A sampling mask has two entries of its own,
       ``("companions", "sampling_mask", "values")`` [n] and ``"offsets"``, int64 [S + 1].
     - ``("companions_exact", NAME)``: bool [S], False for response tokens without the row of the
       pass that sampled them.

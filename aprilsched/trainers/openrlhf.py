@@ -29,13 +29,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
-from aprilsched.integrations import check_fixed_groups, class_of, package, refuse
-from aprilsched.integrations.pushed import NOT_TOKENIZED
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.disk import DiskPublisher
+from aprilsched.trainers import check_fixed_groups, class_of, package, refuse
+from aprilsched.trainers.pushed import NOT_TOKENIZED
 from aprilsched.types import Batch, Group, Prompt, SamplingParams, Score
 
 if TYPE_CHECKING:

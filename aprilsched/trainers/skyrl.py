@@ -31,14 +31,14 @@ import numpy as np
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
-from aprilsched.integrations import check_fixed_groups, package, refuse
-from aprilsched.integrations.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.engines.vllm.engine import VLLMFleet
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.disk import DiskPublisher
+from aprilsched.trainers import check_fixed_groups, package, refuse
+from aprilsched.trainers.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
 from aprilsched.types import Batch, Prompt, SamplingParams, Score
 
 if TYPE_CHECKING:
