@@ -23,9 +23,9 @@ from pathlib import Path
 import pictures
 
 from aprilsched import SchedulerConfig
+from aprilsched.cli.runs.settings import WorkloadSettings
 from aprilsched.observe.log.run import read_run
 from aprilsched.planning.presets import april, sync
-from aprilsched.runs.settings import WorkloadSettings
 from aprilsched.simulation import NEVER, Costs, SimConfig, compare, simulate
 
 DATA = Path("data")

@@ -21,9 +21,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import docstring_parser
 import msgspec
 
-from aprilsched.config import SchedulerConfig
-from aprilsched.errors import ConfigError
-from aprilsched.runs.config_file import (
+from aprilsched.cli.runs.config_file import (
     POLICIES,
     SHORT,
     changed,
@@ -32,7 +30,9 @@ from aprilsched.runs.config_file import (
     shorthand_of,
     table_of,
 )
-from aprilsched.runs.settings import COMMAS
+from aprilsched.cli.runs.settings import COMMAS
+from aprilsched.config import SchedulerConfig
+from aprilsched.errors import ConfigError
 
 Command = TypeVar("Command")
 Values = Mapping[str, Any]

@@ -47,6 +47,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import numpy as np
 
 from aprilsched.agents.chat.tokenizer import wrapped_tokenizer
+from aprilsched.cli.runs.config_file import config_of
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.fronts.blocking import RolloutScheduler
@@ -58,7 +59,6 @@ from aprilsched.kernel.values.companions import MOST_KEPT, Companion, routed_exp
 from aprilsched.kernel.values.files import written_whole
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.external import ExternalWeights
-from aprilsched.runs.config_file import config_of
 from aprilsched.trainers import (
     check_fixed_groups,
     check_replay,

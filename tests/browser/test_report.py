@@ -20,13 +20,13 @@ from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig
 from aprilsched.__main__ import main
 from aprilsched.agents.chat.tokenizer import load_tokenizer
 from aprilsched.agents.sessions import Session, Sessions
+from aprilsched.cli.runs.config_file import as_toml
+from aprilsched.cli.runs.settings import RunSettings
 from aprilsched.config import Retries
 from aprilsched.errors import MemberLost
 from aprilsched.observe.log.run_folder import RunFolder
 from aprilsched.observe.log.writing import EventLog
 from aprilsched.observe.report.page import write_report
-from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.settings import RunSettings
 from aprilsched.simulation.engine import run_virtual
 from tests.support.browser import DESKTOP, PHONE, ColorScheme, OpenPage, opened
 from tests.support.long_log import write_long_run

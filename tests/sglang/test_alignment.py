@@ -17,14 +17,14 @@ import pytest
 import tomli_w
 
 from aprilsched import Batch, DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched.cli.runs.config_file import as_toml
+from aprilsched.cli.runs.settings import RunSettings
 from aprilsched.config import Dispatch
 from aprilsched.observe.figures.figures import AlignmentFigures
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.observe.log import EventLog
 from aprilsched.observe.report.gather import run_report
 from aprilsched.observe.report.page import page
-from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.settings import RunSettings
 from aprilsched.simulation.results import remainder
 from tests.sglang.helpers import opened
 from tests.sglang.recorded import TOLERANCE, long_tail, scores

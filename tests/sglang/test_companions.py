@@ -28,8 +28,8 @@ from aprilsched import (
     SGLangFleet,
     SqliteStore,
 )
+from aprilsched.cli.doctor import examine
 from aprilsched.config import Pool
-from aprilsched.doctor import examine
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.engines.http import ServerAddress

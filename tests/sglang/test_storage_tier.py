@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from aprilsched import Prompt, SamplingParams
-from aprilsched.doctor import examine
+from aprilsched.cli.doctor import examine
 from aprilsched.kernel.core.messages.facts import EngineLost
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from tests.sglang.helpers import reset

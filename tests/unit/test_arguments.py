@@ -10,12 +10,12 @@ import pytest
 
 from aprilsched.__main__ import COMMANDS, main
 from aprilsched.agents.gateway import GatewaySettings
-from aprilsched.cli import run, simulate
 from aprilsched.cli.arguments import values_of
-from aprilsched.cli.gateway import command_of
-from aprilsched.cli.run import RunCommand
+from aprilsched.cli.commands import run, simulate
+from aprilsched.cli.commands.gateway import command_of
+from aprilsched.cli.commands.run import RunCommand
+from aprilsched.cli.runs.settings import key_from
 from aprilsched.errors import ConfigError
-from aprilsched.runs.settings import key_from
 
 
 def test_the_flag_of_a_list_takes_every_form() -> None:

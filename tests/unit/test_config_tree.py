@@ -12,7 +12,18 @@ import tomli_w
 
 from aprilsched import SimFleet
 from aprilsched.cli.arguments import made, values_of
-from aprilsched.cli.run import RunCommand
+from aprilsched.cli.commands.run import RunCommand
+from aprilsched.cli.runs.config_file import (
+    as_toml,
+    changed,
+    chosen,
+    config_of,
+    path_names,
+    read_settings,
+    table_of,
+)
+from aprilsched.cli.runs.settings import RunSettings, SimSettings
+from aprilsched.cli.runs.setup import prepare
 from aprilsched.config import (
     Dispatch,
     Health,
@@ -29,17 +40,6 @@ from aprilsched.config import (
     Tokens,
 )
 from aprilsched.errors import ConfigError
-from aprilsched.runs.config_file import (
-    as_toml,
-    changed,
-    chosen,
-    config_of,
-    path_names,
-    read_settings,
-    table_of,
-)
-from aprilsched.runs.settings import RunSettings, SimSettings
-from aprilsched.runs.setup import prepare
 from tests.support.table import each_row
 
 CONFIGS: list[dict[str, Any]] = [

@@ -45,7 +45,7 @@ def test_the_list_of_commands_needs_no_extra():
     [
         ("aprilsched.observe.plots", "matplotlib", "plots"),
         ("aprilsched.fronts.ray", "ray", "ray"),
-        ("aprilsched.runs.settings", "tomli_w", "cli"),
+        ("aprilsched.cli.runs.settings", "tomli_w", "cli"),
         ("aprilsched.observe.live.view", "rich", "cli"),
     ],
 )

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from aprilsched import Prompt
+from aprilsched.cli.runs.prompts_file import read_prompts
 from aprilsched.errors import ConfigError
-from aprilsched.runs.prompts_file import read_prompts
 from tests.support.table import each_row
 from tests.support.tiny_tokenizer import SPECIAL, bytes_tokenizer
 

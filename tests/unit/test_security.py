@@ -27,11 +27,11 @@ from aprilsched.agents.chat import tokenizer
 from aprilsched.agents.dialects import values
 from aprilsched.agents.gateway import server
 from aprilsched.agents.serving import bodies, calls, listener
-from aprilsched.cli.serve_sim import ServeSimCommand
+from aprilsched.cli.commands.serve_sim import ServeSimCommand
+from aprilsched.cli.runs.settings import RunSettings
+from aprilsched.cli.runs.setup import prepare
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.weights.process_group import LOOPBACK, TrainerGroup, address_towards
-from aprilsched.runs.settings import RunSettings
-from aprilsched.runs.setup import prepare
 from aprilsched.testing import SimServer
 from tests.unit.test_arrows import modules
 

@@ -21,6 +21,7 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
+from aprilsched.cli.runs.config_file import chosen
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
@@ -33,7 +34,6 @@ from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
-from aprilsched.runs.config_file import chosen
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.results import remainder

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from aprilsched.__main__ import main
+from aprilsched.cli.runs.config_file import read_settings
+from aprilsched.cli.runs.settings import RunSettings
 from aprilsched.observe.figures.figures import BatchFigures, RunSummary
 from aprilsched.observe.log.run import bars, in_flight, read_run
 from aprilsched.planning.step_times.calibration import save_model
 from aprilsched.planning.step_times.model import H200_QWEN3_4B
-from aprilsched.runs.config_file import read_settings
-from aprilsched.runs.settings import RunSettings
 from aprilsched.simulation.engine import SimFleet
 from tests.support.table import each_row
 

@@ -34,12 +34,12 @@ from aprilsched import (
     SqliteStore,
     Turn,
 )
+from aprilsched.cli.runs.config_file import config_of, table_of
 from aprilsched.config import Retries
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.engines.base import Capabilities, Chunk, GenerationRequest
 from aprilsched.kernel.values.companions import Companion, routed_experts, top_logprobs
-from aprilsched.runs.config_file import config_of, table_of
 from aprilsched.simulation.engine import SimEngine, sim_engine
 from aprilsched.simulation.engine.toy_model import toy_rows, weights_key_of_version
 from aprilsched.trainers.tensors import RaggedTensor, pack

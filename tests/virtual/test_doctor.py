@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from aprilsched.__main__ import main
-from aprilsched.cli import doctor as cli
-from aprilsched.cli.doctor import REACHED
-from aprilsched.doctor import ROWS, Finding, Row, checks, examine
-from aprilsched.doctor.server import MAX_ATTEMPTS, Server, kept
+from aprilsched.cli.commands import doctor as cli
+from aprilsched.cli.commands.doctor import REACHED
+from aprilsched.cli.doctor import ROWS, Finding, Row, checks, examine
+from aprilsched.cli.doctor.server import MAX_ATTEMPTS, Server, kept
 from aprilsched.errors import EngineRejected, EngineUnreachable
 from aprilsched.kernel.engines.base import Capabilities, Chunk
 from aprilsched.kernel.engines.http import HttpLimits

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from aprilsched.__main__ import main
+from aprilsched.cli.runs import drive
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.observe.figures.figures import BatchFigures, figures_in
-from aprilsched.runs import drive
 from tests.support.table import each_row
 
 SHORT = ["--median", "60", "--cap", "600", "--batches", "3"]

@@ -19,8 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aprilsched import SchedulerConfig, SGLangFleet
 from aprilsched.agents.gateway import Gateway, GatewaySettings
+from aprilsched.cli.doctor import examine
 from aprilsched.config import Health
-from aprilsched.doctor import examine
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.testing import SimServer

@@ -16,6 +16,10 @@ from typing import Any
 import pytest
 
 from aprilsched.__main__ import main
+from aprilsched.cli.runs.config_file import read_settings
+from aprilsched.cli.runs.drive import Run
+from aprilsched.cli.runs.settings import RunSettings, WorkloadSettings
+from aprilsched.cli.runs.setup import prepare
 from aprilsched.config import SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError, RunFolderError
 from aprilsched.kernel.core.messages.facts import BatchDelivered, BatchRequested
@@ -28,10 +32,6 @@ from aprilsched.observe.log.reading import read_facts
 from aprilsched.observe.log.rebuild import rebuilt_summary
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY, RunFolder
-from aprilsched.runs.config_file import read_settings
-from aprilsched.runs.drive import Run
-from aprilsched.runs.settings import RunSettings, WorkloadSettings
-from aprilsched.runs.setup import prepare
 from aprilsched.simulation.engine import SimFleet
 
 BATCHES = 8

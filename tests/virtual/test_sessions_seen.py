@@ -11,6 +11,8 @@ import pytest
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SimFleet
 from aprilsched.agents.chat.tokenizer import load_tokenizer
 from aprilsched.agents.sessions import Session, Sessions
+from aprilsched.cli.runs.config_file import as_toml
+from aprilsched.cli.runs.settings import RunSettings
 from aprilsched.config import Retries
 from aprilsched.errors import MemberLost
 from aprilsched.observe.figures.live_figures import LiveFigures
@@ -24,8 +26,6 @@ from aprilsched.observe.log.writing import EventLog
 from aprilsched.observe.report.charts import rollout_time
 from aprilsched.observe.report.gather import run_report
 from aprilsched.observe.report.page import page
-from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.settings import RunSettings
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
 pytestmark = pytest.mark.virtual_time

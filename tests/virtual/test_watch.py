@@ -16,8 +16,8 @@ import pytest
 from rich.console import Console
 
 from aprilsched.__main__ import main
-from aprilsched.cli import watch as watched_module
-from aprilsched.cli.watch import Watched
+from aprilsched.cli.commands import watch as watched_module
+from aprilsched.cli.commands.watch import Watched
 from aprilsched.errors import RunFolderError
 from aprilsched.observe.log.reading import Follower, whole_lines
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY

@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 from msgspec import Struct
 
 from aprildocs.documented import cell, field_texts, type_text
+from aprilsched.cli.runs.config_file import POLICIES
 from aprilsched.config import SchedulerConfig
 from aprilsched.kernel.core.messages.events import LogprobComparison, LogprobDifferences
 from aprilsched.kernel.core.messages.facts import DeliveredRollout, DroppedRollout, RestoredLengths
@@ -22,7 +23,6 @@ from aprilsched.observe.figures.engine_time import BUSY, PARTS
 from aprilsched.observe.figures.table import FIGURES
 from aprilsched.observe.log.reading import KINDS
 from aprilsched.observe.sampling.sample_log import FIELDS as SAMPLED
-from aprilsched.runs.config_file import POLICIES
 from aprilsched.types import SamplingParams
 
 __all__ = [

@@ -12,14 +12,14 @@ import tomli_w
 from rich.console import Console
 
 from aprilsched.cli.arguments import flag_of, made, values_of
+from aprilsched.cli.runs.config_file import as_toml, read_settings
+from aprilsched.cli.runs.drive import Run
+from aprilsched.cli.runs.settings import RunSettings
+from aprilsched.cli.runs.setup import fitted, prepare, servers
+from aprilsched.cli.runs.showing import leave_report, leave_trace, run_table, screen_of
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.store import SqliteStore
 from aprilsched.observe.log.run_folder import CONFIG, RunFolder, default_path
-from aprilsched.runs.config_file import as_toml, read_settings
-from aprilsched.runs.drive import Run
-from aprilsched.runs.settings import RunSettings
-from aprilsched.runs.setup import fitted, prepare, servers
-from aprilsched.runs.showing import leave_report, leave_trace, run_table, screen_of
 
 _INTERRUPTED = 130
 _FAILED = 2

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from aprilsched.cli.runs.prompts_file import read_prompts
+from aprilsched.cli.runs.settings import VOCABULARY, RunSettings, WorkloadSettings, key_from
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.addresses import ServerFleet, fleet_at
@@ -27,8 +29,6 @@ from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.step_times.calibration import load_model
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
-from aprilsched.runs.prompts_file import read_prompts
-from aprilsched.runs.settings import VOCABULARY, RunSettings, WorkloadSettings, key_from
 from aprilsched.simulation.engine import SimFleet, SimPublisher
 from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.types import Prompt

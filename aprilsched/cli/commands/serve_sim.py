@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import parsed
+from aprilsched.cli.runs.settings import SimSettings, WorkloadSettings, key_from
 from aprilsched.errors import ConfigError
-from aprilsched.runs.settings import SimSettings, WorkloadSettings, key_from
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.workload import LengthLaw
 from aprilsched.testing import DrawnLengths, SimServer

@@ -9,14 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from aprilsched.cli.runs.config_file import Policy
+from aprilsched.cli.runs.setup import Setup
 from aprilsched.errors import AprilschedError, MissingExtra
 from aprilsched.observe.figures.figures import RunSummary
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.live.live_model import RunFacts
 from aprilsched.observe.live.view import LiveView
 from aprilsched.observe.log.run import read_run
-from aprilsched.runs.config_file import Policy
-from aprilsched.runs.setup import Setup
 from aprilsched.simulation.results import BASELINE, FLAT, Comparison, spread_of_steps
 
 

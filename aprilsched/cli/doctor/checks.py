@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from msgspec.structs import replace
 
-from aprilsched.doctor.server import Finding, LeftOut, Row, Server, Verdict, kept
+from aprilsched.cli.doctor.server import Finding, LeftOut, Row, Server, Verdict, kept
 from aprilsched.kernel.engines.addresses import VLLM
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.self_check import pause_during

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from aprilsched.cli.arguments import POSITIONAL, parsed
+from aprilsched.cli.runs.showing import run_table
 from aprilsched.errors import RunFolderError
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.values.files import read_text
@@ -23,7 +24,6 @@ from aprilsched.observe.log.reading import Follower, LogReader
 from aprilsched.observe.log.rebuild import basis_of, summary_of_run
 from aprilsched.observe.log.run import readable
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY
-from aprilsched.runs.showing import run_table
 
 _POLL_SECONDS = 0.25
 

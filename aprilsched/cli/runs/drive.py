@@ -13,6 +13,9 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
+from aprilsched.cli.runs.config_file import as_toml
+from aprilsched.cli.runs.setup import Setup, live_figures_of, run_on_clock, summary_of
+from aprilsched.cli.runs.showing import Screen
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.state import SchedulerState
@@ -29,9 +32,6 @@ from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.run import readable
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS, RunFolder
 from aprilsched.observe.sampling import Sampler
-from aprilsched.runs.config_file import as_toml
-from aprilsched.runs.setup import Setup, live_figures_of, run_on_clock, summary_of
-from aprilsched.runs.showing import Screen
 from aprilsched.simulation import Costs, Simulation, SimulationResult, rare_collections
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.results import Measuring, remainder

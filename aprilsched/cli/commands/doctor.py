@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from aprilsched.cli.arguments import POSITIONAL, parsed
-from aprilsched.doctor import Finding, examine, one_line
+from aprilsched.cli.doctor import Finding, examine, one_line
+from aprilsched.cli.runs.settings import key_from
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.kernel.engines.addresses import VLLM
 from aprilsched.kernel.engines.http import ServerAddress
-from aprilsched.runs.settings import key_from
 
 REACHED = "reached"
 """The check that alone stands for a server which could not be examined."""

@@ -16,18 +16,16 @@ import msgspec
 from rich.console import Console
 
 from aprilsched.cli.arguments import parsed
-from aprilsched.config import SchedulerConfig
-from aprilsched.observe.log.run_folder import REPORT, RunFolder, default_path, write_json
-from aprilsched.runs.config_file import Policy, chosen
-from aprilsched.runs.drive import simulate
-from aprilsched.runs.settings import (
+from aprilsched.cli.runs.config_file import Policy, chosen
+from aprilsched.cli.runs.drive import simulate
+from aprilsched.cli.runs.settings import (
     COMMAS,
     RunSettings,
     SimSettings,
     WorkloadSettings,
 )
-from aprilsched.runs.setup import prepare
-from aprilsched.runs.showing import (
+from aprilsched.cli.runs.setup import prepare
+from aprilsched.cli.runs.showing import (
     comparison_table,
     describe,
     draw_comparison,
@@ -35,6 +33,8 @@ from aprilsched.runs.showing import (
     screen_of,
     verdict,
 )
+from aprilsched.config import SchedulerConfig
+from aprilsched.observe.log.run_folder import REPORT, RunFolder, default_path, write_json
 from aprilsched.simulation import NEVER, Comparison, SimulationResult, compare
 
 DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"

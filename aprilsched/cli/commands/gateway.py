@@ -14,14 +14,14 @@ from rich.console import Console
 from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import made, values_of
+from aprilsched.cli.runs.config_file import read_table, refuse_unknown, value_as
+from aprilsched.cli.runs.settings import key_from
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.addresses import fleet_at
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.live.live_model import RunFacts
 from aprilsched.observe.live.view import LiveView
-from aprilsched.runs.config_file import read_table, refuse_unknown, value_as
-from aprilsched.runs.settings import key_from
 
 _STREAM_INTERVAL = 8
 _WAIT_S = 600.0

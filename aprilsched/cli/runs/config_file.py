@@ -16,13 +16,13 @@ from typing import Any, TypeAlias, TypeVar, cast, get_type_hints
 
 import msgspec
 
+from aprilsched.cli.runs.settings import RunSettings
 from aprilsched.config import SamplingParams, SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.policies.kinds import REFILLS, STOPS
 from aprilsched.kernel.values.checks import nearest
 from aprilsched.kernel.values.files import read_text
 from aprilsched.planning.presets import PRESETS
-from aprilsched.runs.settings import RunSettings
 
 T = TypeVar("T")
 
