@@ -46,7 +46,7 @@ def _call(command: str, arguments: list[str]) -> int:
         print(f"aprilsched: {command!r} is not a command; {hint}", file=sys.stderr)
         return _REFUSED
     with extra("cli"):
-        module = import_module(f"aprilsched.cli.{command.replace('-', '_')}")
+        module = import_module(f"aprilsched.cli.commands.{command.replace('-', '_')}")
     return module.main(arguments)
 
 

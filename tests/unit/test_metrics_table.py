@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from aprilsched import telemetry
+from aprilsched import observe
 from aprilsched.observe.figures.figures import (
     BatchFigures,
     Figure,
@@ -25,7 +25,7 @@ RESERVED = ("_bucket", "_count", "_sum", "_created", "_info")
 NOT_BASE = ("ms", "milliseconds", "us", "ns", "minutes", "min", "hours", "percent", "kb", "mb")
 KINDS = ("counter", "gauge", "histogram", "summary")
 PANELS: list[dict[str, Any]] = json.loads(
-    Path(telemetry.__path__[0], "grafana.json").read_text(encoding="utf-8")
+    Path(observe.__path__[0], "grafana.json").read_text(encoding="utf-8")
 )["panels"]
 
 
