@@ -13,18 +13,13 @@ from aprilsched.kernel.engines.sglang.http_engine import (
     workers_of_router,
 )
 from aprilsched.kernel.engines.vllm.engine import VLLMFleet, VLLMListedFleet
-from aprilsched.kernel.shell import (
-    PromptQueue,
-    RefitReport,
-    RolloutScheduler,
-    Turn,
-    TurnOutput,
-)
+from aprilsched.kernel.shell import PromptQueue, RefitReport, RolloutScheduler, Turn, TurnOutput
 from aprilsched.kernel.store import MemoryStore, SqliteStore
 from aprilsched.kernel.values.sampling import sampling_params
-from aprilsched.kernel.weights.disk import DiskPublisher, LoraPublisher
+from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.distributed import DistributedPublisher
 from aprilsched.kernel.weights.external import ExternalWeights, Handshake
+from aprilsched.kernel.weights.lora import LoraPublisher
 from aprilsched.kernel.weights.relay import RelayPublisher
 from aprilsched.kernel.weights.tensor import TensorPublisher
 from aprilsched.kernel.weights.vllm_transfer import VLLMPublisher

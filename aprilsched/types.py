@@ -566,8 +566,8 @@ class Batch:
 
         Padded (the default): [rollouts, longest] with prompt and response in one row, padded
         on the right with `pad_id`. Packed: one row, with ``cu_seqlens`` int32 [rollouts + 1],
-        as variable-length attention takes it. See :mod:`aprilsched.trainers.tensors` for the fields.
-        Media of the prompts are not among them: ``group.prompt.media`` has the sources.
+        as variable-length attention takes it. See :mod:`aprilsched.trainers.tensors` for the
+        fields. Media of the prompts are not among them: ``group.prompt.media`` has the sources.
 
         Raises:
             ConfigError: if torch is not installed.

@@ -24,7 +24,8 @@ import pictures
 
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.config import Staleness
-from aprilsched.observe.log.run import read_run, tokens_by_age
+from aprilsched.observe.log.over_time import tokens_by_age
+from aprilsched.observe.log.run import read_run
 from aprilsched.planning import presets
 from aprilsched.simulation import simulate
 

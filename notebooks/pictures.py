@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from aprilsched.kernel.core.lengths.laws import KaplanMeier
 from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.observe.figures.engine_time import Part
-from aprilsched.observe.figures.figures import BiasFigures
+from aprilsched.observe.figures.run_figures import BiasFigures
 from aprilsched.observe.log.lengths_of_run import law_of
-from aprilsched.observe.log.run import Run, tokens_by_class
+from aprilsched.observe.log.over_time import tokens_by_class
+from aprilsched.observe.log.run import Run
 from aprilsched.observe.log.usage import RunUsage
 from aprilsched.observe.plots import (
     BINS,
@@ -32,11 +33,8 @@ from aprilsched.observe.plots import (
     draw_plane,
     draw_where,
 )
-from aprilsched.observe.report.chart_model import (
-    AGE_COLOURS,
-    Axis,
-    Chart,
-    Series,
+from aprilsched.observe.report.chart_model import AGE_COLOURS, Axis, Chart, Series
+from aprilsched.observe.report.shared_charts import (
     ages_by_batch,
     bias_over_batches,
     longer_than,

@@ -21,7 +21,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import docstring_parser
 import msgspec
 
-from aprilsched.cli.runs.config_file import (
+from aprilsched.cli.runs.settings import COMMAS
+from aprilsched.cli.runs.settings_tables import (
     POLICIES,
     SHORT,
     changed,
@@ -30,7 +31,6 @@ from aprilsched.cli.runs.config_file import (
     shorthand_of,
     table_of,
 )
-from aprilsched.cli.runs.settings import COMMAS
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 

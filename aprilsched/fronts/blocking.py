@@ -40,7 +40,7 @@ from aprilsched.kernel.shell.protocol import AsyncScheduler
 from aprilsched.kernel.shell.rollouts import SchedulerOptions
 from aprilsched.kernel.shell.session import forked
 from aprilsched.kernel.weights.publisher import WeightPublisher
-from aprilsched.observe.figures.figures import AlignmentFigures
+from aprilsched.observe.figures.run_figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
 
 __all__ = ["RolloutScheduler"]

@@ -16,8 +16,8 @@ trainer's process only passes calls and batches on::
                 trainer.save_pretrained(folder)
                 rollouts.update_weights(DiskPublisher(folder))
 
-The transport of :mod:`aprilsched.fronts.remote` is a pipe here; larger messages are files in a temporary
-folder that only this user can read.
+The transport of :mod:`aprilsched.fronts.remote` is a pipe here; larger messages are files in a
+temporary folder that only this user can read.
 
 Invariants:
 
@@ -68,7 +68,7 @@ from aprilsched.fronts.remote import (
     unsendable,
 )
 from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
-from aprilsched.kernel.shell.prompts import PromptQueue
+from aprilsched.kernel.shell.prompt_queue import PromptQueue
 from aprilsched.kernel.weights.from_trainer import FromTrainer
 
 __all__ = ["FromTrainer", "RolloutScheduler"]

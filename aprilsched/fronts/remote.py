@@ -2,8 +2,9 @@
 
 The trainer's side is a :class:`RemoteScheduler`, which sends each :class:`Request` over a
 :class:`Transport` and waits for its :class:`Reply`. The scheduler's side is :class:`Served`, which
-carries requests out by the tables :data:`CALLS` and :data:`NOTICES`. :mod:`aprilsched.fronts.process` has
-a pipe as its transport, and :mod:`aprilsched.fronts.ray` a handle of an actor.
+carries requests out by the tables :data:`CALLS` and :data:`NOTICES`.
+:mod:`aprilsched.fronts.process` has a pipe as its transport, and :mod:`aprilsched.fronts.ray` a
+handle of an actor.
 
 Invariants:
 
@@ -47,12 +48,12 @@ from aprilsched.fronts.blocking import BlockingScheduler
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell import BiasNow, RefitReport
 from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
-from aprilsched.kernel.shell.prompts import PromptQueue
+from aprilsched.kernel.shell.prompt_queue import PromptQueue
 from aprilsched.kernel.shell.protocol import AsyncScheduler
 from aprilsched.kernel.weights.external import Handshake
 from aprilsched.kernel.weights.from_trainer import FromTrainer
 from aprilsched.kernel.weights.publisher import ConcludingPublisher, WeightPublisher
-from aprilsched.observe.figures.figures import AlignmentFigures
+from aprilsched.observe.figures.run_figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt, Receipt
 
 T = TypeVar("T")

@@ -17,15 +17,13 @@ from numpy.typing import NDArray
 
 from aprilsched.kernel.values.extras import extra
 from aprilsched.observe.figures.engine_time import BUSY, PART_INDEX, PART_LABELS, PARTS, Part
-from aprilsched.observe.figures.figures import BiasFigures
-from aprilsched.observe.log.run import Run, bars, in_flight, window_end
+from aprilsched.observe.figures.run_figures import BiasFigures
+from aprilsched.observe.log.over_time import bars, in_flight, window_end
+from aprilsched.observe.log.run import Run
 from aprilsched.observe.log.usage import RunUsage
-from aprilsched.observe.report.chart_model import (
-    Axis,
-    Chart,
-    Series,
+from aprilsched.observe.report.chart_model import Axis, Chart, Series, ink_on
+from aprilsched.observe.report.shared_charts import (
     bias_over_batches,
-    ink_on,
     longer_than,
     parts_over_time,
     responses,
@@ -50,6 +48,7 @@ with extra("plots"):
         save,
     )
 
+
 __all__ = [
     "bias",
     "causes",
@@ -59,8 +58,6 @@ __all__ = [
     "where_time_goes",
 ]
 
-
-# --- over time -----------------------------------------------------------------------------------
 
 # Draws a run over time: which responses were generated when, and how many at once.
 
@@ -120,12 +117,11 @@ def _name_batches(axes: Axes, deliveries: Sequence[float], end: float) -> None:
             )  # fmt: skip
 
 
-# --- usage parts ---------------------------------------------------------------------------------
-
 # Draws where the engines' time went: by part, over time, and for each engine.
 #
-# The time of slots is divided (see :mod:`aprilsched.observe.figures.engine_time`), so a single response
-# on an engine with 32 slots fills a thirty-second of the picture, where NVML would show 100 %.
+# The time of slots is divided (see :mod:`aprilsched.observe.figures.engine_time`), so a single
+# response on an engine with 32 slots fills a thirty-second of the picture, where NVML would show
+# 100 %.
 
 
 TimeUnit: TypeAlias = Literal["share", "gpu_minutes_per_million"]
@@ -167,9 +163,6 @@ def where_time_goes(
     draw_legend(figure, shown)
     finish(axes, title=title, x=_UNITS[unit], y="")
     return figure
-
-
-# --- into axes that are there --------------------------------------------------------------------
 
 
 def draw_causes(
@@ -281,8 +274,6 @@ def draw_legend(figure: Figure, shown: Collection[Part]) -> None:
         loc="outside lower center", ncols=min(4, max(1, len(ordered))), frameon=False, fontsize=10,
     )  # fmt: skip
 
-
-# --- side by side --------------------------------------------------------------------------------
 
 # Policies side by side: speed, its price, what the engines do, what the trainer gets.
 
@@ -401,8 +392,6 @@ def _gain(rate: float, base: float, *, first: bool) -> str:
 def _burn_in(runs: Mapping[str, Run]) -> int:
     return max((run.summary.steady_state.burn_in for run in runs.values()), default=0)
 
-
-# --- bias plots ----------------------------------------------------------------------------------
 
 # Draws one picture of a run's bias: are responses too short, does that go away, who is stale?
 

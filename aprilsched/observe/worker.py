@@ -1,7 +1,7 @@
 """A worker thread that makes calls in order, behind a bounded queue, for what may be slow or hang.
 
 The event log, the samples, the trackers and every listener in a
-:class:`~aprilsched.observe.worker.QueuedListener` have one. The event loop is not involved, so a
+:class:`~aprilsched.observe.queued.QueuedListener` have one. The event loop is not involved, so a
 virtual clock neither waits for a worker nor jumps because of it.
 
 A ThreadPoolExecutor does not serve here: its queue has no bound, and the interpreter waits for its
@@ -21,15 +21,10 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from io import FileIO
-from pathlib import Path
-from typing import Any, Literal, Self, TypeVarTuple
+from collections.abc import Callable
+from typing import Any, TypeVarTuple
 
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.core.messages.facts import Fact, TokensReceived
-from aprilsched.kernel.shell.listener import Listener, TokenChunks
-from aprilsched.kernel.values.files import open_private
 
 log = logging.getLogger("aprilsched")
 
@@ -257,183 +252,3 @@ class Worker:
             error,
             exc_info=error,
         )
-
-
-# --- queued --------------------------------------------------------------------------------------
-
-# Lets a listener be slow: it runs in a worker thread, behind a bounded queue.
-#
-# Invariants: the run never waits for it; what does not fit into the queue is dropped, counted and
-# said once, and the rest arrives in order; the thread ends with :meth:`QueuedListener.close`, or
-# with the process.
-
-_CLOSE_SECONDS = 5.0
-
-
-class QueuedListener:
-    """Passes facts on to `listener`, later and in another thread.
-
-    Use it as ``with QueuedListener(slow) as queued:`` around the scheduler that has it among its
-    listeners. A `listener` that raises is told nothing more. A process that is forked from this
-    one has no such thread, and tells the listener nothing.
-
-    Args:
-        listener: one that writes to a database, a web service or a slow disk, for example.
-        kinds: the facts that the listener is told; None means all. Most facts are TokensReceived,
-            so leaving them out saves most of the queue's time.
-        max_pending: how many events may wait for the listener with their facts; what comes on top
-            is dropped.
-        close_seconds: how long the end of the block waits for what is pending.
-
-    Raises:
-        ConfigError: if `max_pending` is below 1, or `close_seconds` below 0.
-    """
-
-    def __init__(
-        self,
-        listener: Listener,
-        *,
-        kinds: Collection[type] | None = None,
-        max_pending: int = 100_000,
-        close_seconds: float = _CLOSE_SECONDS,
-    ) -> None:
-        self._listener = listener
-        self._kinds = None if kinds is None else frozenset(kinds)
-        self._worker = Worker(
-            f"the listener {type(listener).__qualname__}",
-            "facts",
-            max_pending=max_pending,
-            close_seconds=close_seconds,
-        )
-
-    @property
-    def dropped(self) -> int:
-        """Number of events whose facts the listener was never told."""
-        return self._worker.dropped
-
-    @property
-    def error(self) -> BaseException | None:
-        """What the listener raised. It is told nothing more."""
-        return self._worker.error
-
-    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        if self._kinds is not None:
-            facts = [fact for fact in facts if fact.__class__ in self._kinds]
-        if facts:
-            self._worker.put(self._listener.on_facts, facts, now)
-
-    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
-        if self._kinds is None or TokensReceived in self._kinds:
-            for fact, at in chunks:
-                self._worker.put(self._listener.on_facts, (fact,), at)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Pass on what is pending, for a bounded time."""
-        self._worker.close()
-
-
-# --- file writer ---------------------------------------------------------------------------------
-
-# Writes lines to a file in a worker thread, so that a disk that hangs holds nobody up.
-#
-# Invariants: what waits to be written is bounded; a block is written whole or not at all (an error
-# of the disk excepted), in the order in which it was put; whatever goes wrong is said once in the
-# log of the program, and :attr:`FileWriter.error` says what the file misses.
-
-
-class FileWriter:
-    """Writes to `path`, which is opened with the first block.
-
-    Args:
-        mode: how the file is opened.
-        max_bytes: how much may wait to be written.
-        close_seconds: how long :meth:`close` waits.
-        patient: wait for a slow disk instead of dropping blocks, as on a virtual clock.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        mode: Literal["xb", "ab", "wb"],
-        *,
-        max_bytes: int,
-        close_seconds: float,
-        patient: bool,
-    ) -> None:
-        self._path = path
-        self._mode: Literal["xb", "ab", "wb"] = mode
-        self._file: FileIO | None = None
-        self._close_seconds = close_seconds
-        self._failure: str | None = None
-        self._dropped = 0
-        """Lines that the queue had no room for."""
-        self._accepted = self._written = 0
-        """Lines."""
-        self._worker = Worker(
-            f"the disk of {path.name}",
-            "bytes",
-            max_pending=max_bytes,
-            close_seconds=close_seconds,
-            patient=patient,
-            failed=self.fail,
-            at_end=self._close_file,
-        )
-
-    @property
-    def failed(self) -> bool:
-        """Nothing is to be put any more."""
-        return self._failure is not None
-
-    @property
-    def error(self) -> str | None:
-        """Why the file is not complete; None while it is."""
-        reasons = [] if self._failure is None else [self._failure]
-        if self._dropped:
-            reasons.append(
-                f"{self._dropped} lines were dropped, because the disk was too slow for them"
-            )
-        return "; ".join(reasons) or None
-
-    def fail(self, error: BaseException) -> None:
-        """The file will not be complete because of `error`; what was put is written all the
-        same."""
-        if self._failure is None:
-            self._failure = str(error) or repr(error)
-            log.warning("%s is not complete, the run goes on: %s", self._path.name, self._failure)
-
-    def put(self, block: bytes) -> None:
-        """Write `block`, which consists of whole lines. The counts in :attr:`error` are exact if
-        only one thread calls this."""
-        lines = block.count(b"\n")
-        if self._worker.put(self._write, block, lines, size=len(block)):
-            self._accepted += lines
-        elif self._worker.error is None:
-            self._dropped += lines
-
-    def close(self) -> None:
-        """Write what is left, in bounded time."""
-        if not self._worker.close() and self._failure is None:
-            # The worker has said so in the log.
-            self._failure = (
-                f"the disk did not take {self._accepted - self._written} lines within "
-                f"{self._close_seconds:g} s"
-            )
-
-    def _write(self, block: bytes, lines: int) -> None:
-        if self._file is None:
-            # Without a buffer: after an error there is nothing left that closing would write.
-            self._file = FileIO(self._path, self._mode, opener=open_private)
-        rest = memoryview(block)
-        while rest:
-            rest = rest[self._file.write(rest) :]
-        self._written += lines
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            self._file.close()

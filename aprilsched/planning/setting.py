@@ -8,7 +8,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.policies.schedule import Objective, Pace
+from aprilsched.kernel.core.policies.objective import Objective
+from aprilsched.kernel.core.policies.schedule import Pace
 from aprilsched.kernel.core.policies.stop import Groups, Stop
 from aprilsched.planning.step_times.model import StepTimeModel
 
@@ -169,7 +170,7 @@ class Outcome:
 
     Attributes:
         value: the objective: useful work in seconds of T_bound, for each second of whole steps
-            (:class:`~aprilsched.kernel.core.policies.schedule.Objective`).
+            (:class:`~aprilsched.kernel.core.policies.objective.Objective`).
         step_seconds: mean seconds of a step, without `trainer_seconds`.
         trainer_seconds: mean seconds of a step in which the engines wait by design for the
             trainer, which has the whole batch: all of its time for a whole batch on the synchronous

@@ -17,8 +17,8 @@ Invariants:
 
 A complete group waits for its reward, and may be refused then. A batch is full when enough groups
 are complete, and is taken when enough of them are accepted. Engines go on in between where those of
-a run do (``awaits_scores`` in :mod:`aprilsched.kernel.core.steps.batch`), and stand otherwise. A member of
-several turns leaves its engine at a gap, and waits for a place after it.
+a run do (``awaits_scores`` in :mod:`aprilsched.kernel.core.steps.batch`), and stand otherwise. A
+member of several turns leaves its engine at a gap, and waits for a place after it.
 
 Efficiency counts generated tokens and not delivered ones: in the long run both are the same, and
 over a few batches the delivered ones vary four times as much, with what is in flight.
@@ -40,9 +40,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.laws import Levels, LogLaw, normal_quantile, observed_logs
+from aprilsched.kernel.core.lengths.log_law import Levels, LogLaw, normal_quantile, observed_logs
 from aprilsched.kernel.core.lengths.observed import hashed_uniforms, padded, resampled
-from aprilsched.kernel.core.policies.refill import OpenGroups, Pool, PoolView, Refill
+from aprilsched.kernel.core.policies.pool import Pool
+from aprilsched.kernel.core.policies.refill import OpenGroups, PoolView, Refill
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.policies.staleness import Staleness, StalenessRule
 from aprilsched.planning.setting import Outcome, Setting
@@ -661,8 +662,8 @@ class _Seen:
 
 class Decoding:
     """The seconds of decode steps on one engine, as the model of step times has them
-    (:meth:`~aprilsched.planning.step_times.model.StepTimeModel.decode_seconds`). A trial asks for few sizes of
-    the batch, and hundreds of thousands of times."""
+    (:meth:`~aprilsched.planning.step_times.model.StepTimeModel.decode_seconds`). A trial asks for
+    few sizes of the batch, and hundreds of thousands of times."""
 
     def __init__(self, model: StepTimeModel) -> None:
         self._model = model
@@ -731,8 +732,8 @@ class DecodeBatch:
 
     def fits(self, context: float, left: int) -> bool:
         """Whether one more fits. Engines that keep room do so by SGLang's rule
-        (:class:`~aprilsched.simulation.engine.cache.KvPool`): for all that it and the others of its pass
-        may still get, and a share of what those may that run."""
+        (:class:`~aprilsched.simulation.engine.cache.KvPool`): for all that it and the others of its
+        pass may still get, and a share of what those may that run."""
         count = len(self.running)
         if self.pool == math.inf or not count:
             return True

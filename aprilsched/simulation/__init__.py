@@ -14,14 +14,10 @@ trainer.
 """
 
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.simulation.results import (
-    Comparison,
-    PolicyRow,
-    SimulationResult,
-    compare,
-    simulate,
-)
-from aprilsched.simulation.virtual import NEVER, Costs, Simulation, rare_collections
+from aprilsched.simulation.modelled_trainer import Costs
+from aprilsched.simulation.results import SimulationResult, simulate
+from aprilsched.simulation.side_by_side import Comparison, PolicyRow, compare
+from aprilsched.simulation.virtual import NEVER, Simulation, rare_collections
 
 __all__ = [
     "NEVER",

@@ -9,13 +9,12 @@ virtual event loop.
 from __future__ import annotations
 
 import gc
-import heapq
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from numbers import Integral
-from typing import Annotated, Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,281 +27,17 @@ from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
 from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.kernel.shell.chunk_buffer import joining
 from aprilsched.kernel.shell.listener import AnyListener
-from aprilsched.kernel.shell.loop import EventLoop, ending, joining, progress
-from aprilsched.kernel.values.bounds import NOT_NEGATIVE, check_settings
+from aprilsched.kernel.shell.loop import EventLoop
 from aprilsched.kernel.values.checks import checked, typed
 from aprilsched.planning import Planner
 from aprilsched.planning.forecasts import ForecastErrors
-from aprilsched.simulation.engine.batcher import Batcher
+from aprilsched.simulation.agenda import Agenda
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.types import Batch, Group, Int32Array, Prompt, SamplingParams, Score
-
-# --- agenda --------------------------------------------------------------------------------------
-
-# A queue of timed calls in virtual time.
-#
-# Invariant: calls of the same time happen in the order in which they were added, so a run is
-# repeatable to the last event.
-
-
-class Agenda:
-    """A heap of calls with their times; `now` (seconds) never goes backwards."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
-
-    def at(self, time: float, act: Callable[[], None]) -> None:
-        """Call `act` at `time`, or now if that has passed."""
-        self._count += 1
-        heapq.heappush(self._due, (max(time, self.now), self._count, act))
-
-    def after(self, seconds: float, act: Callable[[], None]) -> None:
-        """Call `act` after `seconds`."""
-        self.at(self.now + seconds, act)
-
-    def step(self) -> bool:
-        """Make the next call; False if there is none."""
-        if not self._due:
-            return False
-        self.now, _, act = heapq.heappop(self._due)
-        act()
-        return True
-
-
-# --- modelled engine -----------------------------------------------------------------------------
-
-# One modelled engine in virtual time: a batcher that is woken only at its next event.
-#
-# Invariants:
-# - All requests that are sent at one instant are in the queue before a pass is planned, because the
-#   engine is advanced only when its turn on the agenda comes.
-# - Every attempt that is sent is answered by exactly one Finished or Interrupted.
-
-
-class ModelledEngine:
-    """Carries out the scheduler's commands, and feeds back the events."""
-
-    def __init__(
-        self,
-        name: str,
-        config: SimConfig,
-        agenda: Agenda,
-        feed: Callable[[ev.Event], None],
-        *,
-        pause_seconds: float,
-    ) -> None:
-        self.name = name
-        self.batcher = Batcher(config)
-        self._agenda = agenda
-        self._feed = feed
-        self._pause_seconds = pause_seconds
-        self._attempts: dict[str, tuple[int, int]] = {}
-        self._armed: float | None = None
-
-    # --- commands ------------------------------------------------------------------------------
-
-    def send(self, command: do.Send) -> None:
-        key = (command.request_id, command.attempt)
-        name = f"{key[0]}-{key[1]}"
-        self._attempts[name] = key
-        request = GenerationRequest(
-            request_id=name,
-            input_ids=command.input_ids,
-            sampling=command.sampling,
-            affinity=command.group_id,
-            rank=command.rank,
-        )
-        self.batcher.submit(request, self._agenda.now)
-        self._arm()
-
-    def abort(self, command: do.Abort) -> None:
-        self.batcher.abort(f"{command.request_id}-{command.attempt}", self._agenda.now)
-        # An attempt in the queue ends at once; the others end with the step in progress.
-        self._agenda.at(self._agenda.now, self._look)
-        self._arm()
-
-    def pause(self, command: do.Pause) -> None:
-        now = self._agenda.now
-        self.batcher.pause(command.mode, now)
-        stopped = self.batcher.next_event_time()
-        self._arm()
-        stands = (now if stopped is None else stopped) + self._pause_seconds
-        self._agenda.at(stands, self._confirm_pause)
-
-    def flush(self, _: do.Flush) -> None:
-        if self.batcher.flush():
-            self._feed(ev.Flushed(engine=self.name))
-        else:
-            cause = "the cache is in use"
-            self._feed(ev.ControlFailed(engine=self.name, call="flush", cause=cause))
-
-    def resume(self) -> None:
-        self.batcher.resume(self._agenda.now)
-        self._arm()
-        self._feed(ev.Continued(engine=self.name))
-
-    def verify(self) -> None:
-        self._feed(ev.Verified(engine=self.name, version=self.batcher.version))
-
-    def refit(self, version: int, *, catch_up: bool = False) -> None:
-        took = self.batcher.refit(version)
-        has = version if took else self.batcher.version
-        cause = "" if took else "it was not paused"
-        self._feed(ev.Refitted(engine=self.name, version=has, cause=cause, catch_up=catch_up))
-
-    # --- time ----------------------------------------------------------------------------------
-
-    def _confirm_pause(self) -> None:
-        self._look()
-        self._feed(ev.Paused(engine=self.name))
-
-    def _arm(self) -> None:
-        due = self.batcher.next_event_time()
-        if due is not None and (self._armed is None or due < self._armed):
-            self._armed = due
-            self._agenda.at(due, self._wake)
-
-    def _wake(self) -> None:
-        # The condition is false for a wake-up that an earlier one has replaced.
-        if self._armed is not None and self._armed <= self._agenda.now:
-            self._look()
-
-    def _look(self) -> None:
-        """Advance the batcher to the present, and report its chunks."""
-        if self._armed is not None and self._armed <= self._agenda.now:
-            self._armed = None
-        for name, chunk in self.batcher.advance(self._agenda.now):
-            self._report(name, chunk)
-        self._arm()
-
-    def _report(self, name: str, chunk: Chunk) -> None:
-        request_id, attempt = self._attempts[name]
-        if (news := progress(chunk, request_id, attempt)) is not None:
-            self._feed(news)
-        if (end := ending(chunk, request_id, attempt)) is not None:
-            del self._attempts[name]
-            self._feed(end)
-
-
-# --- trainer -------------------------------------------------------------------------------------
-
-# The modelled trainer, and the costs of everything but decoding and prefill in a simulation.
-
-
-class ModelledTrainer:
-    """Takes `batches` batches, with a new version after every `update_every` (0: no versions).
-
-    With `streamed` it takes each batch group by group, and trains on each group for an equal part
-    of `train_seconds` before it asks for the next one. Otherwise it starts when it has the whole
-    batch.
-    """
-
-    def __init__(
-        self,
-        agenda: Agenda,
-        feed: Callable[[ev.Event], None],
-        *,
-        batches: int,
-        update_every: int,
-        train_seconds: float,
-        batch_groups: int,
-        streamed: bool,
-    ) -> None:
-        self.done = False
-        self.batches = 0
-        self._agenda = agenda
-        self._feed = feed
-        self._wanted = batches
-        self._update_every = update_every
-        self._group_seconds = train_seconds / batch_groups
-        self._streamed = streamed
-        self._asks = False
-        self._offered: Batch | None = None
-        """What it may take, and has not taken yet because it trains on a group."""
-        self._seconds = train_seconds
-        """For how long it trains on what it has taken last."""
-        self._version = 0
-
-    def start(self) -> None:
-        """Ask for a batch, or for the next group of one."""
-        self._asks = True
-        self._feed(ev.BatchRequested(streamed=self._streamed))
-        self._take()
-
-    def take(self, command: do.Offer) -> None:
-        """Take a batch, or the next part of a streamed one, as soon as it asks for it."""
-        self._offered = command.offered
-        self._take()
-
-    def withdraw(self, _: do.WithdrawOffer) -> None:
-        self._offered = None
-
-    def _take(self) -> None:
-        offered = self._offered
-        if offered is None or not self._asks:
-            return
-        self._asks, self._offered = False, None
-        if self._streamed:
-            self._seconds = self._group_seconds * len(offered.groups)
-        if not offered.complete:
-            self._agenda.after(self._seconds, self.start)
-        self._feed(ev.BatchTaken(index=offered.index))
-
-    def deliver(self, _: do.Deliver) -> None:
-        self.batches += 1
-        self._agenda.after(self._seconds, self._trained)
-
-    def end(self, _: do.EndOfPrompts) -> None:
-        self.done = True
-
-    def finish_update(self, _: facts.UpdateFinished) -> None:
-        # It waits for the agenda, because a trainer's next call is not part of the update's end.
-        self._agenda.after(0.0, self._next)
-
-    def _trained(self) -> None:
-        if self._update_every and self.batches % self._update_every == 0:
-            self._version += 1
-            self._feed(ev.UpdateRequested(version=self._version, republishable=True))
-        else:
-            self._next()
-
-    def _next(self) -> None:
-        if self.batches >= self._wanted:
-            self.done = True
-        else:
-            self.start()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Costs:
-    """Durations of what is not decoding or prefill.
-
-    Attributes:
-        pause_seconds: duration of a pause beyond the step in progress (SGLang, measured: 2 to
-            22 ms with that step).
-        refit_seconds: duration of bringing one version into the engines, which load it together;
-            with rolling refits, of bringing it into one engine.
-        train_seconds: duration of training, between a batch and the update that follows it.
-        reward_seconds: duration of scoring one rollout; with 0 rewards are not used.
-
-    Raises:
-        ConfigError: if one is negative, or no number.
-    """
-
-    pause_seconds: Annotated[float, NOT_NEGATIVE] = 2e-3
-    refit_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
-    train_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
-    reward_seconds: Annotated[float, NOT_NEGATIVE] = 0.0
-
-    def __post_init__(self) -> None:
-        check_settings(self)
-
-
-# --- simulation ----------------------------------------------------------------------------------
+from aprilsched.simulation.modelled_engine import ModelledEngine
+from aprilsched.simulation.modelled_trainer import Costs, ModelledTrainer
+from aprilsched.types import Group, Int32Array, Prompt, SamplingParams, Score
 
 # A whole run in virtual time: core, engines, trainer, prompts and rewards on one agenda.
 #

@@ -271,7 +271,8 @@ class LongTailWorkload:
     def of(cls, settings: Mapping[str, Any], *, seed: int, group_size: int) -> Self:
         """Return the workload of the parameters above by name, where None means the default.
 
-        `lengths` is a file of lengths, or their :class:`~aprilsched.simulation.workload.Empirical` law.
+        `lengths` is a file of lengths, or their :class:`~aprilsched.simulation.workload.Empirical`
+        law.
 
         Raises:
             ConfigError: if a parameter is out of its range, or the file cannot be read.

@@ -8,6 +8,7 @@ are refused (they kill a real server).
 """
 
 from aprilsched.testing.served import DrawnLengths
-from aprilsched.testing.server import SimServer, ThreadedServer
+from aprilsched.testing.server import SimServer
+from aprilsched.testing.threaded import ThreadedServer
 
 __all__ = ["DrawnLengths", "SimServer", "ThreadedServer"]

@@ -35,15 +35,9 @@ import msgspec
 import numpy as np
 
 from aprilsched.errors import EngineError, EngineRejected
-from aprilsched.kernel.engines.base import (
-    Chunk,
-    Engine,
-    GenerationRequest,
-    PauseMode,
-    RefitFromDisk,
-    ReportsLoad,
-    SleepingEngine,
-)
+from aprilsched.kernel.engines.base import Chunk, Engine, GenerationRequest, PauseMode
+from aprilsched.kernel.engines.load import ReportsLoad
+from aprilsched.kernel.engines.refit import RefitFromDisk, SleepingEngine
 from aprilsched.kernel.engines.self_check import check as self_check
 from aprilsched.kernel.values.companions import TOP, Rows, top_logprobs
 from aprilsched.types import Float32Array, Int32Array, SamplingParams, VersionSpan
@@ -746,7 +740,7 @@ REFIT_CHECKS: tuple[Check, ...] = (
     spans_tell_the_version_of_every_token,
 )
 """For engines with ``flush_while_paused`` and ``version_spans`` that load weights from a disk
-(:class:`~aprilsched.kernel.engines.base.RefitFromDisk`)."""
+(:class:`~aprilsched.kernel.engines.refit.RefitFromDisk`)."""
 
 MEMORY_CHECKS: tuple[Check, ...] = (
     released_memory_comes_back,
@@ -754,11 +748,11 @@ MEMORY_CHECKS: tuple[Check, ...] = (
     memory_calls_in_a_wrong_order_are_refused,
 )
 """For engines that pass the `REFIT_CHECKS` and are a
-:class:`~aprilsched.kernel.engines.base.SleepingEngine` with ``release_while_paused`` and
+:class:`~aprilsched.kernel.engines.refit.SleepingEngine` with ``release_while_paused`` and
 ``keeps_released_weights``."""
 
 LOAD_CHECKS: tuple[Check, ...] = (the_load_tells_what_is_on_it,)
-"""For engines that report their load (:class:`~aprilsched.kernel.engines.base.ReportsLoad`)."""
+"""For engines that report their load (:class:`~aprilsched.kernel.engines.load.ReportsLoad`)."""
 
 LIKELY_CHECKS: tuple[Check, ...] = (likely_tokens_come_with_each_token,)
 """For engines that return the companion "top_logprobs"."""

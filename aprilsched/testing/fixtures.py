@@ -15,7 +15,8 @@ from typing import Protocol
 
 import pytest
 
-from aprilsched.testing.server import SimServer, ThreadedServer
+from aprilsched.testing.server import SimServer
+from aprilsched.testing.threaded import ThreadedServer
 
 pytest.register_assert_rewrite("aprilsched.testing.contract", "aprilsched.testing.contract")
 

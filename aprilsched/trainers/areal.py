@@ -44,11 +44,12 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, MissingExtra, RefitError
 from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
-from aprilsched.kernel.engines.base import Fleet, RefitFromGroup
+from aprilsched.kernel.engines.base import Fleet
+from aprilsched.kernel.engines.refit import RefitFromGroup
 from aprilsched.kernel.shell import PromptQueue, Turn
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.weights.collective import GroupEngine, leave
 from aprilsched.kernel.weights.disk import DiskPublisher
-from aprilsched.kernel.weights.process_group import GroupEngine, leave
 from aprilsched.trainers import (
     check_fixed_groups,
     check_replay,
@@ -58,15 +59,7 @@ from aprilsched.trainers import (
 )
 from aprilsched.trainers.by_session import BySession
 from aprilsched.trainers.tensors import pack
-from aprilsched.types import (
-    NO_VERSION,
-    BoolArray,
-    Group,
-    Prompt,
-    Rollout,
-    SamplingParams,
-    Score,
-)
+from aprilsched.types import NO_VERSION, BoolArray, Group, Prompt, Rollout, SamplingParams, Score
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -110,8 +103,8 @@ class RolloutEngine:
         listeners: telemetry of the scheduler.
         tokenizer: for agents, the folder of the model's tokenizer; by default the `tokenizer_path`
             of `config`.
-        sessions: for agents, arguments of :class:`~aprilsched.agents.sessions.Sessions`: branches, limits
-            (a mapping), host, port, public_url and remote_images.
+        sessions: for agents, arguments of :class:`~aprilsched.agents.sessions.Sessions`: branches,
+            limits (a mapping), host, port, public_url and remote_images.
 
     Attributes:
         settings: the scheduler's settings with what `config` and `gconfig` say.

@@ -96,8 +96,6 @@ class BySession:
 _SETTINGS = {"branches", "limits", "host", "port", "public_url", "remote_images"}
 
 
-# --- functions of slime's and miles' users --------------------------------------------------------
-
 # Harnesses of sessions that call them:
 #
 # - A function of ``--custom-generate-function-path`` posts to the router that its arguments name.

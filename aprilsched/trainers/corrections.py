@@ -29,16 +29,25 @@ numpy and torch, so an array API wrapper would be a dependency without a use.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
+from aprilsched.trainers.arrays import (
+    advantages_like,
+    detached,
+    like,
+    masked_difference,
+    namespace,
+    owners,
+    per_sequence,
+    sums,
+    wide,
+)
 
 __all__ = [
     "Level",
@@ -73,7 +82,7 @@ def staleness(versions: T, *, version: int) -> T:
     Returns:
         Integers of the shape and dtype of `versions`.
     """
-    xp = _namespace(versions=versions)
+    xp = namespace(versions=versions)
     age = xp.clip(version - versions, 0, None)
     return xp.where(versions < 0, 0, age)
 
@@ -98,7 +107,7 @@ def age_mask(versions: T, mask: T, *, version: int, max_staleness: int) -> T:
     """
     if max_staleness < 0:
         raise ConfigError(f"max_staleness is {max_staleness}; give 0 or more.")
-    _namespace(versions=versions, mask=mask)
+    namespace(versions=versions, mask=mask)
     young: Any = staleness(versions, version=version) <= max_staleness
     return (mask != 0) & young
 
@@ -137,14 +146,14 @@ def ratios(
     Raises:
         ConfigError: if shapes or kinds of arrays differ, or `level` and `cu_seqlens` do not fit.
     """
-    xp = _namespace(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, mask=mask)
+    xp = namespace(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, mask=mask)
     counted: Any = mask != 0
-    difference = _difference(logprobs, _detached(behaviour_logprobs), counted)
+    difference = masked_difference(logprobs, detached(behaviour_logprobs), counted)
     if level == "token":
         log_ratio = difference
     elif level in ("sequence", "geometric"):
         mean = level == "geometric"
-        log_ratio = _per_sequence(difference, counted, mean=mean, cu_seqlens=cu_seqlens)
+        log_ratio = per_sequence(difference, counted, mean=mean, cu_seqlens=cu_seqlens)
     else:
         raise ConfigError(f"level is {level!r}; give 'token', 'sequence' or 'geometric'.")
     ratio = xp.exp(xp.clip(log_ratio, -_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO))
@@ -178,7 +187,7 @@ def renormalized(logits: T, token_ids: T, mask: T, *, kept: T, offsets: T) -> T:
         ConfigError: if a token that counts has no sampling mask, or for shapes and kinds of arrays
             that differ.
     """
-    xp = _namespace(token_ids=token_ids, mask=mask)
+    xp = namespace(token_ids=token_ids, mask=mask)
     untyped: Any = logits
     rows: Any = untyped.reshape(-1, untyped.shape[-1])
     counted: Any = (mask != 0).reshape(-1)
@@ -192,14 +201,14 @@ def renormalized(logits: T, token_ids: T, mask: T, *, kept: T, offsets: T) -> T:
             "a token that counts has no sampling mask; ask for it with required=True, which masks "
             "tokens whose sampling mask was lost."
         )
-    owner = _owners(offsets)
+    owner = owners(offsets)
     # The largest logit is subtracted before exp, which would overflow.
-    top = _wide(xp.amax(_detached(rows), -1))
-    among = xp.exp(_wide(rows[owner - 1, kept]) - top[owner - 1])
-    total = xp.where(counted, _sums(among, owner, len(rows)), 1.0)
+    top = wide(xp.amax(detached(rows), -1))
+    among = xp.exp(wide(rows[owner - 1, kept]) - top[owner - 1])
+    total = xp.where(counted, sums(among, owner, len(rows)), 1.0)
     # The first token of a sequence has none before it, and is one of the prompt.
     before = xp.cumsum(xp.ones_like(offsets[1:]), 0) - 2
-    own = _wide(rows[before, token_ids.reshape(-1)]) - top[before]
+    own = wide(rows[before, token_ids.reshape(-1)]) - top[before]
     return xp.where(counted, own - xp.log(total), 0.0).reshape(token_ids.shape)
 
 
@@ -253,10 +262,8 @@ def importance_weights(
         )
     if outside not in ("truncate", "mask"):
         raise ConfigError(f"outside is {outside!r}; give 'truncate' or 'mask'.")
-    ratio = ratios(
-        _detached(logprobs), behaviour_logprobs, mask, level=level, cu_seqlens=cu_seqlens
-    )
-    xp = _namespace(logprobs=logprobs)
+    ratio = ratios(detached(logprobs), behaviour_logprobs, mask, level=level, cu_seqlens=cu_seqlens)
+    xp = namespace(logprobs=logprobs)
     if outside == "truncate":
         return xp.where(mask != 0, xp.clip(ratio, low, high), 0.0)
     # Written so that a NaN is kept and seen, as it is by truncation.
@@ -306,13 +313,13 @@ def interpolated_proximal(
             f"current_version is {current} and proximal_version is {proximal_version}; the current "
             "policy is the proximal one or a later one."
         )
-    xp = _namespace(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, versions=versions)
-    behaviour: Any = _wide(_detached(behaviour_logprobs))
+    xp = namespace(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, versions=versions)
+    behaviour: Any = wide(detached(behaviour_logprobs))
     older: Any = (versions >= 0) & (versions < proximal_version)
     # The divisor is 1 where nothing is interpolated, so that nothing is divided by zero there.
-    distance = _like(xp.where(older, current - versions, 1), behaviour)
-    step = _difference(_detached(logprobs), behaviour, older)
-    return behaviour + _like(proximal_version - versions, behaviour) / distance * step
+    distance = like(xp.where(older, current - versions, 1), behaviour)
+    step = masked_difference(detached(logprobs), behaviour, older)
+    return behaviour + like(proximal_version - versions, behaviour) / distance * step
 
 
 def clipped_loss(
@@ -372,14 +379,14 @@ def clipped_loss(
             "clip_high >= 0."
         )
     ratio = ratios(logprobs, proximal_logprobs, mask, level=level, cu_seqlens=cu_seqlens)
-    xp = _namespace(logprobs=logprobs)
+    xp = namespace(logprobs=logprobs)
     counted: Any = mask != 0
-    advantage = xp.where(counted, _advantages(advantages, logprobs), 0.0)
+    advantage = xp.where(counted, advantages_like(advantages, logprobs), 0.0)
     clipped = xp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -xp.minimum(ratio * advantage, clipped * advantage)
     if weights is not None:
-        _namespace(logprobs=logprobs, weights=weights)
-        loss = loss * xp.where(counted, _wide(_detached(weights)), 0.0)
+        namespace(logprobs=logprobs, weights=weights)
+        loss = loss * xp.where(counted, wide(detached(weights)), 0.0)
     return xp.where(counted, loss, 0.0)
 
 
@@ -420,12 +427,12 @@ def second_moment_mask(
     """
     if not bound >= 0:
         raise ConfigError(f"bound is {bound}; give 0 or more.")
-    xp = _namespace(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, mask=mask)
+    xp = namespace(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs, mask=mask)
     counted: Any = mask != 0
-    difference = _difference(_detached(logprobs), _detached(behaviour_logprobs), counted)
+    difference = masked_difference(detached(logprobs), detached(behaviour_logprobs), counted)
     constrained = counted
     if advantages is not None:
-        advantage = xp.where(counted, _advantages(advantages, logprobs), 0.0)
+        advantage = xp.where(counted, advantages_like(advantages, logprobs), 0.0)
         constrained = counted & (advantage * difference > 0)
     squares = difference[constrained] ** 2
     # Sorted from small to large, the means of the beginnings rise, so those within the bound are
@@ -437,132 +444,3 @@ def second_moment_mask(
     result: Any = counted & ~constrained
     result[constrained] = kept
     return result
-
-
-# --- both kinds of arrays ------------------------------------------------------------------------
-
-
-def _namespace(**arrays: object) -> Any:
-    """The module, numpy or torch, whose functions take these arrays; they have one shape."""
-    (first_name, first), *others = arrays.items()
-    xp = _module(first_name, first)
-    shape = getattr(first, "shape", None)
-    for name, array in others:
-        if _module(name, array) is not xp:
-            raise ConfigError(
-                f"{first_name} and {name} are arrays of different kinds; give numpy arrays or "
-                "torch tensors only."
-            )
-        if getattr(array, "shape", None) != shape:
-            raise ConfigError(
-                f"{first_name} has shape {tuple(shape or ())} and {name} has shape "
-                f"{tuple(getattr(array, 'shape', ()))}; give arrays of one shape."
-            )
-    return xp
-
-
-def _module(name: str, array: object) -> Any:
-    if isinstance(array, np.ndarray):
-        return np
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
-        return torch
-    raise ConfigError(f"{name} is a {type(array).__name__}; give a numpy array or a torch tensor.")
-
-
-def _torch(array: Any) -> Any:
-    """torch if `array` is a tensor; None if it is numpy's."""
-    return None if isinstance(array, np.ndarray) else sys.modules["torch"]
-
-
-def _wide(array: Any) -> Any:
-    """`array` in its own dtype, or in float32 if that is narrower or not a floating dtype."""
-    torch = _torch(array)
-    if torch is None:
-        return array.astype(np.result_type(array.dtype, np.float32), copy=False)
-    return array.to(torch.promote_types(array.dtype, torch.float32))
-
-
-def _like(array: Any, other: Any) -> Any:
-    """`array` in the dtype of `other`."""
-    return array.astype(other.dtype) if _torch(array) is None else array.to(other.dtype)
-
-
-def _difference(minuend: Any, subtrahend: Any, counted: Any) -> Any:
-    """The difference at the tokens that count, and 0 at the others.
-
-    Both sides are 0 there before anything is computed: the gradient of exp at a padded -inf would
-    be NaN, and NaN times 0 is not 0.
-    """
-    xp = _namespace(minuend=minuend, subtrahend=subtrahend)
-    return xp.where(counted, _wide(minuend), 0.0) - xp.where(counted, _wide(subtrahend), 0.0)
-
-
-def _detached(array: Any) -> Any:
-    return array if _torch(array) is None else array.detach()
-
-
-def _advantages(advantages: Any, logprobs: Any) -> Any:
-    """Constant, and of the shape of `logprobs`."""
-    xp = _module("logprobs", logprobs)
-    if _module("advantages", advantages) is not xp:
-        raise ConfigError(
-            "logprobs and advantages are arrays of different kinds; give numpy arrays or torch "
-            "tensors only."
-        )
-    rows = (*logprobs.shape[:-1], 1)
-    # [B] is refused, because it would be spread over the wrong dimension where B equals S.
-    if advantages.shape != logprobs.shape and (
-        logprobs.ndim < 2 or tuple(advantages.shape) != rows
-    ):
-        raise ConfigError(
-            f"advantages have shape {tuple(advantages.shape)} and logprobs "
-            f"{tuple(logprobs.shape)}; give one advantage for each token, or [B, 1]."
-        )
-    return xp.broadcast_to(_wide(_detached(advantages)), tuple(logprobs.shape))
-
-
-def _per_sequence(values: Any, counted: Any, *, mean: bool, cu_seqlens: Any) -> Any:
-    """Sum or mean of each sequence at every token of it; `values` are 0 where no token counts."""
-    xp = _namespace(values=values, counted=counted)
-    ones = _like(counted, values)
-    if cu_seqlens is None:
-        if values.ndim != 2:
-            raise ConfigError(
-                f"logprobs have {values.ndim} dimensions; give padded rows [B, S], or packed "
-                "tokens [N] with cu_seqlens."
-            )
-        total = xp.sum(values, -1)[:, None]
-        number = xp.sum(ones, -1)[:, None]
-        per_token = total / xp.clip(number, 1, None) if mean else total
-        return xp.broadcast_to(per_token, tuple(values.shape))
-    if values.ndim != 1:
-        raise ConfigError("cu_seqlens is for packed tokens [N]; leave it out for padded rows.")
-    _module("cu_seqlens", cu_seqlens)
-    owner = _owners(cu_seqlens)
-    if owner.shape != values.shape:
-        raise ConfigError(
-            f"cu_seqlens ends at {owner.shape[0]} and there are {values.shape[0]} tokens; give the "
-            "bounds of these sequences."
-        )
-    sequences = cu_seqlens.shape[0] - 1
-    total = _sums(values, owner, sequences)
-    if mean:
-        total = total / xp.clip(_sums(ones, owner, sequences), 1, None)
-    return total[owner]
-
-
-def _owners(cu_seqlens: Any) -> Any:
-    """The index of the sequence that each packed token belongs to."""
-    lengths = cu_seqlens[1:] - cu_seqlens[:-1]
-    torch = _torch(cu_seqlens)
-    if torch is None:
-        return np.arange(len(lengths)).repeat(lengths)
-    return torch.arange(len(lengths), device=cu_seqlens.device).repeat_interleave(lengths)
-
-
-def _sums(values: Any, owner: Any, sequences: int) -> Any:
-    """The sum of the values of each sequence."""
-    if _torch(values) is None:
-        return np.bincount(owner, weights=values, minlength=sequences).astype(values.dtype)
-    return values.new_zeros(sequences).index_add(0, owner, values)

@@ -23,7 +23,7 @@ from aprilsched.kernel.core.messages.facts import (
     GroupLaunched,
     PromptRefused,
 )
-from aprilsched.kernel.core.policies.refill import OnDemand
+from aprilsched.kernel.core.policies.tail_batching import OnDemand
 from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.types import Batch
 

@@ -21,51 +21,47 @@ from __future__ import annotations
 import asyncio
 import atexit
 import copy
-import importlib
 import itertools
 import json
 import logging
-import sys
 import threading
-import urllib.request
 from collections import Counter
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Coroutine,
-    Generator,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 
 from aprilsched.agents.chat.tokenizer import wrapped_tokenizer
-from aprilsched.cli.runs.config_file import config_of
-from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.fronts.blocking import RolloutScheduler
-from aprilsched.kernel.engines.http import ServerAddress
+from aprilsched.kernel.engines.address import ServerAddress
 from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
 from aprilsched.kernel.shell.prompts import check_media
 from aprilsched.kernel.store import MemoryStore
-from aprilsched.kernel.values.companions import MOST_KEPT, Companion, routed_experts
 from aprilsched.kernel.values.files import written_whole
-from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.external import ExternalWeights
-from aprilsched.trainers import (
-    check_fixed_groups,
-    check_replay,
-    images_of,
-    one_placeholder_each,
-)
+from aprilsched.trainers import images_of, one_placeholder_each
 from aprilsched.trainers.by_session import BySession, GenerateFunctions, uses_functions
+from aprilsched.trainers.slime_settings import (
+    engine_addresses,
+    sampling_of,
+    scheduler_config,
+    settings_table,
+)
+from aprilsched.trainers.slime_trainer import TrainerParts, check_sample, check_trainer
+from aprilsched.trainers.slime_values import (
+    batch_metrics,
+    checkpoint_name,
+    group_index,
+    reward_number,
+    rollout_folder,
+    samples_file,
+    with_reward,
+)
 from aprilsched.types import NO_VERSION, Batch, Group, Media, Prompt, Rollout, SamplingParams
 
 log = logging.getLogger("aprilsched")
@@ -78,23 +74,10 @@ _LOOK_SECONDS = 0.005
 """Interval at which it is looked whether called back requests have ended."""
 _JOIN_SECONDS = 10.0
 """Longest wait for engines that were added; they join later if their checks take longer."""
-_ROUTER_SECONDS = 30.0
 _PROCESSED = ("input_ids", "attention_mask", "mm_token_type_ids")
 """What a processor makes of a prompt that is not for the training on its images."""
 _AHEAD = 1
 """Number of batches that train_async.py takes ahead of the one that it trains on."""
-
-_BY_FLAGS = {
-    "batch_groups": "--rollout-batch-size",
-    "group_size": "--n-samples-per-prompt",
-    "sampling": "--rollout-temperature, --rollout-max-response-len and the flags beside them",
-}
-"""Settings of the scheduler that the trainer has flags for."""
-_FIXED = {"straggler": "abort", "pace": "synchronous", "stop": "groups"}
-"""Settings that have one possible value here."""
-
-
-# --- what the trainer loads ----------------------------------------------------------------------
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -154,8 +137,8 @@ class DataSource:
     """
 
     def __init__(self, args: Any) -> None:
-        trainer = _Trainer()
-        path = _table(args).get("data_source_path")
+        trainer = TrainerParts()
+        path = settings_table(args).get("data_source_path")
         made = trainer.load(
             path or f"{trainer.name}.rollout.data_source.RolloutDataSourceWithBuffer"
         )
@@ -180,7 +163,7 @@ class DataSource:
         """
         current = _current
         if current is not None and current.data_source is self:
-            current.save(rollout_id, _folder(self.args.save))
+            current.save(rollout_id, rollout_folder(self.args.save))
         else:
             self.wrapped.save(rollout_id)
 
@@ -192,9 +175,9 @@ class DataSource:
         self.wrapped.load(rollout_id)
         self.restored = None
         if self.args.load is not None:
-            path = _folder(self.args.load) / _name(rollout_id)
+            path = rollout_folder(self.args.load) / checkpoint_name(rollout_id)
             # The samples are written last, so a process that died in between has left none.
-            if path.exists() and _beside(path).exists():
+            if path.exists() and samples_file(path).exists():
                 self.restored = path
             else:
                 log.info("%s does not exist, so no rollout is in flight at the beginning", path)
@@ -230,9 +213,6 @@ def _rollouts(args: Any, data_source: Any) -> _Rollouts:
     return _current
 
 
-# --- the scheduler -------------------------------------------------------------------------------
-
-
 class _LabelledRollouts(RolloutScheduler):
     """A scheduler on engines whose weights slime has loaded and labelled before it generates."""
 
@@ -247,9 +227,9 @@ class _Rollouts:
     def __init__(self, args: Any, data_source: Any) -> None:
         self.data_source = data_source
         self._args = args
-        self._trainer = trainer = _Trainer()
-        _check(args, trainer)
-        self._config = _settings(args, trainer)
+        self._trainer = trainer = TrainerParts()
+        check_trainer(args, trainer)
+        self._config = scheduler_config(args, trainer)
         self._tokenizer = trainer.tokenizer(args)
         self._reading = threading.Lock()
         """A tokenizer of Hugging Face may raise "Already borrowed" when two threads use it."""
@@ -280,7 +260,7 @@ class _Rollouts:
             self._functions = GenerateFunctions(args, trainer, self._samples, self._tokenizer)
             # Threads of this process use the other tokenizer.
             own = wrapped_tokenizer(trainer.tokenizer(args), Path(args.hf_checkpoint))
-            settings: dict[str, Any] = _table(args).get("sessions") or {}
+            settings: dict[str, Any] = settings_table(args).get("sessions") or {}
             self._episode = BySession(self._functions.harness, own, settings, trainer.name)
         self._warned = False
         self._first_version = 0
@@ -305,7 +285,7 @@ class _Rollouts:
         restored = self.data_source.restored if self._has_saves else None
         if restored is not None:
             # They hold whatever reward functions put into them, so they are pickled, as slime does.
-            saved = self._trainer.torch.load(_beside(restored), weights_only=False)
+            saved = self._trainer.torch.load(samples_file(restored), weights_only=False)
             self._samples.update(saved["samples"])
             self._first_version = saved["version"]
             if self._functions is not None:
@@ -316,12 +296,12 @@ class _Rollouts:
                 "to aprilsched.trainers.slime.DataSource."
             )
         self._fleet = SGLangFleet(
-            _addresses(args),
+            engine_addresses(args),
             admin_key=getattr(args, "sglang_admin_api_key", None),
             api_key=getattr(args, "sglang_api_key", None),
             first_version=self._first_version,
         )
-        listeners: Any = self._trainer.load(_table(args).get("listeners_path"))
+        listeners: Any = self._trainer.load(settings_table(args).get("listeners_path"))
         rollouts = _LabelledRollouts(
             self._fleet,
             self._prompts,
@@ -401,7 +381,7 @@ class _Rollouts:
     def _change_fleet(self) -> None:
         """Add the engines that the trainer has started, and remove those that it has ended."""
         rollouts, fleet = self._scheduler, cast(SGLangFleet, self._fleet)
-        now = {ServerAddress.parse(url).name: url for url in _addresses(self._args)}
+        now = {ServerAddress.parse(url).name: url for url in engine_addresses(self._args)}
         there = {engine.name for engine in fleet.engines}
         if now.keys() == there:
             return
@@ -520,7 +500,7 @@ class _Rollouts:
             )
         first = group[0]
         for sample in group:
-            _check_sample(sample)
+            check_sample(sample)
             if sample.generate_function_path is not None and self._functions is None:
                 raise ConfigError(
                     f"sample {sample.index} has a generate_function_path, and rollouts are not "
@@ -590,7 +570,7 @@ class _Rollouts:
         sample = await self._trainer.on_its_loop(self._rewarded(sample, evaluation))
         self._samples[key][rollout.index] = sample
         args = self._args
-        return _number(
+        return reward_number(
             sample, (evaluation and getattr(args, "eval_reward_key", None)) or args.reward_key
         )
 
@@ -601,14 +581,14 @@ class _Rollouts:
         )
         samples = await self._trainer.on_its_loop(self._group_rewarded(samples))
         self._samples[key][:] = samples
-        return [_number(sample, self._args.reward_key) for sample in samples]
+        return [reward_number(sample, self._args.reward_key) for sample in samples]
 
     async def _rewarded(self, sample: Any, evaluation: bool) -> Any:
         """`sample` with its reward; it runs on the trainer's event loop."""
         sample = await self._trainer.hooked(self._args, sample, evaluation=evaluation)
         if sample.reward is None:
             sample.reward = await self._trainer.rewards.async_rm(self._args, sample)
-        return _with_reward(sample)
+        return with_reward(sample)
 
     async def _group_rewarded(self, samples: list[Any]) -> list[Any]:
         hooked = self._trainer.hooked
@@ -616,7 +596,7 @@ class _Rollouts:
         rewards = await self._trainer.rewards.batched_async_rm(self._args, samples)
         for sample, reward in zip(samples, rewards, strict=True):
             sample.reward = reward
-        return [_with_reward(sample) for sample in samples]
+        return [with_reward(sample) for sample in samples]
 
     async def _accept(self, group: Group) -> bool:
         """Ask the dynamic filter about a group."""
@@ -697,16 +677,16 @@ class _Rollouts:
                         int(a and b) for a, b in zip(sample.loss_mask, counts, strict=True)
                     ]
             groups.append(samples)
-        groups.sort(key=_index)
+        groups.sort(key=group_index)
         rejected, self._rejected = self._rejected, []
         if (path := args.rollout_sample_filter_path) is not None:
             self._trainer.load(path)(args, groups)
         if (path := args.rollout_all_samples_process_path) is not None:
-            every = sorted([*groups, *rejected], key=_index)
+            every = sorted([*groups, *rejected], key=group_index)
             self._trainer.load(path)(args, every, self.data_source)
         dropped, self._dropped = self._dropped, self._trainer.filters.MetricGatherer()
         return self._trainer.outputs.RolloutFnTrainOutput(
-            samples=groups, metrics={**dropped.collect(), **_metrics(batch)}
+            samples=groups, metrics={**dropped.collect(), **batch_metrics(batch)}
         )
 
     # --- evaluation ----------------------------------------------------------------------------
@@ -747,7 +727,7 @@ class _Rollouts:
             self._evaluated[dataset.name] = self._trainer.dataset(self._args, dataset)
         stop, ids = getattr(dataset, "stop", None), getattr(dataset, "stop_token_ids", None)
         skips = getattr(dataset, "skip_special_tokens", None)
-        sampling = _sampling(
+        sampling = sampling_of(
             self._args,
             temperature=dataset.temperature,
             top_p=dataset.top_p,
@@ -804,7 +784,7 @@ class _Rollouts:
                 return
             self._trained(lambda number: number <= rollout_id)
             folder.mkdir(parents=True, exist_ok=True)
-            path = folder / _name(rollout_id)
+            path = folder / checkpoint_name(rollout_id)
             rollouts.checkpoint(path, acknowledge=False)
             # What is scored in the checkpoint has to be scored here, so this is saved second.
             samples = {
@@ -814,7 +794,7 @@ class _Rollouts:
             }
             made = {} if self._functions is None else self._functions.made
             saved = {"samples": samples, "version": rollouts.version, "made": dict(made)}
-            with written_whole(_beside(path)) as file:
+            with written_whole(samples_file(path)) as file:
                 self._trainer.torch.save(saved, file)
 
 
@@ -858,304 +838,3 @@ class _Prompts:
                 raise ConfigError(why)
             dry = True
             await asyncio.sleep(_DRY_SECONDS)
-
-
-# --- what is used of the trainer -----------------------------------------------------------------
-
-
-class _Trainer:
-    """The modules of slime, or of miles, which has the same ones."""
-
-    def __init__(self) -> None:
-        loaded = [name for name in ("slime", "miles") if f"{name}.rollout" in sys.modules]
-        if not loaded:
-            raise ConfigError(
-                "neither slime nor miles is loaded; name this function in --rollout-function-path "
-                "of theirs."
-            )
-        self.name = loaded[0]
-        self.outputs = self._module("rollout.base_types")
-        self.rewards = self._module("rollout.rm_hub")
-        self.filters = self._module("rollout.filter_hub.base_types")
-        self.sample = self._module("utils.types").Sample
-        self._processor: Any = None
-        self._loop = self._module("utils.async_utils").get_async_loop
-        self._function = self._module("utils.misc").load_function
-        self.torch: Any = importlib.import_module("torch")
-
-    def _module(self, name: str) -> Any:
-        return importlib.import_module(f"{self.name}.{name}")
-
-    def load(self, path: str | None) -> Any:
-        """The function or class at `path`; None without a path."""
-        return None if path is None else self._function(path)
-
-    def tokenizer(self, args: Any) -> Any:
-        """The tokenizer of the model."""
-        template = {}
-        if self.name == "miles":
-            template = {"chat_template_path": args.chat_template_path}
-        load = self._processing.load_tokenizer
-        return load(args.hf_checkpoint, trust_remote_code=True, **template)
-
-    @cached_property
-    def _processing(self) -> Any:
-        return self._module("utils.processing_utils")
-
-    def processor(self, args: Any) -> Any:
-        """The processor of the model's images."""
-        if self._processor is None:
-            load = self._processing.load_processor
-            self._processor = load(args.hf_checkpoint, trust_remote_code=True)
-        return self._processor
-
-    def processed(self, args: Any, sample: Any) -> tuple[Any, Mapping[str, Any]]:
-        """The processor, and what it makes of the text and the images of a sample."""
-        processor, inputs = self.processor(args), sample.multimodal_inputs
-        if (call := getattr(self._processing, "call_processor", None)) is not None:
-            return processor, call(processor, sample.prompt, inputs)
-        given = self._processing.build_processor_kwargs(inputs)
-        return processor, processor(text=sample.prompt, **given)
-
-    def dataset(self, args: Any, of: Any) -> Any:
-        """A dataset of the evaluation."""
-
-        def setting(name: str) -> Any:
-            own = getattr(of, name, None)
-            return getattr(args, name, None) if own is None else own
-
-        return self._module("utils.data").Dataset(
-            path=of.path,
-            tokenizer=self.tokenizer(args),
-            processor=self.processor(args) if setting("multimodal_keys") else None,
-            max_length=args.eval_max_prompt_len,
-            prompt_key=of.input_key,
-            label_key=of.label_key,
-            multimodal_keys=setting("multimodal_keys"),
-            metadata_key=of.metadata_key,
-            tool_key=of.tool_key,
-            apply_chat_template=setting("apply_chat_template"),
-            apply_chat_template_kwargs=setting("apply_chat_template_kwargs"),
-        )
-
-    @cached_property
-    def generate_loader(self) -> Any:
-        """What miles loads generate functions of any form with; None in slime."""
-        if self.name != "miles":
-            return None
-        return self._module("rollout.inference_rollout.compatibility").load_generate_function
-
-    async def hooked(self, args: Any, sample: Any, *, evaluation: bool) -> Any:
-        """What the hooks of ``--rollout-sample-hook-path`` make of a sample; slime only."""
-        if not getattr(args, "rollout_sample_hook_path", None):
-            return sample
-        hooks = self._module("rollout.sample_hooks")
-        return await hooks.apply_rollout_sample_hooks(args, sample, evaluation=evaluation)
-
-    async def on_its_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the trainer's own event loop, to which its HTTP sessions belong."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop().loop))
-
-
-def _check(args: Any, trainer: _Trainer) -> None:
-    """Refuse arguments that do not work here."""
-    if _keeps_masks(args, trainer) and not 1 <= args.rollout_top_k <= MOST_KEPT:
-        raise ConfigError(
-            f"--rollout-top-p {args.rollout_top_p} needs the tokens that each token was sampled "
-            f"from, which SGLang returns for a finite top-k; set --rollout-top-k, at most "
-            f"{MOST_KEPT}."
-        )
-
-
-def _keeps_masks(args: Any, trainer: _Trainer) -> bool:
-    """Whether the trainer's loss needs the tokens that each token was sampled from."""
-    return args.rollout_top_p != 1.0 and hasattr(trainer.sample, "rollout_top_p_token_ids")
-
-
-def _companions(args: Any, trainer: _Trainer) -> Iterator[Companion]:
-    """What the engines return beside the tokens, for the trainer's own arguments."""
-    if getattr(args, "use_rollout_routing_replay", False):
-        yield routed_experts(
-            layers=args.num_layers,
-            per_token=args.moe_router_topk,
-            experts=args.num_experts,
-            required=True,
-        )
-    if _keeps_masks(args, trainer):
-        yield Companion("sampling_mask", required=True)
-
-
-def _refuse(what: str, why: str) -> NoReturn:
-    raise ConfigError(f"{what} does not work with aprilsched: {why}; leave it out.")
-
-
-def _check_sample(sample: Any) -> None:
-    inputs: dict[str, Any] = sample.multimodal_inputs or {}
-    if others := [name for name, each in inputs.items() if name != "images" and each is not None]:
-        _refuse(f"sample {sample.index}", f"it has {others[0]}, and only images are carried")
-    if getattr(sample, "adapter", None) is not None:
-        _refuse(f"the adapter of sample {sample.index}", "every rollout is of one model")
-
-
-# --- settings ------------------------------------------------------------------------------------
-
-
-def _table(args: Any) -> dict[str, Any]:
-    table = getattr(args, "aprilsched", None)
-    if table is None:
-        return {}
-    if not isinstance(table, Mapping):
-        raise ConfigError(
-            f"aprilsched is {table!r} in the config file; give a mapping of settings."
-        )
-    return dict(table)  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-
-
-def _settings(args: Any, trainer: _Trainer) -> SchedulerConfig:
-    """The scheduler's settings: those of the mapping `aprilsched`, and what the flags say."""
-    table = _table(args)
-    for own in ("data_source_path", "listeners_path", "sessions"):
-        table.pop(own, None)
-    for name, flags in _BY_FLAGS.items():
-        if name in table:
-            raise ConfigError(f"aprilsched.{name} is set, and {flags} says it; leave it out.")
-    for name, only in _FIXED.items():
-        if table.setdefault(name, only) != only:
-            raise ConfigError(
-                f"aprilsched.{name} is {table[name]!r}, and the trainer pauses the engines itself "
-                f"between two steps; leave it out ({only!r})."
-            )
-    # slime starts so many groups at once, and as many again when they do not suffice.
-    asked = getattr(args, "over_sampling_batch_size", None) or args.rollout_batch_size
-    table.setdefault("over_provision", max(1.0, asked / args.rollout_batch_size))
-    table["batch_groups"] = args.rollout_batch_size
-    table["group_size"] = args.n_samples_per_prompt
-    sampling = _sampling(
-        args,
-        temperature=args.rollout_temperature,
-        top_p=args.rollout_top_p,
-        top_k=args.rollout_top_k,
-        max_new_tokens=args.rollout_max_response_len,
-    )
-    config = config_of(table, "aprilsched.")
-    check_fixed_groups(config, "slime")
-    if getattr(args, "use_rollout_indexer_replay", False):
-        check_replay(config, "--use-rollout-indexer-replay", "indexer_topk=int32[4,2048]")
-    own = config.policies.companions
-    named = {each.name for each in own}
-    ours = [each for each in _companions(args, trainer) if each.name not in named]
-    return replace(config, sampling=sampling, companions=(*own, *ours))
-
-
-def _sampling(args: Any, **values: Any) -> SamplingParams:
-    """Sampling parameters as slime sends them."""
-    given = {
-        "stop": args.rollout_stop,
-        "stop_token_ids": args.rollout_stop_token_ids,
-        "skip_special_tokens": args.rollout_skip_special_tokens,
-        "no_stop_trim": True,
-        "spaces_between_special_tokens": False,
-        **values,
-    }
-    stop = given.pop("stop")
-    return sampling_params({**given, "extra": {} if stop is None else {"stop": stop}})
-
-
-def _addresses(args: Any) -> list[str]:
-    """The URLs of the engines, as the trainer was told or as its router lists them."""
-    external = getattr(args, "rollout_external_engine_addrs", None)
-    if external:
-        infos: list[dict[str, Any]] = getattr(args, "rollout_external_engine_infos", None) or []
-        for info in infos:
-            _check_worker(info["url"], info["worker_type"])
-        return [each if "://" in each else f"http://{each}" for each in external]
-    old = getattr(args, "use_miles_router", False)
-    router = f"http://{args.sglang_router_ip}:{args.sglang_router_port}"
-    found = _asked(f"{router}/{'list_workers' if old else 'workers'}")
-    urls: list[str] = []
-    for worker in found["urls"] if old else found["workers"]:
-        if not isinstance(worker, str):
-            _check_worker(worker["url"], worker.get("worker_type", "regular"))
-            worker = worker["url"]
-        # A router that knows of data parallelism lists each rank, as URL@RANK.
-        base, at, rank = worker.rpartition("@")
-        url = (base if at and rank.isdigit() else worker).rstrip("/")
-        if url not in urls:
-            urls.append(url)
-    if not urls:
-        raise ConfigError(f"the router {router} lists no engine; start the engines before.")
-    return urls
-
-
-def _check_worker(url: str, kind: str) -> None:
-    if kind != "regular":
-        raise ConfigError(
-            f"{url} is a {kind} worker, and every engine must prefill and decode; start the "
-            "engines without disaggregation."
-        )
-
-
-def _asked(url: str) -> Any:
-    try:
-        # The proxies of the environment lead out of the cluster.
-        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with direct.open(url, timeout=_ROUTER_SECONDS) as answer:
-            return json.load(answer)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{url} does not list the engines ({error}); start the router, or give "
-            "--rollout-external-engine-addrs."
-        ) from error
-
-
-# --- small things --------------------------------------------------------------------------------
-
-
-def _number(sample: Any, key: str | None) -> float:
-    """The reward as the number that the run's figures have.
-
-    A reward that is no number is one for the function of ``--custom-reward-post-process-path``; it
-    counts as 0.
-    """
-    reward = sample.reward[key] if key else sample.reward
-    try:
-        return float(reward)
-    except (TypeError, ValueError):
-        return 0.0
-
-
-def _with_reward(sample: Any) -> Any:
-    if sample.reward is None:
-        raise ValueError(f"it returned None for sample {sample.index}; return a reward")
-    return sample
-
-
-def _index(group: Sequence[Any]) -> int:
-    return group[0].index or 0
-
-
-def _metrics(batch: Batch) -> dict[str, float]:
-    """How stale the batch is, for the trainer's log."""
-    counted = stale = oldest = 0
-    for rollout in batch.rollouts:
-        ages = batch.version - rollout.versions[rollout.loss_mask]
-        counted += len(ages)
-        stale += int((ages > 0).sum())
-        oldest = max(oldest, int(ages.max(initial=0)))
-    return {
-        "rollout/aprilsched/off_policy_tokens": stale / counted if counted else 0.0,
-        "rollout/aprilsched/staleness_max": float(oldest),
-    }
-
-
-def _folder(path: str) -> Path:
-    return Path(path) / "rollout"
-
-
-def _name(rollout_id: int | None) -> str:
-    return f"aprilsched_{rollout_id}.checkpoint"
-
-
-def _beside(path: Path) -> Path:
-    """The file with the samples of a checkpoint."""
-    return path.with_suffix(".samples")

@@ -65,8 +65,8 @@ def to_tensordicts(batch: Batch) -> LazyStackedTensorDict:
     - ``("reward_parts", NAME)``: float32 [1, 1] for each name in the batch; NaN where a rollout
       does not have that part.
     - ``("companions", NAME)``: [S, ...] for each companion of the run, as in
-      :class:`~aprilsched.trainers.tensors.PaddedTensors`. A sampling mask has two entries of its own,
-      ``("companions", "sampling_mask", "values")`` [n] and ``"offsets"``, int64 [S + 1].
+      :class:`~aprilsched.trainers.tensors.PaddedTensors`. A sampling mask has two entries of its
+      own, ``("companions", "sampling_mask", "values")`` [n] and ``"offsets"``, int64 [S + 1].
     - ``("companions_exact", NAME)``: bool [S], False for response tokens without the row of the
       pass that sampled them.
     - ``"media"``: the tuple of the prompt's :class:`~aprilsched.Media`, if a prompt of the batch

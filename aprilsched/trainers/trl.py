@@ -47,7 +47,8 @@ from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.values.files import read_regular, written_whole
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.distributed import DistributedPublisher
-from aprilsched.kernel.weights.publisher import WeightPublisher, iter_buckets
+from aprilsched.kernel.weights.publisher import WeightPublisher
+from aprilsched.kernel.weights.tensor_buckets import iter_buckets
 from aprilsched.trainers import check_fixed_groups, with_bound
 from aprilsched.trainers.by_session import BySession
 from aprilsched.trainers.trl_tools import Conversation, Factories, ToolHarness, called
@@ -122,8 +123,8 @@ class RolloutWorker:
         environment_factory: makes an environment whose methods are tools, or one for each name in
             the column "environment", as TRL takes it. An environment's `get_reward` is one more
             reward, with the weight 1.
-        sessions: for tools and environments, arguments of :class:`~aprilsched.agents.sessions.Sessions`,
-            such as limits (a mapping).
+        sessions: for tools and environments, arguments of
+            :class:`~aprilsched.agents.sessions.Sessions`, such as limits (a mapping).
 
     Attributes:
         config: the scheduler's settings with what `args` say.

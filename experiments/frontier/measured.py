@@ -25,7 +25,7 @@ from aprilsched.planning import Planner
 from aprilsched.planning.step_times.model import H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.simulation import NEVER, Simulation
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.simulation.virtual import ModelledEngine
+from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.types import Prompt
 
 __all__ = ["MAX_RUNNING", "Figures", "Mark", "Run", "mean", "run"]

@@ -30,7 +30,7 @@ from aprilsched.config import Pool
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.simulation.engine import SimFleet
-from aprilsched.simulation.engine.sim_engine import SimPublisher
+from aprilsched.simulation.engine.publisher import SimPublisher
 from aprilsched.types import SamplingParams
 
 IN_FLIGHT = 8

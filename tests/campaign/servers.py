@@ -18,18 +18,13 @@ from typing import Any
 
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.config import Dispatch, Health, Retries, Timeouts
-from aprilsched.errors import (
-    ConfigError,
-    FleetLost,
-    PromptsExhausted,
-    RefitError,
-    RunGivenUp,
-)
+from aprilsched.errors import ConfigError, FleetLost, PromptsExhausted, RefitError, RunGivenUp
 from aprilsched.kernel.core.invariants import check
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.engines.base import Engine, RefitFromDisk
+from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.kernel.engines.refit import RefitFromDisk
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning.step_times.model import H200_QWEN3_4B
 from aprilsched.simulation.engine.settings import SimConfig

@@ -20,7 +20,7 @@ import pytest
 import aprilsched
 from aprilsched import DiskPublisher, SimFleet
 from aprilsched.__main__ import main
-from aprilsched.observe.log.reading import KINDS
+from aprilsched.observe.log.line_format import KINDS
 from tests.support.table import each_row
 
 DOCS = Path(__file__).parents[2] / "docs"

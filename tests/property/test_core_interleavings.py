@@ -35,12 +35,15 @@ from aprilsched.config import (
 )
 from aprilsched.kernel.core.config import MemberRule, PaceRule, RewardScope
 from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.length_buckets import LengthBuckets
 from aprilsched.kernel.core.policies.placement import Placement
-from aprilsched.kernel.core.policies.refill import LengthBuckets, Pool, Refill, Wave
+from aprilsched.kernel.core.policies.pool import Pool
+from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.schedule import Pace, Schedule
 from aprilsched.kernel.core.policies.staleness import StalenessRule
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS, StragglerRule
-from aprilsched.kernel.core.state.engine_health import MAX_RETRY_AFTER_S
+from aprilsched.kernel.core.policies.wave import Wave
+from aprilsched.kernel.core.state.admission import MAX_RETRY_AFTER_S
 from aprilsched.kernel.core.state.records import GENERATING
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.types import NO_VERSION, EpisodeWait, Rollout, SamplingParams, Score, VersionSpan

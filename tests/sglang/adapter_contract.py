@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from aprilsched.errors import ConfigError, EngineRejected
-from aprilsched.kernel.engines.base import Engine, GenerationRequest, TakesAdapters
-from aprilsched.kernel.weights.disk import LoraPublisher
+from aprilsched.kernel.engines.base import Engine, GenerationRequest
+from aprilsched.kernel.engines.refit import TakesAdapters
+from aprilsched.kernel.weights.lora import LoraPublisher
 from aprilsched.testing.contract import ENDLESS, WAIT_SECONDS, Stream, greedy, whole
 from aprilsched.types import VersionSpan
 

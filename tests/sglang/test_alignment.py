@@ -20,7 +20,7 @@ from aprilsched import Batch, DiskPublisher, RolloutScheduler, SchedulerConfig, 
 from aprilsched.cli.runs.config_file import as_toml
 from aprilsched.cli.runs.settings import RunSettings
 from aprilsched.config import Dispatch
-from aprilsched.observe.figures.figures import AlignmentFigures
+from aprilsched.observe.figures.run_figures import AlignmentFigures
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.observe.log import EventLog
 from aprilsched.observe.report.gather import run_report

@@ -9,13 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched import (
-    Prompt,
-    RolloutScheduler,
-    SamplingParams,
-    SchedulerConfig,
-    SGLangFleet,
-)
+from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SGLangFleet
 from tests.sglang.server import CpuServer
 
 

@@ -32,7 +32,7 @@ from aprilsched.cli.doctor import examine
 from aprilsched.config import Pool
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.core.policies.straggler import StragglerRule
-from aprilsched.kernel.engines.http import ServerAddress
+from aprilsched.kernel.engines.address import ServerAddress
 from aprilsched.kernel.values.companions import Companion, routed_experts, top_logprobs
 from aprilsched.testing.contract import until
 from aprilsched.trainers.corrections import renormalized

@@ -19,7 +19,8 @@ from torch import Tensor
 from aprilsched import SGLangFleet
 from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.errors import ControlTimeout, EngineRejected, InconsistentWeights
-from aprilsched.kernel.engines.base import Engine, RefitFromGroup
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.refit import RefitFromGroup
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.weights.distributed import DistributedPublisher
 from aprilsched.kernel.weights.process_group import TrainerGroup

@@ -13,12 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.errors import (
-    ControlTimeout,
-    EngineError,
-    EngineRejected,
-    EngineUnreachable,
-)
+from aprilsched.errors import ControlTimeout, EngineError, EngineRejected, EngineUnreachable
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import ENDLESS, WAIT_SECONDS, Stream, greedy, until, whole

@@ -13,7 +13,7 @@ from aprilsched.config import Health, Timeouts
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.core.messages.facts import EngineLost
 from aprilsched.kernel.core.state.assembly import rollout_of
-from aprilsched.kernel.engines.http import ServerAddress
+from aprilsched.kernel.engines.address import ServerAddress
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import Recorder, check_greedy, long_tail

@@ -17,7 +17,7 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
-from aprilsched.kernel.engines.base import RefitFromDisk
+from aprilsched.kernel.engines.refit import RefitFromDisk
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
 from aprilsched.kernel.weights.disk import DiskPublisher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 
 from aprilsched.kernel.engines.sglang import SGLangEngine
-from aprilsched.kernel.engines.sglang.probe import SERIES
+from aprilsched.kernel.engines.sglang.loads import SERIES
 from aprilsched.testing.contract import greedy, whole
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.loads_contract import check_loads

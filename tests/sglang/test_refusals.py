@@ -9,14 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from aprilsched import (
-    Prompt,
-    RolloutScheduler,
-    SamplingParams,
-    SchedulerConfig,
-    SGLangFleet,
-    Turn,
-)
+from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SGLangFleet, Turn
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected, TurnRefused
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.sglang import SGLangEngine

@@ -15,8 +15,8 @@ from aprilsched import Batch, DiskPublisher, Prompt, RolloutScheduler, Scheduler
 from aprilsched.config import Timeouts
 from aprilsched.errors import EngineError
 from aprilsched.kernel.core.messages.events import EngineLost
+from aprilsched.kernel.engines.address import ServerAddress
 from aprilsched.kernel.engines.base import Engine
-from aprilsched.kernel.engines.http import ServerAddress
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY

@@ -135,11 +135,7 @@ def _idefics3(tokenizer: Any) -> tuple[Any, Any]:
 
 
 def _qwen2_vl(tokenizer: Any) -> tuple[Any, Any]:
-    from transformers import (
-        Qwen2VLConfig,
-        Qwen2VLForConditionalGeneration,
-        Qwen2VLImageProcessor,
-    )
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLImageProcessor
     from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 

@@ -19,7 +19,7 @@ from aprilsched.kernel.core.messages.events import LogprobComparison, LogprobDif
 from aprilsched.kernel.core.messages.facts import LogprobsCompared
 from aprilsched.kernel.shell.logprob_comparison import BOUND, compared
 from aprilsched.observe.figures.alignment import AlignmentLedger, alignment_of
-from aprilsched.observe.figures.figures import DifferenceFigures
+from aprilsched.observe.figures.run_figures import DifferenceFigures
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from tests.support.facts import response
 from tests.support.table import each_row

@@ -31,7 +31,7 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import facts
 from aprilsched.simulation.engine.toy_model import toy_rows, weights_key_of_version
 from aprilsched.testing.fixtures import StartServer, start_sglang_server
-from aprilsched.testing.server import ThreadedServer
+from aprilsched.testing.threaded import ThreadedServer
 from aprilsched.trainers.areal import RolloutEngine
 from tests.support.areal_parts import areal, is_real, saved
 from tests.support.companions import EXPERTS

@@ -14,7 +14,7 @@ from aprilsched.cli.arguments import values_of
 from aprilsched.cli.commands import run, simulate
 from aprilsched.cli.commands.gateway import command_of
 from aprilsched.cli.commands.run import RunCommand
-from aprilsched.cli.runs.settings import key_from
+from aprilsched.cli.runs.keys import key_from
 from aprilsched.errors import ConfigError
 
 

@@ -1,8 +1,8 @@
 """Tests which module may import which, by the import statements: the arrows of the architecture.
 
-types, errors <- core <- driver <- coordinator -> engines, weights, store; telemetry listens;
-analysis reads files only; runs put the parts together, and the command line calls runs.
-The table below has the rules. The checker is small and is tested itself.
+The vocabulary (types, errors, config) is below the kernel; in the kernel the core is below the
+shell, and engines, weights and the store know neither. The other folders are leaves around the
+kernel, and the command line puts them together. The table below has the rules.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ EFFECTS = frozenset({
 
 BASE_INSTALL = (
     "aprilsched", "aprilsched.fronts.blocking", "aprilsched.__main__", "aprilsched.kernel.shell",
-    "aprilsched.trainers.corrections", "aprilsched.kernel.engines.sglang", "aprilsched.planning.presets",
+    "aprilsched.trainers.corrections", "aprilsched.kernel.engines.sglang",
+    "aprilsched.planning.presets",
     "aprilsched.fronts.process", "aprilsched.simulation", "aprilsched.testing",
     "aprilsched.testing.contract",
 )  # fmt: skip
@@ -80,148 +81,144 @@ def rule(
 
 
 SHARED = (
-    "companions engines.base engines.fleet engines.http engines.server engines.stream errors types"
+    "errors kernel.engines.address kernel.engines.base kernel.engines.control "
+    "kernel.engines.failures kernel.engines.fleet kernel.engines.generations kernel.engines.http "
+    "kernel.engines.load kernel.engines.refit kernel.engines.server kernel.engines.sockets "
+    "kernel.engines.sse kernel.engines.stream kernel.engines.transport kernel.values.companions "
+    "types"
 )
 """What adapters of servers share may import."""
+PURE = "errors kernel.values.bounds kernel.values.checks kernel.values.companions"
 
 _RULES: dict[str, Rule] = {
+    # The vocabulary.
     "errors": rule(others=frozenset(), pure=True),
-    # It looks up how aprilsched was installed.
-    "extras": rule("errors", others=frozenset()),
-    "files": rule(others=frozenset()),
-    "bounds": rule("errors", others=frozenset(), pure=True),
-    "checks": rule("errors", others=NUMPY, pure=True),
-    "companions": rule("errors", others=NUMPY, pure=True),
-    "types": rule(
-        "checks companions errors", deferred="tensors", others=NUMPY | {"msgspec"}, pure=True
-    ),
-    "sampling": rule("checks errors types", others=NUMPY),
-    "tensors": rule("companions extras", others=NUMPY),
-    "corrections": rule("errors", others=NUMPY),
-    "timing.model": rule("bounds errors", others=NUMPY, pure=True),
-    "workload": rule("bounds checks errors files types", others=NUMPY),
+    "types": rule(PURE, deferred="trainers.tensors", others=NUMPY | {"msgspec"}, pure=True),
+    "config": rule("errors kernel.core.config kernel.core.policies types", others=NUMPY, pure=True),
+    # The kernel: values, the core, engines, weights, the store, and the shell around the core.
+    "kernel": rule(),
+    "kernel.values": rule("errors", others=NUMPY, pure=True),
+    "kernel.values.extras": rule("errors", others=frozenset()),
+    "kernel.values.files": rule(others=frozenset()),
+    "kernel.values.sampling": rule("errors kernel.values.checks types", others=NUMPY),
     # Inside the core the nouns are below and the verbs above.
-    "core.lengths": rule("core.lengths errors types", others=NUMPY, pure=True),
-    "core.policies": rule(
-        "bounds checks core.lengths core.policies errors", others=NUMPY, pure=True
+    "kernel.core.lengths": rule("errors kernel.core.lengths types", others=NUMPY, pure=True),
+    "kernel.core.policies": rule(
+        f"{PURE} kernel.core.lengths kernel.core.policies", others=NUMPY, pure=True
     ),
-    "core.messages": rule(
-        "companions core.lengths core.messages core.policies errors types",
+    "kernel.core.messages": rule(
+        f"{PURE} kernel.core.lengths kernel.core.messages kernel.core.policies types",
         others=NUMPY | {"msgspec"},
         pure=True,
     ),
-    "core.state": rule(
-        "companions core.config core.lengths core.messages core.policies core.state errors types",
+    "kernel.core.state": rule(
+        f"{PURE} kernel.core.config kernel.core.lengths kernel.core.messages kernel.core.policies "
+        "kernel.core.state types",
         others=NUMPY,
         pure=True,
     ),
     # The records that a store writes.
-    "core.state.saved": rule(
-        "companions core.lengths core.policies core.state types",
+    "kernel.core.state.saved": rule(
+        "kernel.core.lengths kernel.core.policies kernel.core.state kernel.values.companions types",
         others=NUMPY | {"msgspec"},
         pure=True,
     ),
-    "core": rule("bounds checks companions core errors types", others=NUMPY, pure=True),
-    "config": rule("core.config core.policies errors types", others=NUMPY, pure=True),
-    "loop_thread": rule(others=frozenset()),
-    "presets": rule("config", others=frozenset(), pure=True),
-    "engines": rule(
-        "companions engines errors extras loop_thread timing.model types weights.publisher "
-        "workload",
+    "kernel.core": rule(f"{PURE} kernel.core types", others=NUMPY, pure=True),
+    "kernel.engines": rule(
+        "errors kernel.engines kernel.values kernel.weights.publisher types",
     ),
-    "engines.sim.clock": rule("errors extras", others=frozenset()),
-    # What all adapters of servers take; they know no server, and no adapter knows another one.
-    "engines.http": rule("engines.http errors"),
-    **{f"engines.{name}": rule(SHARED) for name in ("fleet", "server", "stream")},
+    # What all adapters of servers use. It knows no server, and no adapter knows another one.
+    **{f"kernel.engines.{name}": rule(SHARED) for name in ("fleet", "server", "stream")},
     **{
-        f"engines.{name}": rule(f"{SHARED} engines.{name} extras loop_thread")
-        for name in (folder.name for folder in PACKAGE.glob("engines/[!_]*/"))
-        if name != "sim"
+        f"kernel.engines.{name}": rule(f"{SHARED} kernel.engines.{name} kernel.values.extras")
+        for name in (folder.name for folder in PACKAGE.glob("kernel/engines/[!_]*/"))
     },
-    "doctor": rule("doctor engines errors testing.contract"),
-    "weights": rule("engines.base errors extras types weights"),
-    "store": rule(
-        "companions core.lengths.observed core.policies core.state.ledger core.state.saved errors "
-        "files store types",
+    "kernel.weights": rule("errors kernel.engines kernel.values.extras kernel.weights types"),
+    "kernel.store": rule(
+        "errors kernel.core.lengths kernel.core.policies kernel.core.state kernel.store "
+        "kernel.values.companions kernel.values.files types",
     ),
-    # What an engine says of itself, as data; no engine is known here.
-    "telemetry": rule(
-        "core.lengths core.messages core.policies.schedule core.state.ledger engines.base errors "
-        "extras files telemetry types",
-    ),
-    "telemetry.live": rule(
-        "core.messages core.state.ledger extras telemetry types",
-        others=NUMPY | {"rich"},
-    ),
-    # Each of these files is for one package, and imported by who wants it.
-    "telemetry.prometheus": rule(
-        "errors extras telemetry",
-        others=frozenset({"prometheus_client"}),
-    ),
-    "telemetry.trackers": rule(
-        "core.messages errors extras telemetry",
-        others=frozenset({"tensorboard", "trackio", "wandb"}),
-    ),
-    # What a setting is called and means, for the report's sentences.
-    "analysis": rule(
-        "analysis core.lengths core.messages core.policies core.state.ledger errors extras "
-        "files telemetry timing types workload",
-        others=DEPENDENCIES | PLOTS,
-    ),
-    "timing": rule("bounds errors files timing", others=NUMPY),
-    "driver": rule("core driver engines.base errors telemetry.base types"),
-    # Both shells tell the planner how its forecasts came true, and measure batches for that.
-    "driver.forecasts": rule("core planning telemetry.base telemetry.batch_figures"),
-    # The engine protocol, but no particular engine: that is what lets a test bring its own.
-    "coordinator": rule(
-        "companions config coordinator core driver engines.base engines.self_check errors planning "
-        "sampling store telemetry timing types weights.external weights.publisher",
+    # The engine protocol, but no particular engine: a test can bring its own. Schedules are
+    # chosen by the planner, and the figures are asked for by the trainer.
+    "kernel.shell": rule(
+        "config errors kernel.core kernel.engines.base kernel.engines.load kernel.engines.refit "
+        "kernel.engines.self_check kernel.shell kernel.store kernel.values kernel.weights "
+        "observe planning types",
     ),
     # Pure arithmetic for one command of the core; both shells carry it out.
-    "planning": rule("core planning timing.model", others=NUMPY, pure=True),
+    "planning": rule("kernel.core planning", others=NUMPY, pure=True),
+    "planning.forecasts": rule(
+        "kernel.core kernel.shell.listener observe.figures.batch_figures planning"
+    ),
+    "planning.presets": rule("config", others=frozenset(), pure=True),
+    "planning.step_times": rule(
+        "errors kernel.values.bounds kernel.values.files planning.step_times", others=NUMPY
+    ),
     # The second shell: the coordinator's loop, and modelled engines instead of real ones.
     "simulation": rule(
-        "bounds checks config core driver engines.base engines.sim errors planning simulation "
-        "telemetry timing.model types",
+        f"{PURE} config kernel.core kernel.engines kernel.shell kernel.values.extras "
+        "kernel.values.files kernel.weights observe planning simulation types",
+        others=DEPENDENCIES | {"matplotlib"},
     ),
-    # What came of it, in the figures and pictures of a real run.
-    "simulation.results": rule(
-        "analysis.plots analysis.usage checks core engines.sim errors planning simulation "
-        "telemetry types workload",
-        others=NUMPY | {"matplotlib"},
+    # What observes a run: it may listen, read files and draw, and knows no engine.
+    "observe": rule(
+        "errors kernel.core.lengths kernel.core.messages kernel.core.policies "
+        "kernel.core.state.ledger kernel.engines.base kernel.engines.load kernel.shell.listener "
+        "kernel.values.extras kernel.values.files observe planning.step_times simulation.workload "
+        "types",
+        others=DEPENDENCIES | PLOTS,
     ),
-    # The server side of SGLang's HTTP API, for the test server and the gateway; it knows neither.
-    "serving": rule("errors serving"),
-    # What clients say and are answered, for the gateway, the sessions and the test server.
-    "dialects": rule("chat companions dialects errors serving types"),
+    "observe.live": rule(
+        "errors kernel.core.messages kernel.core.state.ledger kernel.shell.listener "
+        "kernel.values.extras observe types",
+        others=NUMPY | {"rich"},
+    ),
+    # Each of these files is for one package, and imported by those who want it.
+    "observe.exports.prometheus": rule(
+        "errors kernel.values.extras observe", others=frozenset({"prometheus_client"})
+    ),
+    **{
+        f"observe.exports.{name}": rule(
+            "errors kernel.core.messages kernel.values.extras observe",
+            others=frozenset({"tensorboard", "trackio", "wandb"}),
+        )
+        for name in ("trackers", "tracker_writers")
+    },
+    # What clients say in text, the server side of HTTP, an episode's own address, and one address
+    # in front of a fleet.
+    "agents": rule(),
+    "agents.serving": rule("agents.serving errors"),
+    "agents.chat": rule(
+        "agents.chat agents.serving errors kernel.values.extras kernel.values.files types"
+    ),
+    "agents.dialects": rule(
+        "agents.chat agents.dialects agents.serving errors kernel.values.companions types"
+    ),
+    "agents.sessions": rule(
+        "agents.chat agents.dialects agents.serving agents.sessions errors kernel.shell.episodes "
+        "kernel.values.files types"
+    ),
+    "agents.gateway": rule(
+        f"{PURE} __version__ agents kernel observe types",
+    ),
     # For tests of other projects, too: the embedded engine behind SGLang's HTTP API.
     "testing": rule(
-        "checks companions dialects engines errors extras loop_thread sampling serving testing "
-        "types workload",
+        f"{PURE} agents.dialects agents.serving fronts.loop_thread kernel.engines kernel.values "
+        "simulation testing types",
     ),
     "testing.fixtures": rule("testing", others=frozenset({"pytest"})),
     # The outermost ring puts the parts together and is imported by none of them.
     "": EVERYTHING,
-    "blocking": EVERYTHING,
-    "process": EVERYTHING,
-    # What a trainer's process and a scheduler's have, for the module above and the package below.
-    "remote": EVERYTHING,
-    "ray": replace(EVERYTHING, others=DEPENDENCIES | {"ray"}),
+    "__main__": replace(EVERYTHING, others=frozenset()),
+    "fronts": EVERYTHING,
+    "fronts.loop_thread": rule(others=frozenset()),
+    "fronts.ray": replace(EVERYTHING, others=DEPENDENCIES | {"ray"}),
+    "trainers": EVERYTHING,
+    "trainers.corrections": rule("errors trainers.arrays", others=NUMPY),
+    "trainers.tensors": rule("kernel.values.companions kernel.values.extras", others=NUMPY),
     # What the console script starts with, in an install that may lack the extra.
     "cli": replace(EVERYTHING, others=CLI),
-    "__main__": replace(EVERYTHING, others=frozenset()),
-    # What clients say in text, for the gateway and for sessions.
-    "chat": rule("chat errors extras files serving types"),
-    # What an episode may do, and an address of its own.
-    "sessions": rule("chat coordinator.episodes dialects errors files serving sessions types"),
-    # A front of the coordinator, as a trainer is.
-    # The version in the answers.
-    "gateway": rule(
-        "__version__ bounds chat checks companions coordinator core dialects engines errors extras "
-        "files gateway sampling serving store telemetry types weights",
-    ),
-    "runs": replace(EVERYTHING, others=CLI),
-    "integrations": EVERYTHING,
+    "cli.doctor": rule("cli.doctor errors kernel.engines testing.contract"),
 }
 RULES = {f"aprilsched.{name}".rstrip("."): each for name, each in _RULES.items()}
 

@@ -8,12 +8,8 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from aprilsched.kernel.core.state.ledger import Entry, Ledger, Reason
-from aprilsched.observe.figures.bias_collector import (
-    running_bias,
-    transient_by_batch,
-    warning_now,
-)
-from aprilsched.observe.figures.figures import BiasFigures
+from aprilsched.observe.figures.bias_collector import running_bias, transient_by_batch, warning_now
+from aprilsched.observe.figures.run_figures import BiasFigures
 from aprilsched.observe.plots import bias
 from tests.support.transients import live_transient, realised_transient
 

@@ -100,7 +100,7 @@ def test_it_has_every_public_name_of_the_other():
 
     # What the fronts of a scheduler ask, and a trainer does not.
     fronts = {"acknowledge", "hand_back", "hold", "offered", "restores", "saved", "stored"}
-    fronts |= {"suspect_weights", "take", "trainer_has", "trust_weights"}
+    fronts |= {"store_error", "suspect_weights", "take", "trainer_has", "trust_weights", "withdraw"}
     assert public(aprilsched.RolloutScheduler) - fronts <= public(blocking.RolloutScheduler)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.weights.publisher import iter_buckets, iter_buckets_async
+from aprilsched.kernel.weights.tensor_buckets import iter_buckets, iter_buckets_async
 from tests.support.table import each_row
 
 

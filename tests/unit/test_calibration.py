@@ -19,8 +19,8 @@ from aprilsched.planning.step_times import (
     save_model,
     windows_of,
 )
+from aprilsched.planning.step_times.least_squares import nonnegative
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
-from aprilsched.planning.step_times.online import nonnegative
 from tests.support.table import each_row
 
 LOG = """\

@@ -13,16 +13,10 @@ import tomli_w
 from aprilsched import SimFleet
 from aprilsched.cli.arguments import made, values_of
 from aprilsched.cli.commands.run import RunCommand
-from aprilsched.cli.runs.config_file import (
-    as_toml,
-    changed,
-    chosen,
-    config_of,
-    path_names,
-    read_settings,
-    table_of,
-)
+from aprilsched.cli.runs.config_file import as_toml, read_settings
+from aprilsched.cli.runs.named_policies import chosen
 from aprilsched.cli.runs.settings import RunSettings, SimSettings
+from aprilsched.cli.runs.settings_tables import changed, config_of, path_names, table_of
 from aprilsched.cli.runs.setup import prepare
 from aprilsched.config import (
     Dispatch,

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from aprilsched.config import (
-    Pool,
-    Retries,
-    Samples,
-    SchedulerConfig,
-    Staleness,
-    Stop,
-    Tokens,
-)
+from aprilsched.config import Pool, Retries, Samples, SchedulerConfig, Staleness, Stop, Tokens
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.types import RefusedPrompt, Score
 from tests.support.driver import Driver, prompts

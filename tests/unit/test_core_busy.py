@@ -7,7 +7,7 @@ import pytest
 from aprilsched.config import Health
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.state.engine_health import MAX_PAUSE_S, MAX_RETRY_AFTER_S, Admission
+from aprilsched.kernel.core.state.admission import MAX_PAUSE_S, MAX_RETRY_AFTER_S, Admission
 from tests.support.driver import Driver, Key, config, prompts
 
 FULL = "The request queue is full."

@@ -7,7 +7,7 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.kernel.core.steps.engines import stranded
+from aprilsched.kernel.core.steps.outage import stranded
 from tests.support.driver import Driver, config, names, prompts
 
 

@@ -8,9 +8,10 @@ from aprilsched.config import LengthBuckets, Pool, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages.facts import Fact, RunOpened, ScheduleChanged, ScheduleRefused
-from aprilsched.kernel.core.policies.refill import Refill, Wave
+from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.schedule import Pace, Schedule
-from aprilsched.kernel.core.state.engine_health import Durations
+from aprilsched.kernel.core.policies.wave import Wave
+from aprilsched.kernel.core.state.durations import Durations
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.kernel.store.codec import schedule_from, schedule_record
 from aprilsched.planning.presets import PRESETS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from aprilsched.config import LengthBuckets, Pool, Samples, SchedulerConfig, Staleness, Tokens
 from aprilsched.kernel.core.messages.events import Filtered
-from aprilsched.kernel.core.policies.refill import Wave
 from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.planning import Planner
 from aprilsched.planning.trial import try_out
 from tests.support.driver import Driver

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
-from aprilsched.kernel.engines.base import Engine, TensorMeta
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.refit import TensorMeta
+from aprilsched.kernel.weights.collective import behind
 from aprilsched.kernel.weights.distributed import DistributedPublisher
-from aprilsched.kernel.weights.process_group import address_towards, behind
+from aprilsched.kernel.weights.process_group import address_towards
 from aprilsched.simulation.engine import SimEngine
 from tests.support.group_engine import GroupMember
 from tests.support.table import each_row

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
-from aprilsched.kernel.engines.base import EngineLoad
+from aprilsched.kernel.engines.control import decode
 from aprilsched.kernel.engines.http import HttpLimits
-from aprilsched.kernel.engines.server import decode, read_series
+from aprilsched.kernel.engines.load import EngineLoad
+from aprilsched.kernel.engines.server import read_series
 from aprilsched.kernel.engines.sglang import SGLangEngine
-from aprilsched.kernel.engines.sglang.probe import SERIES, Loads, load_of
+from aprilsched.kernel.engines.sglang.loads import SERIES, Loads, load_of
 from tests.support.hostile import CHUNKED, Hostile, chunked, hostile
 from tests.support.table import each_row
 

@@ -17,7 +17,8 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact, Order
 from aprilsched.observe.log import EventLog, writing
-from aprilsched.observe.log.reading import KINDS, LogBegun, LogResumed, read_facts
+from aprilsched.observe.log.line_format import KINDS, LogBegun, LogResumed
+from aprilsched.observe.log.reading import read_facts
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from tests.support.driver import Driver
 from tests.support.table import each_row

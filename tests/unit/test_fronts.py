@@ -24,15 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import (
-    Batch,
-    Handshake,
-    Media,
-    Prompt,
-    PromptQueue,
-    SamplingParams,
-    SimPublisher,
-)
+from aprilsched import Batch, Handshake, Media, Prompt, PromptQueue, SamplingParams, SimPublisher
 from aprilsched.errors import ConfigError, PromptsExhausted, RefitError, SchedulerClosed
 from aprilsched.simulation.engine.sequence import MEDIA_TOKENS
 from tests.support import fronts, in_a_process

@@ -20,12 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aprilsched.agents.chat.openai_bodies import (
-    ForcedCalls,
-    Message,
-    for_template,
-)
-from aprilsched.agents.chat.tokenizer import ModelTokenizer, Texts, load_tokenizer
+from aprilsched.agents.chat.openai_bodies import ForcedCalls, Message, for_template
+from aprilsched.agents.chat.streamed_text import Texts
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.agents.dialects.openai import CHAT
 from aprilsched.agents.gateway.reading import Reading, Stops, TextRules
 from aprilsched.agents.gateway.responses import Response, Responses

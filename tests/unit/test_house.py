@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import aprilsched
-from aprilsched.observe.exports.trackers import TRACKERS
+from aprilsched.observe.exports.tracker_writers import TRACKERS
 from tests.unit.test_arrows import CLI, DEPENDENCIES
 
 ROOT = Path(__file__).resolve().parents[2]

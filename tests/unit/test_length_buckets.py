@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 
 from aprilsched.config import Dispatch, SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.core.lengths.laws import LogLaw, rest_of_groups
+from aprilsched.kernel.core.lengths.log_law import LogLaw, rest_of_groups
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.policies.refill import LengthBuckets, PoolView, Wave, window
+from aprilsched.kernel.core.policies.length_buckets import LengthBuckets, window
+from aprilsched.kernel.core.policies.refill import PoolView
 from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GENERATING
 from aprilsched.types import Prompt

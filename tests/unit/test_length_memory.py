@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.kernel.core.lengths import observed
-from aprilsched.kernel.core.lengths.laws import LogLaw, rest_of_groups
-from aprilsched.kernel.core.lengths.observed import GroupLengths, LengthMemory
+from aprilsched.kernel.core.lengths import memory
+from aprilsched.kernel.core.lengths.log_law import LogLaw, rest_of_groups
+from aprilsched.kernel.core.lengths.memory import LengthMemory
+from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.state.expectation import Expectations
 from aprilsched.types import Prompt
@@ -137,7 +138,7 @@ def test_long_keys_are_kept_as_digests() -> None:
 
 
 def test_the_keys_seen_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observed, "MOST_KEYS", 3)
+    monkeypatch.setattr(memory, "MOST_KEYS", 3)
     known = LengthMemory()
     for key in (0, 1, 2, 0, 3):
         known.note(key, whole(100), LAW, 0)

@@ -26,10 +26,11 @@ from aprilsched.agents.serving.keys import key_middleware
 from aprilsched.agents.serving.listener import Listener
 from aprilsched.agents.serving.refusals import Malformed, answer_refusals, as_json
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.engines.http import HttpLimits, Transport
+from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.kernel.engines.transport import Transport
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
-from aprilsched.testing.server import ThreadedServer
+from aprilsched.testing.threaded import ThreadedServer
 
 
 @contextmanager
@@ -343,8 +344,8 @@ def test_a_server_without_file_descriptors_warns_once_and_serves_later(
 def test_calls_wait_for_file_descriptors_and_leave_the_last_to_control_calls(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.kernel.engines.http._DESCRIPTORS_RETRY_S", 0.01)
-    monkeypatch.setattr("aprilsched.kernel.engines.http._Connector._warned", float("-inf"))
+    monkeypatch.setattr("aprilsched.kernel.engines.sockets._DESCRIPTORS_RETRY_S", 0.01)
+    monkeypatch.setattr("aprilsched.kernel.engines.sockets.Connector._warned", float("-inf"))
 
     async def done() -> None:
         async with reading() as url:

@@ -10,12 +10,7 @@ from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.observe.figures.batch_figures import BatchMeter
 from aprilsched.observe.figures.live_figures import LiveFigures
-from aprilsched.observe.live.live_model import (
-    EngineRow,
-    LiveModel,
-    RunFacts,
-    Snapshot,
-)
+from aprilsched.observe.live.live_model import EngineRow, LiveModel, RunFacts, Snapshot
 from aprilsched.types import Batch, Group, Prompt, Rollout
 from tests.support import facts
 from tests.support.facts import changed

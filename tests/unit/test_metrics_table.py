@@ -13,11 +13,11 @@ from aprilsched.observe.figures.figures import (
     BatchFigures,
     Figure,
     Figures,
-    RunSummary,
     SteadyState,
     figures_in,
 )
 from aprilsched.observe.figures.metrics import Histogram
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.table import FIGURES
 from tests.support.table import each_row
 

@@ -18,28 +18,26 @@ from aprilsched.config import Dispatch, Samples, SchedulerConfig, Staleness, Tok
 from aprilsched.kernel.core.lengths.observed import GroupLengths, hashed_uniforms
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.length_buckets import LengthBuckets
+from aprilsched.kernel.core.policies.objective import Objective
 from aprilsched.kernel.core.policies.placement import Placement
-from aprilsched.kernel.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
-from aprilsched.kernel.core.policies.schedule import Forecast, Objective, Pace, Schedule
-from aprilsched.kernel.core.state.engine_health import CallerTimes
+from aprilsched.kernel.core.policies.pool import Pool
+from aprilsched.kernel.core.policies.refill import Refill
+from aprilsched.kernel.core.policies.schedule import Forecast, Pace, Schedule
+from aprilsched.kernel.core.policies.tail_batching import TailBatching
+from aprilsched.kernel.core.policies.wave import Wave
+from aprilsched.kernel.core.state.caller_functions import CallerTimes
 from aprilsched.observe.figures.figures import steady_state
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
-from aprilsched.planning.planner import (
-    Space,
-    Tried,
-    candidates,
-    choose,
-    in_words,
-    trials,
-)
+from aprilsched.planning.planner import Space, Tried, candidates, choose, in_words, trials
 from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR
 from aprilsched.planning.trial import Times, Trial, drawn_again, try_out
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.simulation.virtual import ModelledEngine
+from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.types import Group, Prompt, Score
 from tests.support.driver import Driver

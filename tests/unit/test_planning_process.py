@@ -19,8 +19,8 @@ from msgspec import structs
 from aprilsched.config import SchedulerConfig
 from aprilsched.kernel.core.messages.commands import Plan
 from aprilsched.kernel.core.messages.events import Event, Planned
-from aprilsched.kernel.core.policies.refill import Wave
 from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.kernel.shell import planning
 from aprilsched.kernel.shell.planning import Planning, PlanningFailed, plan_in_process
 from aprilsched.kernel.shell.tasks import Shell, Tasks

@@ -25,15 +25,11 @@ from aprilsched.kernel.core.policies.placement import (
     place_of,
     preference_of,
 )
-from aprilsched.kernel.core.policies.refill import Pool, PoolView
+from aprilsched.kernel.core.policies.pool import Pool
+from aprilsched.kernel.core.policies.refill import PoolView
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.policies.stop import Groups, Samples, Stop, Tokens
-from aprilsched.kernel.core.policies.straggler import (
-    BEHAVIOURS,
-    Behaviour,
-    CachedKV,
-    StragglerRule,
-)
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS, Behaviour, CachedKV, StragglerRule
 from aprilsched.kernel.core.state.records import RequestRecord
 from aprilsched.kernel.engines.base import Capabilities, Engine, PauseMode
 from aprilsched.kernel.shell.opening import check_engines, examine

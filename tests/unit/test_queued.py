@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 
 from aprilsched.kernel.core.messages.facts import BatchRequested, Fact, PromptsEnded, TokensReceived
-from aprilsched.observe.worker import QueuedListener
+from aprilsched.observe.queued import QueuedListener
 
 
 class Slow:

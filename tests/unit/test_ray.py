@@ -23,7 +23,8 @@ from aprilsched.fronts.ray import RayFleet
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing.contract import WAIT_SECONDS, until
-from aprilsched.testing.server import SimServer, ThreadedServer
+from aprilsched.testing.server import SimServer
+from aprilsched.testing.threaded import ThreadedServer
 from tests.support.ray_cluster import local_cluster
 
 ray = pytest.importorskip("ray")

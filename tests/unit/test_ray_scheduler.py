@@ -20,7 +20,7 @@ import pytest
 from aprilsched import Batch, DiskPublisher, SGLangFleet
 from aprilsched.errors import ConfigError, RefitError, SchedulerClosed
 from aprilsched.testing.contract import WAIT_SECONDS
-from aprilsched.testing.server import ThreadedServer
+from aprilsched.testing.threaded import ThreadedServer
 from tests.support import in_an_actor
 from tests.support.ray_cluster import local_cluster, pid_of
 

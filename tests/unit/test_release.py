@@ -14,13 +14,13 @@ from aprildocs.support import ROWS, Row, pinned, range_of, support
 from packaging.specifiers import SpecifierSet
 
 import aprilsched
-from aprilsched.cli.runs.showing import Comparison
 from aprilsched.kernel.store.file import APPLICATION, SCRIPTS
-from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.log import run_folder
-from aprilsched.observe.log.reading import FORMAT_VERSION
+from aprilsched.observe.log.line_format import FORMAT_VERSION
 from aprilsched.observe.report.report_data import ReportData
 from aprilsched.observe.sampling.sample_log import SAMPLES_VERSION
+from aprilsched.simulation.side_by_side import Comparison
 from tests.support.table import each_row
 from tests.unit.test_house import ROOT, project, text
 

@@ -22,26 +22,16 @@ from aprilsched.observe.figures.engine_time import BUSY, PARTS
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.usage import usage_of
 from aprilsched.observe.report import page as page_module
-from aprilsched.observe.report.charts import (
-    ages_by_batch,
-    forecasts,
-    gpu,
-    losses,
-    lost_most,
-    utilization,
-)
-from aprilsched.observe.report.gather import Faults, run_report
-from aprilsched.observe.report.page import differences, page, verdict
+from aprilsched.observe.report.batch_charts import ages_by_batch, forecasts
+from aprilsched.observe.report.compare import differences, verdict
+from aprilsched.observe.report.fault_lines import Faults
+from aprilsched.observe.report.gather import run_report
+from aprilsched.observe.report.page import page
 from aprilsched.observe.report.report_data import RunReport
+from aprilsched.observe.report.time_charts import gpu, losses, lost_most, utilization
 from aprilsched.observe.report.words import percent, ran
-from aprilsched.observe.sampling.sample_log import (
-    NVML_UTILIZATION,
-    STEP_SHARE,
-    DescriptionLine,
-    DeviceLine,
-    EngineLine,
-    GpuLine,
-)
+from aprilsched.observe.sampling.labels import NVML_UTILIZATION, STEP_SHARE
+from aprilsched.observe.sampling.sample_log import DescriptionLine, DeviceLine, EngineLine, GpuLine
 from tests.support import facts
 from tests.support.reported import with_reports
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from aprilsched import SamplingParams
 from aprilsched.errors import EngineProtocolError, EngineRejected
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.kernel.engines.sglang.wire import ChunkAssembler
+from aprilsched.kernel.engines.sglang.chunks import ChunkAssembler
 from aprilsched.kernel.engines.stream import ResponseReader
 from aprilsched.kernel.engines.vllm.tokens_api import EventReader
 from aprilsched.kernel.values.companions import Companion, top_logprobs

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from aprilsched.errors import RunFolderError
-from aprilsched.observe.exports.trace import write_trace
+from aprilsched.observe.exports.trace_run import write_trace
+from aprilsched.observe.log.follow import Follower
 from aprilsched.observe.log.lengths_of_run import known_lengths
-from aprilsched.observe.log.reading import Follower
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.run_folder import RunFolder, default_path, write_json
 from aprilsched.observe.log.samples import read_samples

@@ -11,18 +11,18 @@ import numpy as np
 import pytest
 
 from aprilsched.errors import RunFolderError
-from aprilsched.kernel.engines.base import EngineLoad
+from aprilsched.kernel.engines.load import EngineLoad
 from aprilsched.observe.log.samples import DeviceSamples, EngineSamples, read_samples
+from aprilsched.observe.sampling.labels import NVML_UTILIZATION
+from aprilsched.observe.sampling.rates import Rates
 from aprilsched.observe.sampling.sample_log import (
     FIELDS,
-    NVML_UTILIZATION,
     DeviceLine,
     EngineLine,
     GpuLine,
     SampleLine,
     SampleLog,
 )
-from aprilsched.observe.sampling.sampler import Rates
 from tests.support.table import each_row
 
 

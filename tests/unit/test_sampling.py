@@ -12,7 +12,8 @@ import pytest
 from yarl import URL
 
 from aprilsched.errors import ConfigError, EngineRejected
-from aprilsched.kernel.engines.http import HttpLimits, Transport
+from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.kernel.engines.transport import Transport
 from aprilsched.kernel.values.checks import OWN
 from aprilsched.kernel.values.sampling import REFUSED, SERVER, SYNONYMS, sampling_params
 from aprilsched.types import Media, Prompt, SamplingParams

@@ -17,12 +17,7 @@ from typing import Any
 
 import pytest
 
-from aprilsched import (
-    RolloutScheduler,
-    SGLangFleet,
-    SGLangListedFleet,
-    workers_of_router,
-)
+from aprilsched import RolloutScheduler, SGLangFleet, SGLangListedFleet, workers_of_router
 from aprilsched.agents.chat import tokenizer
 from aprilsched.agents.dialects import values
 from aprilsched.agents.gateway import server
@@ -68,19 +63,19 @@ REASONED = {
         "aprilsched.trainers.areal": "modules of AReaL, which are named in the module itself",
         "aprilsched.trainers": "modules of trainers, which are named in their adapters",
         "aprilsched.trainers.slime": "modules of slime or miles, whichever has loaded this one",
-        "aprilsched.kernel.weights.vllm_transfer": "modules of vLLM, which are named in the module itself",
+        "aprilsched.kernel.weights.vllm_transfer": "modules of vLLM, named in the module itself",
     },
     "imports pickle": {
         "aprilsched.kernel.shell.planning": "to a process that it starts itself, by own pipes",
         "aprilsched.kernel.shell.planning_child": "of the process that has started it, by a pipe",
         "aprilsched.fronts.process": "between two processes of one program, by their own pipe",
-        "aprilsched.fronts.remote": "exceptions between processes of one program, by a pipe or by Ray",
-        "aprilsched.kernel.weights.vllm_transfer": "it only serializes handles of CUDA IPC, for vLLM",
+        "aprilsched.fronts.remote": "exceptions between own processes, by a pipe or by Ray",
+        "aprilsched.kernel.weights.vllm_transfer": "it only serializes CUDA IPC handles, for vLLM",
     },
     "imports subprocess": {
-        "aprilsched.kernel.shell.planning": "this library in Python's own executable alone",
-        "aprilsched.fronts.ray.launcher": "the command of a server, from `aprilsched.fronts.ray.servers`",
-        "aprilsched.fronts.ray.servers": "the command of a server, which the user's own program gives",
+        "aprilsched.kernel.shell.planning": "this library in Python's own executable",
+        "aprilsched.fronts.ray.launcher": "the command of a server, from `ray.servers`",
+        "aprilsched.fronts.ray.servers": "the command of a server, from the user's own program",
     },
     "imports runpy": {
         "aprilsched.trainers.openrlhf": "OpenRLHF's own command, as `python -m` runs it",

@@ -10,7 +10,8 @@ import pytest
 
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import GenerationRequest
-from aprilsched.kernel.engines.http import Answer, HttpLimits, rejection
+from aprilsched.kernel.engines.failures import Answer, rejection
+from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.server import release
 from aprilsched.kernel.engines.sglang import SGLangEngine, probe
 from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet

@@ -14,8 +14,8 @@ import pytest
 
 from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.kernel.engines.http import Allowance, EventSplitter, UnfinishedEvents
-from aprilsched.kernel.engines.sglang.wire import ChunkAssembler
+from aprilsched.kernel.engines.sglang.chunks import ChunkAssembler
+from aprilsched.kernel.engines.sse import Allowance, EventSplitter, UnfinishedEvents
 from aprilsched.kernel.engines.stream import read_chunks
 from aprilsched.kernel.values.companions import Companion, Rows, top_logprobs
 from aprilsched.types import ANSWER_BYTES, Media, SamplingParams, VersionSpan

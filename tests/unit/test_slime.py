@@ -35,7 +35,7 @@ from aprilsched.errors import ConfigError, RefitError, RunGivenUp, SchedulerClos
 from aprilsched.kernel.engines.server import HttpEngine
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import SimServer
-from aprilsched.testing.server import ThreadedServer
+from aprilsched.testing.threaded import ThreadedServer
 from aprilsched.trainers import slime
 from tests.support.sim_http import two_weights
 from tests.support.slime_loop import Loop, arguments, length_reward, numbers, write_prompts

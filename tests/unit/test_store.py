@@ -25,10 +25,14 @@ from hypothesis import strategies as st
 
 from aprilsched import Media, MemoryStore, Prompt, SamplingParams, SqliteStore
 from aprilsched.errors import ConfigError, StoreError
-from aprilsched.kernel.core.lengths.observed import GroupLengths, Remembered
+from aprilsched.kernel.core.lengths.memory import Remembered
+from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.policies.refill import LengthBuckets, Pool, Refill, Wave
+from aprilsched.kernel.core.policies.length_buckets import LengthBuckets
+from aprilsched.kernel.core.policies.pool import Pool
+from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.schedule import Forecast, Schedule
+from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.kernel.core.state.ledger import Entry, Reason
 from aprilsched.kernel.core.state.saved import (
     GroupState,
@@ -51,7 +55,7 @@ from aprilsched.kernel.store.codec import (
     schedule_record,
 )
 from aprilsched.kernel.store.file import SCRIPTS, store_errors
-from aprilsched.kernel.store.sqlite import read_checkpoint, write_checkpoint
+from aprilsched.kernel.store.sqlite_checkpoints import read_checkpoint, write_checkpoint
 from tests.support.driver import Driver, config
 from tests.support.table import each_row
 
@@ -576,7 +580,9 @@ def test_a_checkpoint_is_one_file_and_reading_leaves_it_alone(path: Path, tmp_pa
 def test_the_file_does_not_grow_with_the_run(
     path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.kernel.store.sqlite._FREE_BYTES", 0 if seed % 2 else 1 << 24)
+    monkeypatch.setattr(
+        "aprilsched.kernel.store.sqlite_tables.FREE_BYTES", 0 if seed % 2 else 1 << 24
+    )
     store, expected = SqliteStore(path), Dicts()
     store.open()
     driver = Driver(config(batch_groups=4, group_size=4), journal=True)

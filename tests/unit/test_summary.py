@@ -13,7 +13,7 @@ from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.ledger import Counters, Entry, Ledger, Reason
-from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.summary import Remainder, Summary, default_burn_in
 from aprilsched.types import Batch, Group, Prompt, Rollout
 from tests.support import facts

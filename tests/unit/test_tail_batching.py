@@ -12,10 +12,11 @@ import pytest
 
 from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.core.lengths.laws import LogLaw
+from aprilsched.kernel.core.lengths.log_law import LogLaw
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
-from aprilsched.kernel.core.policies.refill import OpenGroups, PoolView, TailBatching
+from aprilsched.kernel.core.policies.refill import OpenGroups, PoolView
+from aprilsched.kernel.core.policies.tail_batching import TailBatching
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GroupRecord
 from aprilsched.kernel.store import MemoryStore

@@ -23,18 +23,13 @@ from hypothesis import strategies as st
 
 from aprilsched.errors import AprilschedError, EngineError, EngineRejected
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.kernel.engines.http import Allowance, Answer, UnfinishedEvents, rejection
-from aprilsched.kernel.engines.server import decode, release
-from aprilsched.kernel.engines.sglang.probe import (
-    _capabilities,  # pyright: ignore[reportPrivateUsage]
-)
-from aprilsched.kernel.engines.sglang.wire import (
-    ChunkAssembler,
-    ModelInfo,
-    OpenApi,
-    ServerInfo,
-    UpdateAnswer,
-)
+from aprilsched.kernel.engines.control import decode
+from aprilsched.kernel.engines.failures import Answer, rejection
+from aprilsched.kernel.engines.server import release
+from aprilsched.kernel.engines.sglang.chunks import ChunkAssembler
+from aprilsched.kernel.engines.sglang.probe import _capabilities
+from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, UpdateAnswer
+from aprilsched.kernel.engines.sse import Allowance, UnfinishedEvents
 from aprilsched.kernel.engines.stream import ResponseReader, read_chunks, version_number
 from aprilsched.kernel.engines.vllm.server_info import ServerInfo as VLLMServerInfo
 from aprilsched.kernel.engines.vllm.tokens_api import EventReader

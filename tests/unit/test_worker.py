@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from aprilsched.errors import ConfigError
-from aprilsched.observe.worker import FileWriter, Worker
+from aprilsched.observe.file_writer import FileWriter
+from aprilsched.observe.worker import Worker
 from aprilsched.simulation.engine.clock import run_virtual
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.testing.server import SimServer, ThreadedServer
+from aprilsched.testing.server import SimServer
+from aprilsched.testing.threaded import ThreadedServer
 
 VOCAB_SIZE = 256
 EOS = 2

@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import (
-    Prompt,
-    RolloutScheduler,
-    SamplingParams,
-    SchedulerConfig,
-    SimFleet,
-    Turn,
-)
+from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, SimFleet, Turn
 from aprilsched.errors import ConfigError
 from aprilsched.simulation.engine.sequence import MEDIA_TOKENS
 from aprilsched.trainers.verl import _Client

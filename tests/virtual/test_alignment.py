@@ -22,7 +22,7 @@ from aprilsched import (
 from aprilsched.errors import ConfigError, SchedulerClosed
 from aprilsched.fronts import blocking
 from aprilsched.kernel.shell import logprob_comparison
-from aprilsched.observe.figures.figures import AlignmentFigures, RunSummary
+from aprilsched.observe.figures.run_figures import AlignmentFigures, RunSummary
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.observe.log import EventLog
 from aprilsched.observe.log.reading import replay

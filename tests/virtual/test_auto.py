@@ -21,15 +21,17 @@ from aprilsched import (
     SimFleet,
     SimPublisher,
 )
-from aprilsched.cli.runs.config_file import chosen
+from aprilsched.cli.runs.named_policies import chosen
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.policies.refill import Wave
-from aprilsched.kernel.core.policies.schedule import Objective, Schedule
+from aprilsched.kernel.core.policies.objective import Objective
+from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
+from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.kernel.shell.step_times import StepTimes
-from aprilsched.observe.figures.figures import RunSummary, SteadyState
+from aprilsched.observe.figures.figures import SteadyState
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.presets import PRESETS

@@ -9,16 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched import (
-    Batch,
-    Group,
-    Prompt,
-    Rollout,
-    RolloutScheduler,
-    SimFleet,
-    SimPublisher,
-    Turn,
-)
+from aprilsched import Batch, Group, Prompt, Rollout, RolloutScheduler, SimFleet, SimPublisher, Turn
 from aprilsched.config import Pool
 from aprilsched.kernel.core.invariants import check
 from aprilsched.kernel.core.messages.commands import Command

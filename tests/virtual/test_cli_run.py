@@ -14,10 +14,12 @@ import pytest
 from aprilsched.__main__ import main
 from aprilsched.cli.runs.config_file import read_settings
 from aprilsched.cli.runs.settings import RunSettings
-from aprilsched.observe.figures.figures import BatchFigures, RunSummary
-from aprilsched.observe.log.run import bars, in_flight, read_run
-from aprilsched.planning.step_times.calibration import save_model
+from aprilsched.observe.figures.figures import BatchFigures
+from aprilsched.observe.figures.run_figures import RunSummary
+from aprilsched.observe.log.over_time import bars, in_flight
+from aprilsched.observe.log.run import read_run
 from aprilsched.planning.step_times.model import H200_QWEN3_4B
+from aprilsched.planning.step_times.model_file import save_model
 from aprilsched.simulation.engine import SimFleet
 from tests.support.table import each_row
 

@@ -18,8 +18,9 @@ from aprilsched import LongTailWorkload, RolloutScheduler, SGLangFleet
 from aprilsched.config import Dispatch
 from aprilsched.errors import SchedulerClosed
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest, PauseMode
-from aprilsched.kernel.engines.http import Answer, Transport
-from aprilsched.kernel.engines.server import despite_cancellation
+from aprilsched.kernel.engines.failures import Answer
+from aprilsched.kernel.engines.generations import despite_cancellation
+from aprilsched.kernel.engines.transport import Transport
 from aprilsched.simulation.engine import SimConfig, SimEngine, run_virtual
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until

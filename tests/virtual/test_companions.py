@@ -34,7 +34,7 @@ from aprilsched import (
     SqliteStore,
     Turn,
 )
-from aprilsched.cli.runs.config_file import config_of, table_of
+from aprilsched.cli.runs.settings_tables import config_of, table_of
 from aprilsched.config import Retries
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS

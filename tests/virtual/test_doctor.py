@@ -22,8 +22,8 @@ from aprilsched.errors import EngineRejected, EngineUnreachable
 from aprilsched.kernel.engines.base import Capabilities, Chunk
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.testing import SimServer
-from aprilsched.testing.app import Answer
 from aprilsched.testing.contract import CHECKS, PROMPT, EndedTooSoon, OtherTokens, Subject, until
+from aprilsched.testing.generate_answers import Answer
 from aprilsched.testing.served import ServedEngine
 from tests.support.sim_http import CONFIG, Raw, served, two_weights
 

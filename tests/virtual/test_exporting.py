@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from aprilsched.__main__ import main
-from aprilsched.cli.runs import drive
+from aprilsched.cli.runs import drive, exports
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.observe.figures.figures import BatchFigures, figures_in
@@ -47,7 +47,7 @@ def test_metrics_are_served_while_the_run_goes_on(tmp_path: Path, monkeypatch: p
                 with urllib.request.urlopen(url, timeout=600) as answer:
                     scraped.append(answer.read().decode())
 
-    own = drive.exporters
+    own = exports.exporters
 
     @contextmanager
     def with_scraping(*run: Any) -> Generator[list[AnyListener]]:

@@ -30,7 +30,8 @@ from aprilsched.errors import (
 )
 from aprilsched.kernel.engines import http
 from aprilsched.kernel.engines.base import Chunk
-from aprilsched.kernel.engines.http import ConnectionDropped, HttpLimits, retry_after_s
+from aprilsched.kernel.engines.failures import ConnectionDropped, retry_after_s
+from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.testing.contract import greedy, until

@@ -12,12 +12,13 @@ import pytest
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.config import LengthBuckets, Pool, TailBatching
 from aprilsched.kernel.core.messages import facts as of
-from aprilsched.kernel.core.policies.refill import Refill, Wave
+from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.schedule import Forecast, Schedule
+from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.observe.figures.batch_figures import BatchMeter
 from aprilsched.observe.figures.figures import Figures, Measured
 from aprilsched.planning import Planner, planner
-from aprilsched.planning.planner import Bias
+from aprilsched.planning.forecast_bias import Bias
 from aprilsched.planning.step_times.model import H200_QWEN3_4B as MODEL
 from aprilsched.planning.step_times.model import StepTimeModel
 from aprilsched.simulation import NEVER, Costs, Simulation

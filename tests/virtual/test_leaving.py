@@ -19,7 +19,8 @@ from aprilsched import LongTailWorkload, RolloutScheduler, SGLangFleet
 from aprilsched.errors import EngineRejected, SchedulerClosed
 from aprilsched.kernel.core.messages.events import EngineLost
 from aprilsched.kernel.core.state.engine_control import Mode
-from aprilsched.kernel.engines.base import Engine, RefitFromDisk
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.refit import RefitFromDisk
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from tests.support import small

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from aprilsched import (
-    Batch,
-)
+from aprilsched import Batch
 from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages.commands import Command, Deliver, Send
 from aprilsched.kernel.core.messages.events import Event, Finished

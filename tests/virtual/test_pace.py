@@ -22,10 +22,12 @@ from aprilsched.kernel.core.invariants import check as check_invariants
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages.facts import ScheduleChanged
-from aprilsched.kernel.core.policies.refill import Pool, Refill, Wave
+from aprilsched.kernel.core.policies.pool import Pool
+from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.schedule import Pace, Schedule
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
-from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.kernel.core.policies.wave import Wave
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.simulation import Costs, Simulation

@@ -28,7 +28,7 @@ from aprilsched.__main__ import main
 from aprilsched.errors import EngineError, EngineRejected
 from aprilsched.kernel.core.messages.events import EngineLost
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.run_state import RunState
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.observe.log import EventLog

@@ -25,7 +25,7 @@ from aprilsched.errors import ConfigError, RunFolderError
 from aprilsched.kernel.core.messages.facts import BatchDelivered, BatchRequested
 from aprilsched.kernel.core.policies.staleness import StalenessRule
 from aprilsched.kernel.store.sqlite import SqliteStore
-from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.log import EventLog
 from aprilsched.observe.log.lengths_of_run import known_lengths
 from aprilsched.observe.log.reading import read_facts
@@ -285,7 +285,7 @@ def test_only_a_run_can_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     for arguments, what in (
         ([str(tmp_path)], "has no run that can be resumed (it has no config.toml)"),
-        ([], "--resume names no folder"),
+        ([], "--resume: expected one argument"),
         ([str(folder), "--seed", "3"], "--seed cannot be used with --resume"),
         ([str(folder), "--out=x"], "--out cannot be used with --resume"),
         ([str(folder), "--dry-run"], "--dry-run cannot be used with --resume"),

@@ -14,7 +14,7 @@ import pytest
 from aprilsched import RolloutScheduler, SimFleet, SimPublisher
 from aprilsched.__main__ import main
 from aprilsched.errors import EngineError
-from aprilsched.kernel.engines.base import EngineLoad
+from aprilsched.kernel.engines.load import EngineLoad
 from aprilsched.observe.log.samples import Samples, read_samples
 from aprilsched.observe.log.usage import usage_of
 from aprilsched.observe.sampling import Sampler

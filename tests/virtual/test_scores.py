@@ -33,8 +33,8 @@ from aprilsched.kernel.core.state.records import State
 from aprilsched.kernel.shell.callbacks import Reward
 from aprilsched.kernel.store import Store
 from aprilsched.observe.exports.trackers import StepTracker
-from aprilsched.observe.figures.figures import RunSummary
 from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.observe.log import EventLog
 from aprilsched.observe.log.reading import read_facts, replay

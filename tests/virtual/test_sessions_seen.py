@@ -23,9 +23,9 @@ from aprilsched.observe.live.view import figure_texts
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.run_folder import RunFolder
 from aprilsched.observe.log.writing import EventLog
-from aprilsched.observe.report.charts import rollout_time
 from aprilsched.observe.report.gather import run_report
 from aprilsched.observe.report.page import page
+from aprilsched.observe.report.time_charts import rollout_time
 from tests.support.tiny_tokenizer import bytes_tokenizer
 
 pytestmark = pytest.mark.virtual_time

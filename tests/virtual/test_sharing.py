@@ -10,7 +10,7 @@ import pytest
 from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet, SimFleet
 from aprilsched.errors import ConfigError, EngineTaken
 from aprilsched.kernel.engines.base import Engine, Fleet
-from aprilsched.kernel.shell.opening import Claim
+from aprilsched.kernel.shell.sharing import Claim
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import greedy, until

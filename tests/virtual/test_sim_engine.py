@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
-from aprilsched.kernel.engines.base import Chunk, Engine, Fleet, GenerationRequest, RefitFromDisk
+from aprilsched.kernel.engines.base import Chunk, Engine, Fleet, GenerationRequest
+from aprilsched.kernel.engines.refit import RefitFromDisk
 from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.simulation.engine import SimEngine, SimFleet, SimPublisher, run_virtual
 from aprilsched.simulation.workload import LongTailWorkload

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
-from aprilsched.kernel.engines.base import SleepingEngine, TakesAdapters
+from aprilsched.kernel.engines.refit import SleepingEngine, TakesAdapters
 from aprilsched.kernel.engines.sglang import SGLangEngine
-from aprilsched.kernel.weights.disk import LoraPublisher
+from aprilsched.kernel.weights.lora import LoraPublisher
 from aprilsched.kernel.weights.publisher import AdapterPublisher, RepublishingPublisher
 from aprilsched.simulation.engine import SimAdapterPublisher, SimEngine, run_virtual
 from aprilsched.testing.contract import Stream, whole

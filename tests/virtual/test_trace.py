@@ -14,7 +14,7 @@ import pytest
 
 from aprilsched.__main__ import main
 from aprilsched.errors import RunFolderError
-from aprilsched.observe.exports.trace import write_trace
+from aprilsched.observe.exports.trace_run import write_trace
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.run_folder import EVENTS, TRACE
 from tests.support.table import each_row

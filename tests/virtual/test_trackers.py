@@ -13,13 +13,8 @@ from typing import Any
 
 import pytest
 
-from aprilsched.observe.exports.trackers import (
-    StepTracker,
-    TensorBoardWriter,
-    TrackioWriter,
-    WandbWriter,
-    Writer,
-)
+from aprilsched.observe.exports.tracker_writers import TensorBoardWriter, TrackioWriter, WandbWriter
+from aprilsched.observe.exports.trackers import StepTracker, Writer
 from aprilsched.observe.figures.engine_time import PARTS
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.figures.table import FIGURES

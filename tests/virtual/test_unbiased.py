@@ -37,7 +37,7 @@ from aprilsched.kernel.core.messages.commands import Send
 from aprilsched.kernel.core.messages.events import Event
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact, GroupLaunched
 from aprilsched.kernel.core.state.records import group_lengths
-from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.plots import bias

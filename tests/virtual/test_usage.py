@@ -21,7 +21,8 @@ from aprilsched import (
 )
 from aprilsched.__main__ import main
 from aprilsched.kernel.core.messages.events import EngineLost
-from aprilsched.observe.figures.engine_time import PARTS, utilization_of
+from aprilsched.observe.figures.engine_sums import utilization_of
+from aprilsched.observe.figures.engine_time import PARTS
 from aprilsched.observe.figures.run_state import RunState
 from aprilsched.observe.log.usage import RunUsage, UsageRecorder, usage_of
 from aprilsched.simulation.engine import run_virtual

@@ -19,7 +19,8 @@ from aprilsched.__main__ import main
 from aprilsched.cli.commands import watch as watched_module
 from aprilsched.cli.commands.watch import Watched
 from aprilsched.errors import RunFolderError
-from aprilsched.observe.log.reading import Follower, whole_lines
+from aprilsched.observe.log.follow import Follower
+from aprilsched.observe.log.incarnations import whole_lines
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY
 from tests.support.terminal import on_a_terminal
 from tests.virtual.test_resume_folder import begin, resume

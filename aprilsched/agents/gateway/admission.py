@@ -17,7 +17,8 @@ from aprilsched.agents.gateway.settings import GatewaySettings
 from aprilsched.agents.serving.refusals import Refused, Unavailable
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.config import SchedulerConfig
-from aprilsched.kernel.shell.prompts import PromptQueue, checked
+from aprilsched.kernel.shell.prompt_queue import PromptQueue
+from aprilsched.kernel.shell.prompts import checked
 from aprilsched.kernel.store.codec import check_storable
 
 _MAX_NAME_CHARACTERS = 256

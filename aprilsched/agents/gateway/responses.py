@@ -399,7 +399,8 @@ class Responses:
             response.fail(cause, _UNAVAILABLE)
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        """Take tokens, launches and drops; see :class:`~aprilsched.kernel.shell.listener.Listener`."""
+        """Take tokens, launches and drops; see
+        :class:`~aprilsched.kernel.shell.listener.Listener`."""
         for fact in facts:
             match fact:
                 case of.TokensReceived(request_id=request_id, dropped=None):

@@ -16,7 +16,7 @@ from typing import Any
 from aiohttp import web
 
 from aprilsched import __version__
-from aprilsched.agents.chat.tokenizer import Texts
+from aprilsched.agents.chat.streamed_text import Texts
 from aprilsched.agents.dialects.sglang import PromptsBody
 from aprilsched.agents.gateway.admission import Admission
 from aprilsched.agents.gateway.control import ControlCalls, cancel_all
@@ -30,7 +30,7 @@ from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.engines.server import facts_of
 from aprilsched.kernel.shell.listener import AnyListener
-from aprilsched.kernel.shell.prompts import PromptQueue
+from aprilsched.kernel.shell.prompt_queue import PromptQueue
 from aprilsched.kernel.shell.rollouts import RolloutScheduler
 from aprilsched.kernel.store.sqlite import SqliteStore
 from aprilsched.observe.figures.metrics import Metrics

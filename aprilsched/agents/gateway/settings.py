@@ -11,9 +11,9 @@ from typing import Annotated, ClassVar
 from aprilsched.agents.serving.listener import check_port
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.config import Dispatch, Retries, SchedulerConfig
-from aprilsched.kernel.core.policies.refill import OnDemand
 from aprilsched.kernel.core.policies.staleness import Staleness
 from aprilsched.kernel.core.policies.stop import Groups, GroupSize
+from aprilsched.kernel.core.policies.tail_batching import OnDemand
 from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, check_settings
 from aprilsched.kernel.values.checks import request_fields
 from aprilsched.kernel.values.companions import KINDS, Companion, top_logprobs

@@ -15,8 +15,8 @@ from typing import Protocol, cast, runtime_checkable
 
 from aprilsched.agents.serving.calls import BroadcastBody, JoinBody
 from aprilsched.errors import ConfigError, EngineRejected, RefitError
-from aprilsched.kernel.engines.base import (
-    Engine,
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.refit import (
     RefitFromDisk,
     RefitFromGroup,
     RefitFromTensors,
@@ -24,7 +24,7 @@ from aprilsched.kernel.engines.base import (
     TensorMeta,
 )
 from aprilsched.kernel.weights.disk import DiskEngine
-from aprilsched.kernel.weights.publisher import Takers, call_each
+from aprilsched.kernel.weights.threads import Takers, call_each
 
 _NOT_THERE = 409
 """Status for an engine that lacks what a call needs."""

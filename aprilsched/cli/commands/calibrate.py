@@ -35,6 +35,7 @@ from aprilsched.planning.step_times.model import StepTimeModel
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+
 _UNITS = {
     "t0": (1e3, "ms a step"),
     "t1": (1e6, "µs a sequence"),
@@ -154,9 +155,6 @@ def _buckets(title: str, residuals: Residuals) -> Table:
 def _range(bucket: Bucket) -> str:
     upto = "more" if bucket.upto is None else f"{bucket.upto:,}"
     return f"{bucket.above:,} to {upto}"
-
-
-# --- the picture -------------------------------------------------------------------------------
 
 
 def _draw(model: StepTimeModel, windows: Windows, path: Path) -> None:

@@ -15,10 +15,10 @@ from rich.text import Text
 
 from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.cli.doctor import Finding, examine, one_line
-from aprilsched.cli.runs.settings import key_from
+from aprilsched.cli.runs.keys import key_from
 from aprilsched.errors import ConfigError, EngineError
+from aprilsched.kernel.engines.address import ServerAddress
 from aprilsched.kernel.engines.addresses import VLLM
-from aprilsched.kernel.engines.http import ServerAddress
 
 REACHED = "reached"
 """The check that alone stands for a server which could not be examined."""

@@ -14,8 +14,9 @@ from rich.console import Console
 from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import made, values_of
-from aprilsched.cli.runs.config_file import read_table, refuse_unknown, value_as
-from aprilsched.cli.runs.settings import key_from
+from aprilsched.cli.runs.config_file import read_table, value_as
+from aprilsched.cli.runs.keys import key_from
+from aprilsched.cli.runs.settings_tables import refuse_unknown
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.addresses import fleet_at
 from aprilsched.kernel.shell.listener import AnyListener

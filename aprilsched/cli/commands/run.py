@@ -14,9 +14,12 @@ from rich.console import Console
 from aprilsched.cli.arguments import flag_of, made, values_of
 from aprilsched.cli.runs.config_file import as_toml, read_settings
 from aprilsched.cli.runs.drive import Run
+from aprilsched.cli.runs.pictures import leave_report, leave_trace
 from aprilsched.cli.runs.settings import RunSettings
-from aprilsched.cli.runs.setup import fitted, prepare, servers
-from aprilsched.cli.runs.showing import leave_report, leave_trace, run_table, screen_of
+from aprilsched.cli.runs.setup import prepare, servers
+from aprilsched.cli.runs.showing import screen_of
+from aprilsched.cli.runs.tables import run_table
+from aprilsched.cli.runs.workload_limits import fitted
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.store import SqliteStore
 from aprilsched.observe.log.run_folder import CONFIG, RunFolder, default_path

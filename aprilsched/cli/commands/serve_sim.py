@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import parsed
-from aprilsched.cli.runs.settings import SimSettings, WorkloadSettings, key_from
+from aprilsched.cli.runs.keys import key_from
+from aprilsched.cli.runs.settings import SimSettings, WorkloadSettings
 from aprilsched.errors import ConfigError
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.workload import LengthLaw

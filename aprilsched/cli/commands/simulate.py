@@ -16,23 +16,14 @@ import msgspec
 from rich.console import Console
 
 from aprilsched.cli.arguments import parsed
-from aprilsched.cli.runs.config_file import Policy, chosen
-from aprilsched.cli.runs.drive import simulate
-from aprilsched.cli.runs.settings import (
-    COMMAS,
-    RunSettings,
-    SimSettings,
-    WorkloadSettings,
-)
+from aprilsched.cli.runs.comparison import describe, verdict
+from aprilsched.cli.runs.named_policies import Policy, chosen
+from aprilsched.cli.runs.pictures import draw_comparison, leave_report
+from aprilsched.cli.runs.settings import COMMAS, RunSettings, SimSettings, WorkloadSettings
 from aprilsched.cli.runs.setup import prepare
-from aprilsched.cli.runs.showing import (
-    comparison_table,
-    describe,
-    draw_comparison,
-    leave_report,
-    screen_of,
-    verdict,
-)
+from aprilsched.cli.runs.showing import screen_of
+from aprilsched.cli.runs.tables import comparison_table
+from aprilsched.cli.runs.virtual_time import simulate
 from aprilsched.config import SchedulerConfig
 from aprilsched.observe.log.run_folder import REPORT, RunFolder, default_path, write_json
 from aprilsched.simulation import NEVER, Comparison, SimulationResult, compare

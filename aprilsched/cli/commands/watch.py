@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from rich.console import Console
 
 from aprilsched.cli.arguments import POSITIONAL, parsed
-from aprilsched.cli.runs.showing import run_table
+from aprilsched.cli.runs.tables import run_table
 from aprilsched.errors import RunFolderError
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.values.files import read_text
@@ -20,8 +20,10 @@ from aprilsched.observe.figures.batch_figures import BatchMeter
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.live.live_model import RunFacts
 from aprilsched.observe.live.view import LiveView, clock_time
-from aprilsched.observe.log.reading import Follower, LogReader
-from aprilsched.observe.log.rebuild import basis_of, summary_of_run
+from aprilsched.observe.log.basis import basis_of
+from aprilsched.observe.log.follow import Follower
+from aprilsched.observe.log.reading import LogReader
+from aprilsched.observe.log.rebuild import summary_of_run
 from aprilsched.observe.log.run import readable
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY
 

@@ -11,9 +11,9 @@ from msgspec.structs import replace
 
 from aprilsched.cli.doctor.server import Finding, LeftOut, Row, Server, Verdict, kept
 from aprilsched.kernel.engines.addresses import VLLM
+from aprilsched.kernel.engines.generations import despite_cancellation
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.self_check import pause_during
-from aprilsched.kernel.engines.server import despite_cancellation
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.engines.stream import version_number
 from aprilsched.kernel.engines.vllm import VLLMEngine

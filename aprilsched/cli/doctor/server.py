@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
 from aprilsched.errors import EngineError
-from aprilsched.kernel.engines.server import despite_cancellation
+from aprilsched.kernel.engines.generations import despite_cancellation
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.engines.vllm import VLLMEngine
 from aprilsched.testing.contract import (

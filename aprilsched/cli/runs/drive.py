@@ -10,31 +10,28 @@ import asyncio
 import signal
 import threading
 from collections.abc import Generator, Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 from aprilsched.cli.runs.config_file import as_toml
-from aprilsched.cli.runs.setup import Setup, live_figures_of, run_on_clock, summary_of
+from aprilsched.cli.runs.exports import exporters
+from aprilsched.cli.runs.setup import Setup, run_on_clock
 from aprilsched.cli.runs.showing import Screen
+from aprilsched.cli.runs.workload_limits import live_figures_of, summary_of
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.store.in_memory import Store
-from aprilsched.observe.exports.trackers import StepTracker, begin_writer, tracker_names
-from aprilsched.observe.figures.figures import RunSummary
-from aprilsched.observe.figures.live_figures import LiveFigures
-from aprilsched.observe.figures.metrics import Metrics
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.summary import Remainder, Summary
 from aprilsched.observe.log import EventLog
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.run import readable
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS, RunFolder
 from aprilsched.observe.sampling import Sampler
-from aprilsched.simulation import Costs, Simulation, SimulationResult, rare_collections
-from aprilsched.simulation.engine import SimConfig
-from aprilsched.simulation.results import Measuring, remainder
+from aprilsched.simulation.results import remainder
 from aprilsched.types import Batch
 
 
@@ -322,112 +319,4 @@ def _sampler(setup: Setup, folder: RunFolder, log: EventLog) -> AbstractAsyncCon
         gpu=False if virtual else wanted,
         clock=log.seconds,
         patient=virtual,
-    )
-
-
-# --- exports --------------------------------------------------------------------------------------
-
-# Opens and closes the optional listeners that export a run to other programs.
-
-
-@contextmanager
-def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[list[AnyListener]]:
-    """The exporters that the settings ask for, opened; by default there are none.
-
-    They read `figures`, which must be an earlier listener of the run.
-
-    Raises:
-        ConfigError: if the package, the port or the user account of an exporter is not available.
-    """
-    settings, listeners = setup.settings, list[AnyListener]()
-    with ExitStack() as stack:
-        if settings.metrics_port:
-            from aprilsched.observe.exports.prometheus import serve_metrics
-
-            metrics = Metrics(figures)
-            stack.enter_context(serve_metrics(metrics, settings.metrics_port))
-            listeners.append(metrics)
-        # Entered one at a time, so that the earlier ones are closed if the next one fails.
-        for name in tracker_names(settings.track):
-            writer = begin_writer(name, folder, as_toml(settings))
-            listeners.append(stack.enter_context(StepTracker(writer, figures)))
-        yield listeners
-
-
-# --- virtual time ---------------------------------------------------------------------------------
-
-# Simulates a run in virtual time, for the commands simulate and replay.
-
-
-def simulate(
-    setup: Setup,
-    folder: RunFolder | None = None,
-    screen: Screen | None = None,
-    *,
-    costs: Costs | None = None,
-) -> SimulationResult:
-    """Simulate a run to its last batch, and write a complete run folder.
-
-    Args:
-        setup: the parts of the run; its fleet and its publisher are not used but modelled. Prompts
-            that raise PromptsExhausted end the run with the batches that it has.
-        folder: run folder for its files; None writes none.
-        screen: where the run is shown; None shows nothing.
-        costs: latencies of everything but the engines' steps; by default those of the settings.
-
-    Raises:
-        AprilschedError: if the run could not begin or continue.
-    """
-    measuring = Measuring(setup.config, summary_of(setup), usage=False)
-    listeners = measuring.listeners
-    events = None if folder is None else EventLog(folder.events, patient=True)
-    if folder is not None and events is not None:
-        folder.create(as_toml(setup.settings))
-        events.start()
-        listeners.append(events)
-    shown = None if screen is None else screen.shown(live_figures_of(setup, measuring.summary))
-    if shown is not None:
-        listeners += shown.listeners
-    simulation = _simulation(setup, costs, listeners)
-    in_flight = simulation.state.in_flight
-    with ExitStack() as stack:
-        if events is not None:
-            stack.callback(events.close)
-        if shown is not None:
-            shown.begin(in_flight.counters, in_flight.ledger, batches=0)
-            stack.enter_context(shown)
-        with suppress(PromptsExhausted), rare_collections():
-            simulation.run()
-    error = None if events is None else events.error
-    result = measuring.result(simulation, event_log_error=error)
-    if folder is not None:
-        folder.write_summary(result.summary)
-    return result
-
-
-def _simulation(setup: Setup, costs: Costs | None, listeners: list[AnyListener]) -> Simulation:
-    settings, sim = setup.settings, setup.settings.sim
-    return Simulation(
-        setup.config,
-        setup.prompts,
-        engines=sim.engines,
-        engine=SimConfig(
-            timing=setup.timing,
-            max_running=sim.max_running,
-            kv_tokens=sim.kv_tokens,
-            stream_interval=sim.stream_interval,
-            prefix_cache=sim.prefix_cache,
-            make_tokens=False,
-        ),
-        costs=costs
-        or Costs(
-            refit_seconds=sim.refit_seconds,
-            train_seconds=settings.train_seconds,
-            reward_seconds=sim.reward_seconds,
-        ),
-        batches=settings.batches,
-        update_every=settings.updates_every,
-        streamed=settings.streamed,
-        planner=setup.planner,
-        listeners=listeners,
     )

@@ -4,8 +4,8 @@ A row is a JSON object: one on each line, or in one array. Its prompt is under `
 ``prompt``, ``text`` or ``messages``, or under the key that the user names: token ids, text that
 went through the chat template, or messages, which the model's chat template renders with the
 row's ``tools`` and ``chat_template_kwargs``. ``key``, ``group_size`` and ``sampling`` (in the names
-that :func:`aprilsched.kernel.values.sampling.sampling_params` knows) are those of the prompt. Other columns, such
-as a label, become its metadata.
+that :func:`aprilsched.kernel.values.sampling.sampling_params` knows) are those of the prompt. Other
+columns, such as a label, become its metadata.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
-from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
+from aprilsched.cli.runs.texts import Texts
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.values.files import read_regular
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.types import Prompt
@@ -71,7 +69,7 @@ def read_prompts(
         ConfigError: if the file cannot be read, or if a row cannot be used; it names the row.
         MissingExtra: if a package that the tokenizer needs is not installed.
     """
-    texts = None if tokenizer is None else _Texts(tokenizer)
+    texts = None if tokenizer is None else Texts(tokenizer)
     prompts: list[Prompt] = []
     columns: dict[str, None] = {}
     for where, row in _rows(path):
@@ -86,9 +84,6 @@ def read_prompts(
     if columns:
         log.warning("%s: the run does not use the columns %s", path.name, _listed(columns))
     return prompts
-
-
-# --- rows ----------------------------------------------------------------------------------------
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -127,11 +122,8 @@ def _object(row: Any, where: str) -> tuple[str, dict[str, Any]]:
     return where, cast("dict[str, Any]", row)
 
 
-# --- prompts -------------------------------------------------------------------------------------
-
-
 def _prompt(
-    row: Mapping[str, Any], texts: _Texts | None, input_key: str | None, templated: bool
+    row: Mapping[str, Any], texts: Texts | None, input_key: str | None, templated: bool
 ) -> Prompt:
     content = _content_key(row, input_key)
     for column in _MEDIA:
@@ -170,7 +162,7 @@ def _content_key(row: Mapping[str, Any], input_key: str | None) -> str:
 
 
 def _input_ids(
-    name: str, row: Mapping[str, Any], texts: _Texts | None, templated: bool
+    name: str, row: Mapping[str, Any], texts: Texts | None, templated: bool
 ) -> tuple[Any, Sequence[str]]:
     """Return the token ids of the content under `name`, and the other columns that they need."""
     content = row[name]
@@ -234,58 +226,3 @@ def _key(key: Any) -> str | int | None:
     if key is None or (isinstance(key, str | int) and not isinstance(key, bool)):
         return key
     raise ConfigError("key is neither a string nor a whole number; give one of them.")
-
-
-# --- texts ---------------------------------------------------------------------------------------
-
-
-class _Texts:
-    """The tokenizer of a folder, as :mod:`aprilsched.kernel.values.sampling` needs one, and its chat template."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._inner = _loaded(folder)
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
-        return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def encode_prompt(self, text: str) -> Sequence[int]:
-        """Return the ids of a prompt, with one BOS also if a chat template wrote it already."""
-        plain, whole = self.encode(text, add_special_tokens=False), self.encode(text)
-        for before in range(1, len(whole) - len(plain) + 1):
-            added = whole[:before]
-            if plain[:before] == added and whole[before : before + len(plain)] == plain:
-                return plain
-        return whole
-
-    @cached_property
-    def _chat(self) -> ModelTokenizer:
-        return load_tokenizer(self._folder)
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        options: Mapping[str, Any],
-    ) -> Sequence[int]:
-        """Return the ids of a chat by the model's template, which writes BOS itself."""
-        text = self._chat.render(messages, tools, go_on=False, options=options)
-        return self._chat.encode(text, special=False)
-
-
-def _loaded(folder: Path) -> Any:
-    with extra("tokenizers"):
-        from tokenizers import Tokenizer
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        raise ConfigError(f"There is no {file}; name the folder with the model's tokenizer.json.")
-    try:
-        read: Any = Tokenizer  # The package has no type annotations.
-        found = read.from_file(str(file))
-    except Exception as error:
-        # The package raises Exception itself for any file that it cannot read.
-        raise ConfigError(f"{file} is no tokenizer: {error}.") from error
-    # These are settings of the file, and would cut a prompt or fill it up.
-    found.no_truncation()
-    found.no_padding()
-    return found

@@ -6,7 +6,6 @@ that the value is for (:class:`SchedulerConfig`, :class:`LongTailWorkload`, :cla
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +14,7 @@ import numpy as np
 
 from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
-from aprilsched.observe.exports.trackers import tracker_names
+from aprilsched.observe.exports.tracker_writers import tracker_names
 from aprilsched.observe.log.lengths_of_run import known_lengths, law_of
 from aprilsched.simulation.workload import Empirical, LengthLaw, LongTailWorkload
 
@@ -246,36 +245,3 @@ _LEAST: dict[str, float] = {
 
 def _values(settings: Any) -> dict[str, Any]:
     return {f.name: getattr(settings, f.name) for f in fields(settings)}
-
-
-# --- keys ----------------------------------------------------------------------------------------
-
-# Reads API keys from environment variables, because process lists show command lines.
-
-
-def key_from(variable: str | None, setting: str) -> str | None:
-    """The key in the environment variable of this name, without white space around it, which a
-    file that the variable was read from may end with; None without a name.
-
-    Args:
-        variable: the name that was given.
-        setting: the setting that it was given as, for the error.
-
-    Raises:
-        ConfigError: if the variable is not set or empty, or if no HTTP header can carry the key.
-    """
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        # What was given is not repeated: it may be the key itself, and errors end up in logs.
-        raise ConfigError(
-            f"The environment variable that {setting} names is not set; export the key in a "
-            "variable, and give the variable's name."
-        )
-    if not (key.isascii() and key.isprintable() and " " not in key):
-        raise ConfigError(
-            f"The key in the environment variable that {setting} names must be printable ASCII "
-            "without spaces; export the key alone."
-        )
-    return key

@@ -215,8 +215,8 @@ class ActorScheduler(RemoteScheduler):
         """Bring new weights into every engine.
 
         The publisher is sent to the actor and runs there, or here if it is a
-        :class:`~aprilsched.fronts.ray.FromTrainer`. If the actor dies in the update, that is repeated as a
-        whole.
+        :class:`~aprilsched.fronts.ray.FromTrainer`. If the actor dies in the update, that is
+        repeated as a whole.
         """
         # Ray may repeat the call after the scheduler has the version.
         number = self.version + 1 if version is None else version
@@ -268,8 +268,8 @@ class ActorScheduler(RemoteScheduler):
 
 class RolloutScheduler(BlockingRemote):
     """The scheduler of an actor for a trainer that is not asyncio code: the methods of
-    :class:`aprilsched.fronts.blocking.RolloutScheduler`, over an :class:`ActorScheduler`, which describes
-    the arguments.
+    :class:`aprilsched.fronts.blocking.RolloutScheduler`, over an :class:`ActorScheduler`, which
+    describes the arguments.
 
     Leaving the ``with`` block leaves the scheduler as it is, for the next trainer.
     """

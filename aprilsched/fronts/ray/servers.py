@@ -56,13 +56,14 @@ TAIL_BYTES = 1 << 14
 class SGLangServers:
     """A number of SGLang servers of one kind, each in a Ray actor with a placement group.
 
-    ``names`` has the names of the actors that :class:`~aprilsched.fronts.ray.RayFleet` asks for their
-    servers. The servers start when the ``with`` block is entered, which waits until all of them
-    have answered, and are killed at its end, or with this program.
+    ``names`` has the names of the actors that :class:`~aprilsched.fronts.ray.RayFleet` asks for
+    their servers. The servers start when the ``with`` block is entered, which waits until all of
+    them have answered, and are killed at its end, or with this program.
 
     An actor whose server ends dies with it, and Ray starts a dead actor again on any node that has
     room for it. The server has another address then, and the fleet follows it. A server that spans
-    several nodes needs actors of your own, which :class:`~aprilsched.fronts.ray.RayFleet` takes too.
+    several nodes needs actors of your own, which :class:`~aprilsched.fronts.ray.RayFleet` takes
+    too.
 
     Args:
         count: number of servers.

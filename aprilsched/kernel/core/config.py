@@ -18,15 +18,11 @@ from typing import Annotated, Literal, TypeAlias
 
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.policies.kinds import REFILLS, RefillRule, StopUnit
+from aprilsched.kernel.core.policies.objective import Objective
 from aprilsched.kernel.core.policies.placement import Placement
-from aprilsched.kernel.core.policies.refill import Refill, Wave
+from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.repack import Prices
-from aprilsched.kernel.core.policies.schedule import (
-    RATIO,
-    Objective,
-    Pace,
-    Schedule,
-)
+from aprilsched.kernel.core.policies.schedule import RATIO, Pace, Schedule
 from aprilsched.kernel.core.policies.staleness import Staleness
 from aprilsched.kernel.core.policies.stop import Groups, Samples, Stop
 from aprilsched.kernel.core.policies.straggler import (
@@ -36,6 +32,7 @@ from aprilsched.kernel.core.policies.straggler import (
     StragglerRule,
     rules_that,
 )
+from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, Bound, check_settings
 from aprilsched.kernel.values.checks import suggesting
 from aprilsched.kernel.values.companions import Companion

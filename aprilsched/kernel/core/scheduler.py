@@ -4,9 +4,9 @@ A handler notes what has happened in the state. Then each of the :data:`DECISION
 whole state, in a fixed order. Since every decision is made from the state and none from the event,
 nothing is forgotten when two things happen at the same time.
 
-:mod:`aprilsched.kernel.core.invariants` says what holds after every event: every launched rollout is
-delivered once, or in flight, or in the ledger; groups leave as a whole; ids, log-probabilities and
-versions of a rollout have one length; nothing is open on an engine that is not in use.
+:mod:`aprilsched.kernel.core.invariants` says what holds after every event: every launched rollout
+is delivered once, or in flight, or in the ledger; groups leave as a whole; ids, log-probabilities
+and versions of a rollout have one length; nothing is open on an engine that is not in use.
 """
 
 from __future__ import annotations
@@ -28,17 +28,22 @@ from aprilsched.kernel.core.steps import (
     drop,
     engines,
     follow,
+    health,
     launch,
     members,
     migration,
+    outage,
     placement,
     refit,
     replan,
     requests,
     rolling,
+    scoring,
+    sleep,
     steering,
     stragglers,
     turns,
+    wrong_versions,
 )
 from aprilsched.kernel.core.steps.resume import restore
 
@@ -86,8 +91,8 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     ev.UpdateRequested: refit.on_update_requested,
     ev.UpdateWithdrawn: refit.on_update_withdrawn,
     ev.PartsFollow: refit.on_parts_follow,
-    ev.SleepRequested: refit.on_sleep_requested,
-    ev.WakeRequested: refit.on_wake_requested,
+    ev.SleepRequested: sleep.on_sleep_requested,
+    ev.WakeRequested: sleep.on_wake_requested,
     ev.HoldChanged: engines.on_hold_changed,
     ev.GroupWithdrawn: _of(_group, drop.on_group_withdrawn),
     # The schedule and the prompts that new groups are made of.
@@ -106,25 +111,25 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     ev.EpisodeFinished: _of(_rollout, turns.on_episode_finished),
     ev.EpisodeFailed: _of(_rollout, members.on_episode_failed),
     ev.TeardownFailed: members.on_teardown_failed,
-    ev.Rewarded: _of(_rollout, turns.on_rewarded),
-    ev.GroupRewarded: _of(_group, turns.on_group_rewarded),
+    ev.Rewarded: _of(_rollout, scoring.on_rewarded),
+    ev.GroupRewarded: _of(_group, scoring.on_group_rewarded),
     ev.RewardFailed: _of(_group, members.on_reward_failed),
-    ev.Filtered: _of(_group, turns.on_filtered),
+    ev.Filtered: _of(_group, scoring.on_filtered),
     # Answers of engines to control calls.
     ev.Paused: engines.on_paused,
     ev.Flushed: engines.on_flushed,
     ev.Refitted: refit.on_refitted,
-    ev.Verified: follow.on_verified,
+    ev.Verified: wrong_versions.on_verified,
     ev.LoadSeen: migration.on_load_seen,
     ev.VersionSeen: follow.on_version_seen,
-    ev.Released: refit.on_released,
-    ev.Woken: refit.on_woken,
+    ev.Released: sleep.on_released,
+    ev.Woken: sleep.on_woken,
     ev.Continued: engines.on_continued,
     ev.ControlFailed: engines.on_control_failed,
     # The fleet and the clock.
     ev.EngineJoined: engines.on_engine_joined,
     ev.EngineLost: engines.on_engine_lost,
-    ev.Tick: engines.on_tick,
+    ev.Tick: health.on_tick,
 }
 
 DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
@@ -144,7 +149,7 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # After the update, because engines wake only when the update that brings their weights has
     # ended. Before `steering.steer`, because the goal of the engines follows from the phase of the
     # sleep.
-    refit.advance_sleep,
+    sleep.advance_sleep,
     # Before `launch.launch`, because an offer ends the batch in work: how many groups are launched
     # depends on the next batch from then on.
     batch.offer,
@@ -178,7 +183,7 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     refit.catch_up,
     # Anywhere after `refit.catch_up`: while no engine is in use every tick is followed by all
     # decisions, so what is abandoned here is seen a second later at the latest.
-    engines.attend,
+    outage.attend,
     # Before `refit.refit`, because memory that a refit needs is taken back first. Whether it comes
     # before or after `placement.place` does not matter: both follow the same goal, and requests
     # are sent only while the goal is to run (hazard 4).

@@ -17,9 +17,11 @@ from aprilsched.errors import (
     EngineRejected,
     EngineUnreachable,
 )
+from aprilsched.kernel.engines.address import ServerAddress
 from aprilsched.kernel.engines.base import FleetChange
-from aprilsched.kernel.engines.http import HttpLimits, ServerAddress
-from aprilsched.kernel.engines.server import Facts, HttpEngine
+from aprilsched.kernel.engines.control import Facts
+from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.kernel.engines.server import HttpEngine
 from aprilsched.kernel.engines.stream import version_number
 
 _log = logging.getLogger(__name__)
@@ -34,7 +36,8 @@ EngineT = TypeVar("EngineT", bound=HttpEngine[Any])
 
 
 class ServerSettings(TypedDict, total=False):
-    """How each server of a fleet is asked; see :class:`~aprilsched.kernel.engines.server.HttpEngine`."""
+    """How each server of a fleet is asked; see
+    :class:`~aprilsched.kernel.engines.server.HttpEngine`."""
 
     admin_key: str | None
     api_key: str | None

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.kernel.engines.http import Allowance, EventSplitter, quote, refusal
+from aprilsched.kernel.engines.failures import quote, refusal
+from aprilsched.kernel.engines.sse import Allowance, EventSplitter
 from aprilsched.kernel.values.companions import Companion, Rows, fitting
 from aprilsched.types import Media, VersionSpan
 

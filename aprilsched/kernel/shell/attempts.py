@@ -15,7 +15,7 @@ from aprilsched.errors import EngineBusy, EngineError, EngineRejected, EngineUnr
 from aprilsched.kernel.core.messages.commands import Abort, Send
 from aprilsched.kernel.core.messages.events import Event, Failed, Interrupted
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.kernel.shell.loop import ending, progress
+from aprilsched.kernel.shell.chunk_buffer import ending, progress
 from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey
 from aprilsched.types import ANSWER_BYTES
 

@@ -21,11 +21,13 @@ from typing import TypeAlias
 from aprilsched.errors import EngineError, InconsistentWeights
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.engines.base import Engine, SleepingEngine
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.refit import SleepingEngine
 from aprilsched.kernel.engines.self_check import check_tokens
-from aprilsched.kernel.shell.opening import shows_pause
-from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey, watched
-from aprilsched.kernel.weights.publisher import to_the_end
+from aprilsched.kernel.shell.sharing import shows_pause
+from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey
+from aprilsched.kernel.shell.watchdog import watched
+from aprilsched.kernel.weights.threads import to_the_end
 
 Work: TypeAlias = Callable[[], Awaitable[ev.Event]]
 """Makes a control call, and returns the event that reports its end."""

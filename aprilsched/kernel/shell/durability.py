@@ -26,10 +26,11 @@ from aprilsched.kernel.core.state.saved import Saved, Snapshot
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.batch import handed_over
 from aprilsched.kernel.core.steps.snapshot import take_changes, take_checkpoint, take_full
-from aprilsched.kernel.shell.tasks import Part, Shell, Waits
+from aprilsched.kernel.shell.tasks import Part, Shell
+from aprilsched.kernel.shell.waits import Waits
 from aprilsched.kernel.shell.work import Work
 from aprilsched.kernel.store.in_memory import Store
-from aprilsched.kernel.store.sqlite import read_checkpoint, write_checkpoint
+from aprilsched.kernel.store.sqlite_checkpoints import read_checkpoint, write_checkpoint
 from aprilsched.types import Receipt
 
 log = logging.getLogger("aprilsched")

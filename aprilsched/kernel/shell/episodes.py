@@ -27,7 +27,7 @@ from aprilsched.kernel.core.messages.events import (
     TurnWithdrawn,
 )
 from aprilsched.kernel.shell.prompts import check_media
-from aprilsched.kernel.shell.tasks import fail_future
+from aprilsched.kernel.shell.waits import fail_future
 from aprilsched.kernel.values.companions import Companion, CompanionRows
 from aprilsched.kernel.values.sampling import check_sampling
 from aprilsched.types import (

@@ -26,7 +26,8 @@ from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.attempts import Attempts
 from aprilsched.kernel.shell.controls import EngineControls
 from aprilsched.kernel.shell.refits import Refits
-from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey, watched
+from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey
+from aprilsched.kernel.shell.watchdog import watched
 
 log = logging.getLogger("aprilsched")
 

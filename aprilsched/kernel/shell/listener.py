@@ -23,7 +23,7 @@ class Listener(Protocol):
     """Is given the facts of a run (:mod:`aprilsched.kernel.core.messages.facts`).
 
     A listener is called between decisions, so it must return at once. Put a slow one into a
-    :class:`~aprilsched.observe.worker.QueuedListener`. A listener that raises is not called
+    :class:`~aprilsched.observe.queued.QueuedListener`. A listener that raises is not called
     again. If a listener has a true attribute ``wants_tokens``, facts have the tokens themselves.
     """
 
@@ -60,8 +60,6 @@ class ProtocolListener(Protocol):
 AnyListener: TypeAlias = Listener | ProtocolListener
 """A listener of facts, of events and commands, or of both."""
 
-
-# --- dispatching ---------------------------------------------------------------------------------
 
 # A base class for listeners that handle each kind of fact by a function of its own.
 

@@ -11,19 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from aprilsched.kernel.core.messages.commands import Command
-from aprilsched.kernel.core.messages.events import (
-    EngineInfo,
-    Event,
-    Finished,
-    Interrupted,
-    LoadSeen,
-    Progress,
-    Tick,
-    VersionSeen,
-)
+from aprilsched.kernel.core.messages.events import Event, LoadSeen, Tick, VersionSeen
 from aprilsched.kernel.core.messages.facts import by_delivery
 from aprilsched.kernel.core.scheduler import Scheduler
-from aprilsched.kernel.engines.base import Capabilities, Chunk
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.notify import Listeners
 
@@ -111,62 +101,3 @@ class EventLoop:
                 if listeners.watch_protocol:
                     listeners.command(command, now)
                 self.performers[command.__class__](command)
-
-
-# --- chunks --------------------------------------------------------------------------------------
-
-# Turns the chunks that an engine streams into events for the core; both shells use it.
-
-
-def joining(name: str, able: Capabilities, version: int | None) -> EngineInfo:
-    """What the core is told of an engine that joins. A simulation that told it something else than
-    a run had trials without the room that engines keep."""
-    return EngineInfo(
-        name=name,
-        version=version,
-        holds_stragglers=able.release_while_paused,
-        keeps_weights=able.keeps_released_weights,
-        kv_tokens=able.kv_tokens,
-        reserves=able.reserves,
-        max_running=able.max_running_requests,
-        stores_kv=able.kv_tier != "none",
-    )
-
-
-def progress(chunk: Chunk, request_id: int, attempt: int) -> Progress | None:
-    """The event with the chunk's tokens; None if the chunk has no tokens."""
-    if not len(chunk.token_ids):
-        return None
-    return Progress(
-        request_id=request_id,
-        attempt=attempt,
-        token_ids=chunk.token_ids,
-        logprobs=chunk.logprobs,
-        label=chunk.label,
-        rows=chunk.token_rows,
-        prompt_tokens=chunk.prompt_tokens,
-    )
-
-
-def ending(chunk: Chunk, request_id: int, attempt: int) -> Finished | Interrupted | None:
-    """The event that ends the attempt with this chunk; None if the attempt continues."""
-    if chunk.finish is None:
-        return None
-    if chunk.finish == "abort":
-        return Interrupted(
-            request_id=request_id,
-            attempt=attempt,
-            spans=chunk.spans,
-            rows=chunk.context_rows,
-            answer=chunk.answer,
-            busy="" if chunk.busy is None else str(chunk.busy),
-            retry_after_s=None if chunk.busy is None else chunk.busy.retry_after_s,
-        )
-    return Finished(
-        request_id=request_id,
-        attempt=attempt,
-        reason=chunk.finish,
-        spans=chunk.spans,
-        rows=chunk.context_rows,
-        answer=chunk.answer,
-    )

@@ -137,7 +137,7 @@ class Listeners:
             self._named.add(id(listener))
             log.warning(
                 "the listener %s has held the event loop up for %.1f s, in which nothing could "
-                "be read or sent; wrap it in aprilsched.observe.worker.QueuedListener.",
+                "be read or sent; wrap it in aprilsched.observe.queued.QueuedListener.",
                 _name(listener),
                 total,
             )

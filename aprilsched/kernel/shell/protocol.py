@@ -20,7 +20,7 @@ from typing import Self
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.shell.refits import RefitReport
 from aprilsched.kernel.weights.publisher import WeightPublisher
-from aprilsched.observe.figures.figures import AlignmentFigures
+from aprilsched.observe.figures.run_figures import AlignmentFigures
 from aprilsched.types import Batch, Prompt
 
 

@@ -18,7 +18,8 @@ from aprilsched.kernel.core.messages.events import ControlFailed, Refitted
 from aprilsched.kernel.core.messages.facts import AdapterRetired, RefitBegun
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.callbacks import Overdue, called, raised
-from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey, watched
+from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey
+from aprilsched.kernel.shell.watchdog import watched
 from aprilsched.kernel.weights.external import ExternalWeights, FollowedWeights, Handshake
 from aprilsched.kernel.weights.publisher import (
     AdapterPublisher,

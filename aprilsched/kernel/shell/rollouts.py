@@ -30,7 +30,7 @@ from aprilsched.kernel.shell.work import Work
 from aprilsched.kernel.store.in_memory import Store
 from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.observe.figures.alignment import alignment_of
-from aprilsched.observe.figures.figures import AlignmentFigures
+from aprilsched.observe.figures.run_figures import AlignmentFigures
 from aprilsched.planning import Planner
 from aprilsched.types import Batch, Prompt
 
@@ -362,8 +362,9 @@ class RolloutScheduler(AsyncScheduler):
     ) -> RefitReport:
         """Bring the trainer's new weights into every engine: pause, refit, verify, continue.
 
-        With an :class:`~aprilsched.kernel.weights.publisher.AdapterPublisher` nothing is paused: the new
-        adapter serves new requests, and requests that were sent before end under the old adapter.
+        With an :class:`~aprilsched.kernel.weights.publisher.AdapterPublisher` nothing is paused:
+        the new adapter serves new requests, and requests that were sent before end under the old
+        adapter.
 
         With ``refit="rolling"`` the call ends when the publisher has prepared the version, and the
         trainer may change its own weights then. Each engine takes the version, or a newer one, when

@@ -20,7 +20,8 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.engines.base import Engine, Fleet, RefitElsewhere
+from aprilsched.kernel.engines.base import Engine, Fleet
+from aprilsched.kernel.engines.refit import RefitElsewhere
 from aprilsched.kernel.shell.attempts import Attempts
 from aprilsched.kernel.shell.controls import EngineControls
 from aprilsched.kernel.shell.durability import Durability
@@ -28,24 +29,22 @@ from aprilsched.kernel.shell.handback import HandBack
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.live_bias import LiveBias
 from aprilsched.kernel.shell.loop import EventLoop
-from aprilsched.kernel.shell.membership import (
-    Claims,
-    Membership,
-    Readmission,
-    Watch,
-    ask_load,
-    ask_version,
+from aprilsched.kernel.shell.membership import Membership, Readmission
+from aprilsched.kernel.shell.opening import check_engines
+from aprilsched.kernel.shell.outages import (
     fleet_lost,
     report_busy,
     report_outage,
     report_slow,
     wants_update,
 )
-from aprilsched.kernel.shell.opening import Claim, check_engines, disclaim
 from aprilsched.kernel.shell.planning import Planning
 from aprilsched.kernel.shell.refits import Refits, moves_elsewhere
+from aprilsched.kernel.shell.sharing import Claim, disclaim
 from aprilsched.kernel.shell.step_times import StepTimes
-from aprilsched.kernel.shell.tasks import Shell, Tasks, Waits
+from aprilsched.kernel.shell.tasks import Shell, Tasks
+from aprilsched.kernel.shell.waits import Waits
+from aprilsched.kernel.shell.watches import Claims, Watch, ask_load, ask_version
 from aprilsched.kernel.shell.work import Work
 from aprilsched.kernel.store.in_memory import Store
 from aprilsched.planning import Planner

@@ -14,10 +14,10 @@ from contextlib import asynccontextmanager, suppress
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.steps.engines import stranded
-from aprilsched.kernel.engines.base import SleepingEngine
+from aprilsched.kernel.core.steps.outage import stranded
+from aprilsched.kernel.engines.refit import SleepingEngine
 from aprilsched.kernel.shell.callbacks import called, called_now
-from aprilsched.kernel.shell.membership import wants_update
+from aprilsched.kernel.shell.outages import wants_update
 from aprilsched.kernel.shell.refits import RefitReport
 from aprilsched.kernel.shell.session import Session
 from aprilsched.kernel.weights.external import ExternalWeights, Handshake

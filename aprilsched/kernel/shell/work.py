@@ -36,7 +36,7 @@ from aprilsched.kernel.shell.episodes import Episode, FollowsRun, Turn
 from aprilsched.kernel.shell.prompts import PromptSource
 from aprilsched.kernel.shell.tasks import Tasks
 from aprilsched.kernel.values.companions import of_prompt
-from aprilsched.kernel.weights.publisher import to_the_end
+from aprilsched.kernel.weights.threads import to_the_end
 from aprilsched.types import Prompt, RefusedPrompt, Score
 
 log = logging.getLogger("aprilsched")

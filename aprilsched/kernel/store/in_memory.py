@@ -9,7 +9,8 @@ from typing import Protocol
 
 from aprilsched.kernel.core.state.saved import Saved, Snapshot
 from aprilsched.kernel.store.file import migrate
-from aprilsched.kernel.store.sqlite import read_saved, save_snapshot
+from aprilsched.kernel.store.sqlite_reading import read_saved
+from aprilsched.kernel.store.sqlite_writing import save_snapshot
 
 
 class Store(Protocol):

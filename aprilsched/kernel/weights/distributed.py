@@ -31,27 +31,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
-from aprilsched.kernel.engines.base import Engine, RefitFromGroup, TensorMeta
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.refit import RefitFromGroup, TensorMeta
 from aprilsched.kernel.values.extras import extra
-from aprilsched.kernel.weights.process_group import (
-    DEVICES,
-    BrokenOff,
-    GroupEngine,
-    TrainerGroup,
-    address_towards,
-    each,
-    leave,
-    together,
-)
-from aprilsched.kernel.weights.publisher import (
-    Bucket,
-    ReadingPublisher,
-    Source,
-    Takers,
-    Weights,
-    in_thread,
-    to_the_end,
-)
+from aprilsched.kernel.weights.collective import BrokenOff, GroupEngine, each, leave, together
+from aprilsched.kernel.weights.process_group import DEVICES, TrainerGroup, address_towards
+from aprilsched.kernel.weights.tensor_buckets import Bucket, ReadingPublisher, Source, Weights
+from aprilsched.kernel.weights.threads import Takers, in_thread, to_the_end
 
 if TYPE_CHECKING:
     from torch import Tensor, device

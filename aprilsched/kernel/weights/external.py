@@ -19,8 +19,9 @@ from contextlib import suppress
 from typing import Protocol, cast
 
 from aprilsched.errors import ConfigError, EngineError, EngineRejected, RefitError
-from aprilsched.kernel.engines.base import Engine, RefitElsewhere
-from aprilsched.kernel.weights.publisher import call_each
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.refit import RefitElsewhere
+from aprilsched.kernel.weights.threads import call_each
 
 _OTHER_VERSION = 409
 """Status of an engine's answer that it has another version."""

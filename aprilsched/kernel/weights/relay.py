@@ -24,8 +24,9 @@ from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.weights.distributed import DistributedPublisher, Weights
-from aprilsched.kernel.weights.publisher import check_weights, in_thread
 from aprilsched.kernel.weights.tensor import TensorPublisher
+from aprilsched.kernel.weights.tensor_buckets import check_weights
+from aprilsched.kernel.weights.threads import in_thread
 
 if TYPE_CHECKING:
     from torch import Tensor, device

@@ -18,16 +18,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.engines.base import Engine, RefitFromTensors
-from aprilsched.kernel.weights.publisher import (
-    Bucket,
-    ReadingPublisher,
-    Source,
-    Takers,
-    Weights,
-    in_thread,
-    to_the_end,
-)
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.refit import RefitFromTensors
+from aprilsched.kernel.weights.tensor_buckets import Bucket, ReadingPublisher, Source, Weights
+from aprilsched.kernel.weights.threads import Takers, in_thread, to_the_end
 
 _FLATTENED = "flattened_bucket"
 

@@ -27,15 +27,11 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aprilsched.errors import ConfigError, ControlTimeout
-from aprilsched.kernel.engines.base import Engine, RefitByTransfer
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.refit import RefitByTransfer
 from aprilsched.kernel.weights.process_group import address_towards
-from aprilsched.kernel.weights.publisher import (
-    Takers,
-    call_each,
-    check_weights,
-    in_daemon,
-    in_thread,
-)
+from aprilsched.kernel.weights.tensor_buckets import check_weights
+from aprilsched.kernel.weights.threads import Takers, call_each, in_daemon, in_thread
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,10 +12,7 @@ from collections.abc import Iterable
 
 from aprilsched.kernel.core.messages.events import LogprobComparison, LogprobDifferences
 from aprilsched.kernel.core.messages.facts import LogprobsCompared
-from aprilsched.observe.figures.figures import (
-    AlignmentFigures,
-    DifferenceFigures,
-)
+from aprilsched.observe.figures.run_figures import AlignmentFigures, DifferenceFigures
 
 
 class AlignmentLedger:

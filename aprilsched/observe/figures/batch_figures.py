@@ -69,8 +69,6 @@ def _version(segment: tuple[int, int, int, str | None]) -> int:
     return segment[2]
 
 
-# --- batch figures -------------------------------------------------------------------------------
-
 Bound = Callable[[Sequence[int], Sequence[int]], float]
 """Prompt lengths and response lengths to T_bound of the whole fleet, in seconds."""
 

@@ -27,14 +27,12 @@ from aprilsched.kernel.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.kernel.core.lengths.observed import GroupLengths, pooled
 from aprilsched.kernel.core.messages.facts import DeliveredRollout, DroppedRollout
 from aprilsched.kernel.core.state.ledger import Ledger, Reason
-from aprilsched.observe.figures.figures import (
-    Ages,
+from aprilsched.observe.figures.figures import Ages, Figures, Measured
+from aprilsched.observe.figures.run_figures import (
     BiasFigures,
     CensoringFigures,
     DecileFigures,
-    Figures,
     LawFigures,
-    Measured,
     TransientFigures,
 )
 

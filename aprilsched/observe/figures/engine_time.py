@@ -12,7 +12,7 @@ proportion to the batch, so an engine that is half empty loses less than half of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -159,8 +159,6 @@ def add_seconds(
         seconds[_ENVIRONMENT] += each * elsewhere
         seconds[PART_INDEX[idle]] += each * (free - elsewhere)
 
-
-# --- engine time ---------------------------------------------------------------------------------
 
 # Sums up where the time of each engine goes, for the usage of engine time.
 #
@@ -489,18 +487,3 @@ class EngineTime:
             self._recording.stretch(
                 Stretch(engine.name, begin, end, state, idle, *counts, environment)
             )
-
-
-# --- sums ----------------------------------------------------------------------------------------
-
-
-def seconds_of(engines: Iterable[EngineUsage]) -> dict[Part, float]:
-    """The parts of these engines' time together."""
-    sums = [sum(column) for column in zip(*(engine.seconds for engine in engines), strict=True)]
-    return dict(zip(PARTS, sums or [0.0] * len(PARTS), strict=True))
-
-
-def utilization_of(seconds: Mapping[Part, float]) -> float:
-    """The busy share of this time, 0 to 1."""
-    wall = sum(seconds.values())
-    return sum(seconds[part] for part in BUSY) / wall if wall else 0.0

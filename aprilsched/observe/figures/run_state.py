@@ -5,8 +5,8 @@ result: which rollouts are in flight and how long they are, the counters, the le
 engine does and where its time has gone. The summary, the live view, the metrics, the trackers and
 the report read it here, and compute for themselves only what no other reader needs.
 
-A second :class:`~aprilsched.kernel.core.messages.facts.RunOpened` comes from a process that resumes the
-run. Everything that was in flight is then gone, except for the groups that are launched as
+A second :class:`~aprilsched.kernel.core.messages.facts.RunOpened` comes from a process that resumes
+the run. Everything that was in flight is then gone, except for the groups that are launched as
 restored afterwards. Tokens that were generated and lost stay counted.
 """
 
@@ -24,6 +24,7 @@ from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.kernel.shell.listener import TokenChunks
 from aprilsched.observe.figures.batch_figures import sampled_tokens
+from aprilsched.observe.figures.engine_sums import seconds_of
 from aprilsched.observe.figures.engine_time import (
     AttemptNow,
     Cause,
@@ -31,7 +32,6 @@ from aprilsched.observe.figures.engine_time import (
     EngineUsage,
     Part,
     Recording,
-    seconds_of,
 )
 from aprilsched.types import EpisodeWait
 

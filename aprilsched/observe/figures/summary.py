@@ -24,13 +24,12 @@ from aprilsched.kernel.shell.listener import DispatchingListener
 from aprilsched.observe.figures.alignment import AlignmentLedger
 from aprilsched.observe.figures.batch_figures import BatchMeter, Bound
 from aprilsched.observe.figures.bias_collector import BiasCollector
-from aprilsched.observe.figures.figures import (
-    Measured,
+from aprilsched.observe.figures.figures import Measured, steady_state
+from aprilsched.observe.figures.run_figures import (
     RolloutFigures,
     RunSummary,
     SecondsFigures,
     TokenFigures,
-    steady_state,
 )
 
 

@@ -1,10 +1,10 @@
 """Every figure of a run in progress, by its name.
 
 Prometheus and the trackers are given what is in this table, and the reference is made from it. It
-has the figures of batches and the counts of tokens from :mod:`~aprilsched.observe.figures.figures`, where
-summary.json, the live view and the report find them too, and adds those that only a run in progress
-has. A name is the same everywhere: what summary.json has as ``staleness_max``, a tracker has as
-``batch/staleness_max``, and Prometheus as ``aprilsched_batch_staleness_max_versions``.
+has the figures of batches and the counts of tokens from :mod:`~aprilsched.observe.figures.figures`,
+where summary.json, the live view and the report find them too, and adds those that only a run in
+progress has. A name is the same everywhere: what summary.json has as ``staleness_max``, a tracker
+has as ``batch/staleness_max``, and Prometheus as ``aprilsched_batch_staleness_max_versions``.
 
 Invariants, checked by a test: names and units follow the convention of Prometheus, and only what is
 in the table is exposed.
@@ -24,10 +24,10 @@ from aprilsched.observe.figures.figures import (
     Figure,
     ForecastFigures,
     Measured,
-    TokenFigures,
     figures_in,
 )
 from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.figures.run_figures import TokenFigures
 
 Labelled: TypeAlias = Mapping[tuple[str, ...], float]
 Value: TypeAlias = float | Labelled | None

@@ -15,13 +15,8 @@ from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.shell.listener import DispatchingListener, TokenChunks
-from aprilsched.observe.figures.engine_time import (
-    BUSY,
-    EngineState,
-    EngineUsage,
-    Part,
-    utilization_of,
-)
+from aprilsched.observe.figures.engine_sums import utilization_of
+from aprilsched.observe.figures.engine_time import BUSY, EngineState, EngineUsage, Part
 from aprilsched.observe.figures.figures import Figures
 from aprilsched.observe.figures.live_figures import LiveFigures
 

@@ -7,16 +7,13 @@ scheduler, can be read as long as the names in it are known.
 from __future__ import annotations
 
 import tomllib
-from bisect import bisect_right
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from aprilsched.errors import RunFolderError
 from aprilsched.kernel.core.messages.facts import (
@@ -31,7 +28,7 @@ from aprilsched.kernel.core.messages.facts import (
     UpdateFinished,
 )
 from aprilsched.kernel.values.files import read_text
-from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.rebuild import summary_of_run
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS
@@ -214,95 +211,3 @@ class History:
         since = self._paused.pop(engine, None)
         if since is not None:
             self._pauses.append(Pause(engine=engine, start=since, end=self._now))
-
-
-# --- over time ---------------------------------------------------------------------------------
-
-# Which responses were in flight when, and which version sampled them.
-
-Piece: TypeAlias = tuple[float, float, int]
-"""Start, end and policy version of a piece of a response."""
-Bar: TypeAlias = list[Piece]
-
-
-def window_end(run: Run, batches: int) -> float:
-    """Time at which the first `batches` batches were delivered."""
-    shown = run.deliveries[:batches]
-    return shown[-1].time if shown else run.end
-
-
-def in_flight(run: Run, end: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Times up to `end`, and the number of responses that were generated from each of them on."""
-    changes: dict[float, int] = {0.0: 0}
-    for attempt in run.attempts:
-        changes[attempt.start] = changes.get(attempt.start, 0) + 1
-        changes[attempt.end] = changes.get(attempt.end, 0) - 1
-    times = np.array(sorted(changes), dtype=np.float64)
-    counts = np.cumsum([changes[time] for time in times.tolist()]).astype(np.int64)
-    kept = times <= end
-    return np.append(times[kept], end), np.append(counts[kept], counts[kept][-1])
-
-
-def bars(run: Run, end: float, *, at_most: int, start: float = 0.0) -> list[Bar]:
-    """The rollouts that were on an engine between `start` and `end`, in the order of their launch,
-    evenly thinned to `at_most`."""
-    by_rollout: dict[int, list[Attempt]] = {}
-    for attempt in sorted(run.attempts, key=lambda attempt: (attempt.start, attempt.rollout_id)):
-        if attempt.start < end and attempt.end >= start:
-            by_rollout.setdefault(attempt.rollout_id, []).append(attempt)
-    rollouts = list(by_rollout.values())
-    count = min(at_most, len(rollouts))
-    chosen = [rollouts[i * len(rollouts) // count] for i in range(count)]
-    times = [update.time for update in run.updates]
-    versions = [run.updates[0].version - 1 if run.updates else 0]
-    versions += [update.version for update in run.updates]
-    return [
-        [piece for attempt in attempts for piece in _pieces(attempt, times, versions, start, end)]
-        for attempts in chosen
-    ]
-
-
-def lengths_of(deliveries: Sequence[Delivery]) -> NDArray[np.int64]:
-    """Lengths of all responses in these batches."""
-    return np.array([r.tokens for d in deliveries for r in d.rollouts], dtype=np.int64)
-
-
-def tokens_by_age(run: Run) -> NDArray[np.int64]:
-    """Delivered tokens by batch and age in versions, int64 [batches, oldest + 1]. Tokens of the
-    environment have no version and are left out."""
-    ages = [
-        (place, max(0, delivery.version - version), end - start)
-        for place, delivery in enumerate(run.deliveries)
-        for rollout in delivery.rollouts
-        for start, end, version, _ in rollout.segments
-        if version >= 0
-    ]
-    counts = np.zeros((len(run.deliveries), 1 + max((a for _, a, _ in ages), default=0)), np.int64)
-    for place, age, tokens in ages:
-        counts[place, age] += tokens
-    return counts
-
-
-def tokens_by_class(run: Run, classes: int) -> NDArray[np.int64]:
-    """The same by that many classes of age; the last one has all older tokens."""
-    counts = tokens_by_age(run)
-    found = np.zeros((len(counts), classes), np.int64)
-    kept = min(classes, counts.shape[1])
-    found[:, :kept] = counts[:, :kept]
-    found[:, -1] += counts[:, classes:].sum(axis=1)
-    return found
-
-
-def _pieces(
-    attempt: Attempt, times: Sequence[float], versions: Sequence[int], start: float, end: float
-) -> list[Piece]:
-    """Divide an attempt at the times of new versions, because each version samples what follows
-    it."""
-    begin, stop = max(start, attempt.start), min(attempt.end, end)
-    first, last = bisect_right(times, begin), bisect_right(times, stop)
-    cuts = [begin, *times[first:last], stop]
-    return [
-        (cuts[i], cuts[i + 1], versions[first + i])
-        for i in range(len(cuts) - 1)
-        if cuts[i + 1] > cuts[i]
-    ]

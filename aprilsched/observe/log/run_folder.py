@@ -22,8 +22,8 @@ import msgspec
 from aprilsched.errors import RunFolderError
 from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.values.files import PRIVATE_FOLDER, SHARED, written_whole
-from aprilsched.observe.figures.figures import RunSummary
-from aprilsched.observe.log.reading import read_tail
+from aprilsched.observe.figures.run_figures import RunSummary
+from aprilsched.observe.log.tail import read_tail
 
 CONFIG = "config.toml"
 EVENTS = "events.jsonl"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from aprilsched.errors import RunFolderError
 from aprilsched.kernel.values.files import open_regular
-from aprilsched.observe.log.reading import Versioned, refuse_newer
+from aprilsched.observe.log.line_format import Versioned, refuse_newer
 from aprilsched.observe.log.run_folder import SAMPLES
 from aprilsched.observe.sampling.sample_log import (
     SAMPLES_VERSION,
@@ -55,7 +55,7 @@ class EngineSamples:
 class DeviceSamples:
     """The samples of one GPU; each array is float64 [samples]. The figures are NVML's, under "nvml"
     in :data:`~aprilsched.observe.sampling.sample_log.FIELDS`. Wherever `utilization` is shown,
-    it needs the label :data:`~aprilsched.observe.sampling.sample_log.NVML_UTILIZATION`."""
+    it needs the label :data:`~aprilsched.observe.sampling.labels.NVML_UTILIZATION`."""
 
     name: str
     uuid: str

@@ -31,14 +31,9 @@ from aprilsched.kernel.core.messages.facts import (
 )
 from aprilsched.kernel.shell.listener import TokenChunks
 from aprilsched.kernel.values.files import cut_off
-from aprilsched.observe.log.reading import (
-    FORMAT_VERSION,
-    LogBegun,
-    LogResumed,
-    Tail,
-    read_tail,
-)
-from aprilsched.observe.worker import FileWriter
+from aprilsched.observe.file_writer import FileWriter
+from aprilsched.observe.log.line_format import FORMAT_VERSION, LogBegun, LogResumed
+from aprilsched.observe.log.tail import Tail, read_tail
 
 _FLUSH_SECONDS = 1.0
 _LOOK_SECONDS = 0.25

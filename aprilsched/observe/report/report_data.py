@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.observe.figures.engine_time import Part
-from aprilsched.observe.figures.figures import Direction, RunSummary, Unit
+from aprilsched.observe.figures.figures import Direction, Unit
+from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.log.run import Run
 from aprilsched.observe.log.usage import RunUsage
 

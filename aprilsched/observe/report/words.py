@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
-from aprilsched.observe.figures.figures import RunSummary
+from aprilsched.observe.figures.run_figures import RunSummary
 
 _MINUTE, _HOUR = 60, 3600
 

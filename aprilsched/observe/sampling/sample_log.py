@@ -12,7 +12,8 @@ from typing import TypeAlias
 import msgspec
 
 from aprilsched.kernel.values.files import cut_off, open_regular
-from aprilsched.observe.worker import FileWriter
+from aprilsched.observe.file_writer import FileWriter
+from aprilsched.observe.sampling.labels import NVML_UTILIZATION, STEP_SHARE
 
 _PENDING_BYTES = 1 << 22
 _CLOSE_SECONDS = 5.0
@@ -73,22 +74,6 @@ class SampleLog:
         cut_off(self._path, size)
         return size
 
-
-# --- labels --------------------------------------------------------------------------------------
-
-# What the sampled figures mean: the sentences that are shown with them everywhere.
-
-NVML_UTILIZATION = (
-    "NVML's GPU utilization is the share of its sample period in which at least one kernel ran: "
-    "one straggler alone shows about 100 %. It does not say how full the GPU was."
-)
-STEP_SHARE = (
-    "The step share is the part of the time in which the engine computed steps, by its own "
-    "counters: one straggler alone shows about 100 %. It does not say how full the steps were."
-)
-
-
-# --- sample lines --------------------------------------------------------------------------------
 
 # The lines of samples.jsonl, and the meaning of their fields, which the first line contains.
 #

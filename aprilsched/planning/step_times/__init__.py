@@ -10,15 +10,11 @@ from aprilsched.planning.step_times.calibration import (
     Fit,
     Residuals,
     fit,
-    load_model,
-    model_toml,
     predicted_seconds,
     residuals_of,
-    save_model,
 )
-from aprilsched.planning.step_times.model import (
-    StepTimeModel,
-)
+from aprilsched.planning.step_times.model import StepTimeModel
+from aprilsched.planning.step_times.model_file import load_model, model_toml, save_model
 from aprilsched.planning.step_times.online import Observation, OnlineFit
 from aprilsched.planning.step_times.server_log import LogLine, Windows, read_log, windows_of
 

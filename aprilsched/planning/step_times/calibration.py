@@ -1,24 +1,20 @@
-"""Fits a :class:`~aprilsched.planning.step_times.model.StepTimeModel` to windows of steps, with errors.
+"""Fits a :class:`~aprilsched.planning.step_times.model.StepTimeModel` to windows of steps, with
+errors.
 
 Terms beyond the linear ones are chosen by cross-validation, the fewest first.
 """
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import compress
-from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.values.bounds import check_settings
-from aprilsched.kernel.values.files import read_text
+from aprilsched.planning.step_times.least_squares import robust
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
-from aprilsched.planning.step_times.online import robust
 from aprilsched.planning.step_times.server_log import Floats, Windows
 
 BLOCK = 10
@@ -143,7 +139,8 @@ _WIDE = (64, 128, 192, 256, 320, 384)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """The part of a :class:`~aprilsched.planning.step_times.model.StepTimeModel` that is not a coefficient.
+    """The part of a :class:`~aprilsched.planning.step_times.model.StepTimeModel` that is not a
+    coefficient.
 
     Attributes:
         fill: `fill` of the model.
@@ -298,56 +295,3 @@ def _buckets(values: Floats, error: Floats, edges: Sequence[int]) -> tuple[Bucke
                 )
             )
     return tuple(found)
-
-
-# --- model file ----------------------------------------------------------------------------------
-
-# Reads and writes a step-time model as TOML: a table ``timing`` with the model's fields.
-#
-# Invariant: a model that was written is read back equal, to the last bit.
-
-
-def model_toml(model: StepTimeModel, comments: tuple[str, ...] = ()) -> str:
-    """The text of the file; each of the `comments` is a line at its beginning."""
-    lines = [f"# {comment}" for comment in comments]
-    values = [f"{field.name} = {getattr(model, field.name)!r}" for field in fields(model)]
-    return "\n".join([*lines, "[timing]", *values]) + "\n"
-
-
-def save_model(model: StepTimeModel, path: Path, comments: tuple[str, ...] = ()) -> None:
-    """Write the text of :func:`model_toml`.
-
-    Raises:
-        ConfigError: if the file cannot be written.
-    """
-    try:
-        path.write_text(model_toml(model, comments), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}).") from None
-
-
-def load_model(path: Path) -> StepTimeModel:
-    """Read the model in a file, which may leave out the fields beyond the linear ones.
-
-    Raises:
-        ConfigError: if the file cannot be read, or its fields or values are not those of a model.
-    """
-    try:
-        content: dict[str, object] = tomllib.loads(read_text(path))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); name a model.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}.") from None
-    table = content.get("timing")
-    if not isinstance(table, dict):
-        raise ConfigError(f"{path} has no table [timing]; write a model with calibrate --out.")
-    given = cast(dict[str, Any], table)
-    known = [field.name for field in fields(StepTimeModel)]
-    if unknown := [name for name in given if name not in known]:
-        raise ConfigError(f"{path} has {unknown[0]!r}, which is not a field of a model; remove it.")
-    needed = [field.name for field in fields(StepTimeModel) if field.default is MISSING]
-    if missing := [name for name in needed if name not in given]:
-        raise ConfigError(f"{path} has no {missing[0]}; add it.")
-    model = StepTimeModel(**given)
-    check_settings(model, f"{path}: ")
-    return model

@@ -30,7 +30,8 @@ from typing import TypeAlias
 
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest, PauseMode
 from aprilsched.simulation.engine.cache import KvPool, PrefixCache
-from aprilsched.simulation.engine.sequence import MEDIA_TOKENS, Ending, Output, Sequence, expand
+from aprilsched.simulation.engine.output import Ending, Output
+from aprilsched.simulation.engine.sequence import MEDIA_TOKENS, Sequence, expand
 from aprilsched.simulation.engine.settings import Counters, SimConfig
 from aprilsched.simulation.engine.toy_model import weights_key_of_version
 

@@ -12,24 +12,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.kernel.values.companions import TOP, Rows
-from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.simulation.engine.toy_model import (
-    ContextState,
-    adapted_key,
-    sampling_key,
-    toy_masks,
-    toy_rows,
-    toy_top,
-)
-from aprilsched.types import Answer, Float32Array, Int32Array, SamplingParams, VersionSpan
+from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.simulation.engine.toy_model import ContextState
+from aprilsched.types import Float32Array, Int32Array, VersionSpan
 
 
 def version_spans(
@@ -68,7 +57,8 @@ def expand(request: GenerationRequest, vocab_size: int) -> Int32Array:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """The mutable state of one request; :class:`~aprilsched.simulation.engine.batcher.Batcher` owns it.
+    """The mutable state of one request; :class:`~aprilsched.simulation.engine.batcher.Batcher` owns
+    it.
 
     `stops` are the token ids that end the response, after at least `min_new` tokens. `adapter` is
     the weights key of its adapter, 0 without one. `seed` is the result of `sampling_key`.
@@ -157,213 +147,3 @@ class Sequence:
         """Drop the unsent tokens, as an abort in the waiting queue does."""
         self.unsent = []
         self.out = self.made = self.sent
-
-
-# --- companions ----------------------------------------------------------------------------------
-
-
-def token_rows(
-    sequence: Sequence, ids: Int32Array, logprobs: Float32Array
-) -> dict[str, Rows] | None:
-    """The rows of new tokens for each companion of tokens; None where none is asked for."""
-    if not sequence.request.companions:
-        return None
-    wanted = [each for each, _ in sequence.request.companions if each.per == "token"]
-    return {
-        each.name: toy_top(each, ids, logprobs) if each.name == TOP else toy_masks(each, ids)
-        for each in wanted
-    } or None
-
-
-def context_rows(sequence: Sequence) -> dict[str, Rows] | None:
-    """The rows of what was forwarded, from the first missing position on; None where no companion
-    of the context is asked for. Like SGLang, it gives those of the latest pass over each
-    position."""
-    if not sequence.request.companions:
-        return None
-    ends = np.array([end for end, _ in sequence.passes], dtype=np.int64)
-    keys = np.array([key for _, key in sequence.passes], dtype=np.uint64)
-    known = min(int(ends[-1]) if len(ends) else 0, sequence.prompt + sequence.sent - 1)
-    found: dict[str, Rows] = {}
-    for companion, start in sequence.request.companions:
-        if companion.per == "context" and known > start:
-            positions = np.arange(start, known)
-            passed = keys[np.searchsorted(ends, positions, side="right")]
-            found[companion.name] = toy_rows(companion, positions, passed)
-    return found or None
-
-
-def _answer(sequence: Sequence) -> Answer | None:
-    """What a request keeps: the number of its tokens, and what it has asked for itself."""
-    sampling = sequence.request.sampling
-    if not sampling.keep:
-        return None
-    entries = {"prompt_tokens": sequence.prompt, "request": sampling.request}
-    return Answer.of(entries, sampling.keep)
-
-
-# --- output --------------------------------------------------------------------------------------
-
-# The output of a simulated engine: samples tokens from the toy model and builds the chunks.
-#
-# Tokens are sampled lazily, when somebody will see them (at a tick, an ending or a pause, or in the
-# search for stop tokens), for all requests concerned at once. This is correct because the weights
-# cannot change before the tokens are sampled.
-
-Ending: TypeAlias = Literal["stop", "length", "abort"]
-# Zeros of any length as slices of a view on one element: pure timing allocates nothing.
-_NO_IDS: Int32Array = np.broadcast_to(np.zeros(1, dtype=np.int32), 1 << 40)
-_NO_LOGPROBS: Float32Array = np.broadcast_to(np.zeros(1, dtype=np.float32), 1 << 40)
-
-_Block: TypeAlias = tuple[Int32Array, Float32Array]
-
-
-class Output:
-    """Holds the chunks that are not taken yet, and the model that samples their tokens."""
-
-    def __init__(self, config: SimConfig) -> None:
-        self._model = config.model(config.vocab_size) if config.make_tokens else None
-        self._tier = config.tier
-        self._eos = frozenset(() if config.eos_token_id is None else (config.eos_token_id,))
-        self._chunks: list[tuple[str, Chunk]] = []
-
-    def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """The token ids that end a response with these sampling parameters."""
-        if self._model is None:
-            return frozenset()
-        stops = frozenset(sampling.stop_token_ids)
-        return stops if sampling.ignore_eos else stops | self._eos
-
-    def seed(self, request: GenerationRequest) -> int:
-        """The seed on which the request's tokens depend; 0 where no tokens are made."""
-        return 0 if self._model is None else sampling_key(request.sampling, request.request_id)
-
-    def prefill(self, sequence: Sequence, take: int, key: int) -> None:
-        """Compute the KV of the next `take` context tokens under the weights `key`."""
-        start, end = sequence.cached, sequence.cached + take
-        key = adapted_key(key, sequence.adapter)
-        if self._model is not None:
-            ids = sequence.context_ids()
-            last = end == len(ids)
-            state = sequence.state
-            fresh = ids[start : end - 1 if last else end]
-            if self._tier is None or start:
-                state.hash = self._model.absorb(state.hash, fresh, key)
-            else:
-                under = f"{sequence.request.cache_key} {sequence.adapter}"
-                state.hash = self._tier.absorb(self._model, fresh, key, found_under=under)
-            if last:
-                state.last, state.length = int(ids[-1]), len(ids)
-            sequence.forward(end - 1 if last else end, key)
-        sequence.cached = end
-        sequence.computed = max(sequence.computed, end)
-
-    def make(self, sequences: Iterable[Sequence], steps: int, key: int) -> None:
-        """Sample the tokens that running requests have decoded up to the step counter `steps`."""
-        due = [s for s in sequences if steps - s.joined > s.made]
-        if due:
-            counts = [steps - s.joined - s.made for s in due]
-            blocks = self._sample(due, [s.state for s in due], counts, key)
-            for sequence, (ids, logprobs) in zip(due, blocks, strict=True):
-                sequence.add(ids, logprobs)
-                if sequence.request.companions:
-                    weights = adapted_key(key, sequence.adapter)
-                    sequence.forward(sequence.prompt + sequence.made - 1, weights)
-
-    def predict(self, sequences: Iterable[Sequence], horizon: int, key: int) -> list[Sequence]:
-        """Find the step of each request's last token; sets ``finish_at`` and ``stopped``.
-
-        Returns the requests whose end is known: all without stop tokens, and those with stop
-        tokens that end by the step `horizon`.
-        """
-        known: list[Sequence] = []
-        searched: list[Sequence] = []
-        for sequence in sequences:
-            sequence.stopped = False
-            sequence.finish_at = sequence.joined + sequence.limit
-            if not sequence.stops or sequence.finish_at <= sequence.joined + sequence.made:
-                known.append(sequence)
-            else:
-                searched.append(sequence)
-        if searched:
-            known += self._look_ahead(searched, horizon, key)
-        return known
-
-    def _look_ahead(self, searched: list[Sequence], horizon: int, key: int) -> list[Sequence]:
-        counts = [min(s.finish_at, horizon) - s.joined - s.made for s in searched]
-        copies = [replace(s.state) for s in searched]
-        sampled = self._sample(searched, copies, counts, key)
-        known: list[Sequence] = []
-        for sequence, (ids, _) in zip(searched, sampled, strict=True):
-            first = max(sequence.min_new - sequence.made - 1, 0)
-            hits = np.flatnonzero(np.isin(ids[first:], list(sequence.stops)))
-            if hits.size:
-                sequence.stopped = True
-                sequence.finish_at = sequence.joined + sequence.made + first + int(hits[0]) + 1
-            if hits.size or sequence.finish_at <= horizon:
-                known.append(sequence)
-        return known
-
-    def stream(self, sequences: Iterable[Sequence], version: int) -> None:
-        """Put a chunk for each request that has unsent tokens."""
-        for sequence in sequences:
-            if sequence.unsent:
-                ids, logprobs = sequence.take_unsent()
-                rows = token_rows(sequence, ids, logprobs)
-                self._put(
-                    sequence,
-                    Chunk(
-                        token_ids=ids,
-                        logprobs=logprobs,
-                        label=version,
-                        token_rows=rows,
-                        prompt_tokens=sequence.prompt if sequence.request.media else None,
-                    ),
-                )
-
-    def end(self, sequence: Sequence, ending: Ending, version: int) -> None:
-        """Put the last chunk of a request; its spans cover everything that was sent."""
-        ids, logprobs = sequence.take_unsent()
-        spans = version_spans(sequence.changes, version, sequence.sent)
-        chunk = Chunk(
-            token_ids=ids,
-            logprobs=logprobs,
-            finish=ending,
-            spans=spans,
-            cached_tokens=0,
-            token_rows=token_rows(sequence, ids, logprobs),
-            context_rows=context_rows(sequence),
-            prompt_tokens=sequence.prompt if sequence.request.media else None,
-            answer=_answer(sequence),
-        )
-        self._put(sequence, chunk)
-
-    def take(self) -> list[tuple[str, Chunk]]:
-        """Return all chunks since the last call, in order, with their request ids."""
-        chunks, self._chunks = self._chunks, []
-        return chunks
-
-    def _put(self, sequence: Sequence, chunk: Chunk) -> None:
-        self._chunks.append((sequence.request.request_id, chunk))
-
-    def _sample(
-        self,
-        sequences: SequenceOf[Sequence],
-        states: SequenceOf[ContextState],
-        counts: SequenceOf[int],
-        key: int,
-    ) -> list[_Block]:
-        """Sample after `states`, one for each of `sequences`; those of one adapter together."""
-        if self._model is None:
-            return [(_NO_IDS[:n], _NO_LOGPROBS[:n]) for n in counts]
-        rows: dict[int, list[int]] = {}
-        for row, sequence in enumerate(sequences):
-            rows.setdefault(sequence.adapter, []).append(row)
-        if len(rows) == 1:
-            return self._model.sample(states, counts, adapted_key(key, next(iter(rows))))
-        blocks: dict[int, _Block] = {}
-        for adapter, own in rows.items():
-            weights = adapted_key(key, adapter)
-            picked = [states[row] for row in own], [counts[row] for row in own]
-            blocks.update(zip(own, self._model.sample(*picked, weights), strict=True))
-        return [blocks[row] for row in range(len(states))]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from aprilsched.errors import (
@@ -29,27 +29,16 @@ from aprilsched.errors import (
     EngineRestarted,
     InconsistentWeights,
 )
-from aprilsched.kernel.engines.base import (
-    Capabilities,
-    Chunk,
-    Engine,
-    EngineLoad,
-    GenerationRequest,
-    PauseMode,
-)
+from aprilsched.kernel.engines.base import Capabilities, Chunk, GenerationRequest, PauseMode
+from aprilsched.kernel.engines.load import EngineLoad
 from aprilsched.kernel.engines.stream import empty_chunk
-from aprilsched.kernel.weights.publisher import Takers
-from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.clock import Pacer
 from aprilsched.simulation.engine.settings import Counters, SimConfig
-from aprilsched.simulation.engine.toy_model import weights_key_of_version
 
 TAGS = ("kv_cache", "weights", "cuda_graph")
 """The parts of the memory that can be released."""
 
-
-# --- engine --------------------------------------------------------------------------------------
 
 PAUSE_SECONDS = 2e-3
 """Duration of a pause beyond the step in progress; on SGLang both together take 2 to 22 ms."""
@@ -497,7 +486,7 @@ def load_of(batcher: Batcher, now: float, scale: float) -> EngineLoad:
     )
 
 
-_MOST_ENGINES = 2**16
+MOST_ENGINES = 2**16
 """Largest fleet; all its engines are in this process."""
 _READ_BYTES = 1 << 24
 
@@ -523,145 +512,3 @@ async def weights_key_of_files(path: Path) -> int | None:
 
 def _weight_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.safetensors"))
-
-
-# --- the fleet ------------------------------------------------------------------------------------
-
-# A fleet of simulated engines, and publishers of weights and adapters for it, without files.
-
-
-class SimFleet:
-    """Engines "sim-0", "sim-1", … that need no GPU and no server.
-
-    Args:
-        engines: number of engines.
-        time_scale: loop seconds for each modelled second (1.0 under a virtual clock).
-        refit_seconds, pause_seconds: as in :class:`~aprilsched.simulation.engine.sim_engine.SimEngine`.
-
-    The other arguments are those of :class:`~aprilsched.simulation.engine.settings.SimConfig`.
-
-    Raises:
-        ConfigError: if a number is out of its range.
-    """
-
-    def __init__(
-        self,
-        engines: int = 1,
-        *,
-        timing: StepTimeModel = H200_QWEN3_4B,
-        max_running: int = 512,
-        kv_tokens: int = 1_000_000,
-        stream_interval: int = 64,
-        time_scale: float = 1.0,
-        vocab_size: int = 32_000,
-        eos_token_id: int | None = None,
-        refit_seconds: float = 0.0,
-        pause_seconds: float = PAUSE_SECONDS,
-        stream_at_pause: bool = True,
-        prefix_cache: bool = False,
-    ) -> None:
-        if not 1 <= engines <= _MOST_ENGINES:
-            raise ConfigError(f"engines is {engines}; a fleet has 1 to {_MOST_ENGINES:,}.")
-        config = SimConfig(
-            timing=timing,
-            max_running=max_running,
-            kv_tokens=kv_tokens,
-            stream_interval=stream_interval,
-            vocab_size=vocab_size,
-            eos_token_id=eos_token_id,
-            stream_at_pause=stream_at_pause,
-            prefix_cache=prefix_cache,
-        )
-        self.config = config
-        self._engines = tuple(
-            SimEngine(
-                f"sim-{index}",
-                config,
-                time_scale=time_scale,
-                refit_seconds=refit_seconds,
-                pause_seconds=pause_seconds,
-            )
-            for index in range(engines)
-        )
-
-    @property
-    def engines(self) -> Sequence[SimEngine]:
-        return self._engines
-
-    async def open(self) -> None:
-        """Open every engine; this cannot fail."""
-        for engine in self._engines:
-            await engine.open()
-
-    async def close(self) -> None:
-        """Close every engine; see :meth:`~aprilsched.simulation.engine.sim_engine.SimEngine.close`."""
-        for engine in self._engines:
-            await engine.close()
-
-
-# --- publisher -----------------------------------------------------------------------------------
-
-
-class _KeyPublisher:
-    """Publishes weights keys to simulated engines; every version has its own.
-
-    Args:
-        weights_key: maps a version to its weights key.
-    """
-
-    def __init__(self, weights_key: Callable[[int], int] = weights_key_of_version) -> None:
-        self._weights_key = weights_key
-
-    def holds(self, version: int) -> bool:
-        """Any version can be published again, because its key follows from its number."""
-        return True
-
-    async def prepare(self, version: int) -> None:
-        """Do nothing: simulated weights need no preparation."""
-
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        """Bring `version` to all `engines` in parallel; one that is not simulated is refused."""
-        takers: Takers[SimEngine] = Takers(engines, SimEngine, "take simulated weights")
-        key = self._weights_key(version)
-        await takers.each(lambda engine: self._give(engine, version, key))
-        return takers.outcomes
-
-    async def _give(self, engine: SimEngine, version: int, key: int) -> None:
-        raise NotImplementedError
-
-
-class SimPublisher(_KeyPublisher):
-    """Publishes weights to simulated engines; every version has its own weights key.
-
-    Args:
-        weights_key: maps a version to its weights key. ``lambda version: 0`` publishes the same
-            weights again and again, so that greedy tokens do not depend on when refits happened.
-            (The engines start with the key of version 0: publish once before comparing.)
-    """
-
-    loads_whole = True
-
-    async def _give(self, engine: SimEngine, version: int, key: int) -> None:
-        await engine.refit(version, key, complete=True)
-
-
-class SimAdapterPublisher(_KeyPublisher):
-    """Publishes adapters to simulated engines, while they generate; every version has its own.
-
-    Args:
-        weights_key: maps a version to the adapter's weights key.
-    """
-
-    def adapter_name(self, version: int) -> str:
-        """The name of the adapter of `version` on the engines."""
-        return f"policy-v{version}"
-
-    async def retire(self, version: int, engine: Engine) -> None:
-        """Unload the adapter of `version`, with which no request samples any more."""
-        if isinstance(engine, SimEngine):
-            await engine.unload_adapter(self.adapter_name(version))
-
-    async def _give(self, engine: SimEngine, version: int, key: int) -> None:
-        await engine.add_adapter(self.adapter_name(version), key)

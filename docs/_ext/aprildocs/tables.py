@@ -14,14 +14,14 @@ from typing import Any, get_args, get_type_hints
 from msgspec import Struct
 
 from aprildocs.documented import cell, field_texts, type_text
-from aprilsched.cli.runs.config_file import POLICIES
+from aprilsched.cli.runs.settings_tables import POLICIES
 from aprilsched.config import SchedulerConfig
 from aprilsched.kernel.core.messages.events import LogprobComparison, LogprobDifferences
 from aprilsched.kernel.core.messages.facts import DeliveredRollout, DroppedRollout, RestoredLengths
-from aprilsched.observe.figures import figures
+from aprilsched.observe.figures import figures, run_figures
 from aprilsched.observe.figures.engine_time import BUSY, PARTS
 from aprilsched.observe.figures.table import FIGURES
-from aprilsched.observe.log.reading import KINDS
+from aprilsched.observe.log.line_format import KINDS
 from aprilsched.observe.sampling.sample_log import FIELDS as SAMPLED
 from aprilsched.types import SamplingParams
 
@@ -100,7 +100,7 @@ def _default(field: Field[Any]) -> str:
 
 def summary_figures() -> str:
     """summary.json, one table for each object in it."""
-    return "\n\n".join(_figures(figures.RunSummary, "", set()))
+    return "\n\n".join(_figures(run_figures.RunSummary, "", set()))
 
 
 def _figures(kind: type[Any], path: str, seen: set[type[Any]]) -> list[str]:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from aprilsched.kernel.engines.base import RefitGroup, TensorMeta
-from aprilsched.kernel.weights.publisher import iter_buckets
+from aprilsched.kernel.engines.refit import RefitGroup, TensorMeta
+from aprilsched.kernel.weights.tensor_buckets import iter_buckets
 
 __all__ = ["ReferencePublisher"]
 

@@ -23,15 +23,7 @@ from tests.support.faults.kinds import (
     Restart,
     failed_update,
 )
-from tests.support.faults.routes import (
-    ABORT,
-    ALL,
-    CONTROL,
-    GENERATE,
-    INFO,
-    STEERING,
-    UPDATES,
-)
+from tests.support.faults.routes import ABORT, ALL, CONTROL, GENERATE, INFO, STEERING, UPDATES
 from tests.support.faults.server import FaultyServer
 from tests.support.faults.triggers import Fired
 

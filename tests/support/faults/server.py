@@ -19,7 +19,7 @@ from aiohttp.typedefs import Handler
 from aprilsched.errors import EngineError
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import SimServer
-from aprilsched.testing.app import STREAM_FILTER
+from aprilsched.testing.generate import STREAM_FILTER
 from aprilsched.testing.server import reset
 from tests.support.faults.kinds import Broken, EngineWide, Fault, Hang, Items, Met, Restart, wait
 from tests.support.faults.triggers import Faults

@@ -1,7 +1,7 @@
 """Commands: what the shell is to do. It reports back with events.
 
-Some facts are commands too (:class:`~aprilsched.kernel.core.messages.facts.Order`): the shell acts on what
-has become true, and needs to know no more than the listeners do.
+Some facts are commands too (:class:`~aprilsched.kernel.core.messages.facts.Order`): the shell acts
+on what has become true, and needs to know no more than the listeners do.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ mode. A fact on which the shell acts is a command too
 order in which they come true, so that no listener has to work out again what the core knew.
 
 A fact has counts and names only. Tokens, log-probabilities and prompt keys are added where a
-listener asks for them (:attr:`~aprilsched.kernel.core.state.state.SchedulerState.tells_tokens`). What the
-core ignores (an answer to an attempt that is closed, a reward for a group that was dropped) is no
-fact. A fact has no time of its own: listeners get it with the time of its event.
+listener asks for them (:attr:`~aprilsched.kernel.core.state.state.SchedulerState.tells_tokens`).
+What the core ignores (an answer to an attempt that is closed, a reward for a group that was
+dropped) is no fact. A fact has no time of its own: listeners get it with the time of its event.
 
 The names of the facts and of their fields are the format of events.jsonl.
 """
@@ -466,9 +466,9 @@ class EngineLost(Order, frozen=True):
 
 
 class EngineModeChanged(Fact, frozen=True):
-    """The engine's control mode (:class:`~aprilsched.kernel.core.state.engine_control.Mode`) went from
-    `start` to `finish`. `pause` is the kind of a pause that begins. `tags` is the memory that is
-    being released or taken back."""
+    """The engine's control mode (:class:`~aprilsched.kernel.core.state.engine_control.Mode`) went
+    from `start` to `finish`. `pause` is the kind of a pause that begins. `tags` is the memory that
+    is being released or taken back."""
 
     engine: str
     start: str

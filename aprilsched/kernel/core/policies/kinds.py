@@ -10,8 +10,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
-from aprilsched.kernel.core.policies.refill import LengthBuckets, Pool, Refill, TailBatching, Wave
+from aprilsched.kernel.core.policies.length_buckets import LengthBuckets
+from aprilsched.kernel.core.policies.pool import Pool
+from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.stop import Groups, Samples, Stop, Tokens
+from aprilsched.kernel.core.policies.tail_batching import TailBatching
+from aprilsched.kernel.core.policies.wave import Wave
 
 RefillRule: TypeAlias = Literal["wave", "pool", "buckets", "tail"]
 

@@ -5,8 +5,8 @@ goal the fleet has, and :meth:`FleetControl.reconcile` gives the next call for e
 not reached it. So a pause is always followed by a continue, whatever was raised or cancelled in
 between: as soon as the goal is to run, that is the next call of every paused engine. Memory is
 released only on a paused and flushed engine, and an engine continues only with all its memory.
-Weights are loaded by :mod:`aprilsched.kernel.core.steps.refit`, which asks :meth:`FleetControl.refittable`
-first.
+Weights are loaded by :mod:`aprilsched.kernel.core.steps.refit`, which asks
+:meth:`FleetControl.refittable` first.
 
 The order around a refit neither kills a server nor leaves stale keys (hazard 3): pause, flush until
 that is done, load with the cache untouched, continue.

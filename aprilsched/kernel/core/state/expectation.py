@@ -2,12 +2,12 @@
 
 The law of lengths is estimated from the run so far, with unfinished responses as censored ones. A
 group's finished members are evidence for the others, and so is what is remembered of earlier epochs
-of its prompt (:mod:`aprilsched.kernel.core.lengths.observed`). On the scale of log lengths, let a share w
-of the variance s be common to a group, and let k finished siblings have a mean log length that is d
-above the law's. Then the expected log length of a member is w * k / (w * k + 1 - w) * d above the
-law's, which is the posterior mean of a normal random effect. If earlier epochs say that it is m
-above the law's, with variance v, it is (m / v + k * d / ((1 - w) s)) / (1 / v + k / ((1 - w) s))
-above it. The law is stretched by the exponential of that.
+of its prompt (:mod:`aprilsched.kernel.core.lengths.observed`). On the scale of log lengths, let a
+share w of the variance s be common to a group, and let k finished siblings have a mean log length
+that is d above the law's. Then the expected log length of a member is w * k / (w * k + 1 - w) * d
+above the law's, which is the posterior mean of a normal random effect. If earlier epochs say that
+it is m above the law's, with variance v, it is (m / v + k * d / ((1 - w) s)) / (1 / v + k / ((1 -
+w) s)) above it. The law is stretched by the exponential of that.
 
 :meth:`Expectations.rest` gives the expected number of steps to the end of each of some groups,
 whether they have tokens or not. Whatever orders groups by length uses it, for example
@@ -25,13 +25,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.laws import KaplanMeier, Levels, LogLaw, rest_of_groups
-from aprilsched.kernel.core.lengths.observed import (
-    DEFAULT_WINDOW,
-    LengthMemory,
-    ObservedLengths,
-    Remembered,
-)
+from aprilsched.kernel.core.lengths.laws import KaplanMeier
+from aprilsched.kernel.core.lengths.log_law import Levels, LogLaw, rest_of_groups
+from aprilsched.kernel.core.lengths.memory import LengthMemory, Remembered
+from aprilsched.kernel.core.lengths.observed import DEFAULT_WINDOW, ObservedLengths
 from aprilsched.kernel.core.state.records import (
     GENERATING,
     GroupRecord,

@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from aprilsched.kernel.core.lengths.observed import GroupLengths, Remembered
+from aprilsched.kernel.core.lengths.memory import Remembered
+from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.state.ledger import Entry
 from aprilsched.kernel.core.state.records import DeliveredBatch, GroupRecord, RolloutRecord
 from aprilsched.kernel.core.state.saved import TokenPage

@@ -21,14 +21,7 @@ from aprilsched.kernel.core.lengths.observed import GroupLengths, padded
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.token_log import Path, TokenLog
 from aprilsched.kernel.values.companions import CompanionLog
-from aprilsched.types import (
-    FinishReason,
-    Int32Array,
-    Media,
-    Prompt,
-    SamplingParams,
-    Score,
-)
+from aprilsched.types import FinishReason, Int32Array, Media, Prompt, SamplingParams, Score
 
 
 class State(StrEnum):

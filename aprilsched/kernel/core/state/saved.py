@@ -16,7 +16,8 @@ from typing import Any, TypeAlias
 import msgspec
 import numpy as np
 
-from aprilsched.kernel.core.lengths.observed import GroupLengths, Remembered
+from aprilsched.kernel.core.lengths.memory import Remembered
+from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.state.ledger import Counters, Entry
 from aprilsched.kernel.values.companions import Rows

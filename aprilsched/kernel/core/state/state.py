@@ -1,7 +1,7 @@
 """Everything that a scheduler knows, in records with names.
 
-The steps (:mod:`aprilsched.kernel.core.steps`) are functions on :class:`SchedulerState`. Each record below
-belongs to one subject, and only the few steps that deal with the subject change it.
+The steps (:mod:`aprilsched.kernel.core.steps`) are functions on :class:`SchedulerState`. Each
+record below belongs to one subject, and only the few steps that deal with the subject change it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,18 @@ from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.placement import Place, Placement, place_of
 from aprilsched.kernel.core.policies.schedule import Schedule, first_schedule
 from aprilsched.kernel.core.policies.straggler import CachedKV
+from aprilsched.kernel.core.state.admission import Admission
+from aprilsched.kernel.core.state.caller_functions import CallerTimes
 from aprilsched.kernel.core.state.delivery import Delivery
+from aprilsched.kernel.core.state.durations import TrainerTimes
 from aprilsched.kernel.core.state.engine_control import CUDA_GRAPH, WEIGHTS, FleetControl, Mode
-from aprilsched.kernel.core.state.engine_health import (
-    Admission,
-    CallerTimes,
-    FleetHealth,
-    TrainerTimes,
-)
+from aprilsched.kernel.core.state.engine_health import FleetHealth
 from aprilsched.kernel.core.state.engine_index import EngineIndex
 from aprilsched.kernel.core.state.expectation import Expectations
 from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.ledger import Outcome
 from aprilsched.kernel.core.state.queues import MustDeliver
-from aprilsched.kernel.core.state.records import (
-    GroupRecord,
-    RequestRecord,
-    group_lengths,
-)
+from aprilsched.kernel.core.state.records import GroupRecord, RequestRecord, group_lengths
 from aprilsched.kernel.core.state.weights import PolicyVersionTracker, Weights
 from aprilsched.types import NO_VERSION, Prompt, RefusedPrompt
 

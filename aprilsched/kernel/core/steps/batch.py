@@ -1,10 +1,10 @@
 """Decides when a batch is full, when its parts are offered, and when it is delivered.
 
 A batch is *full* when enough is generated. A part of it is *offered* when that is scored and
-accepted, one part at a time (:func:`~aprilsched.kernel.core.policies.parts.next_part`). A whole batch is
-offered as one part. Between a full batch and its offer, the engines continue with the groups that
-are open beyond it (:func:`awaits_scores`). The batch is *delivered* when the trainer has taken its
-last part.
+accepted, one part at a time (:func:`~aprilsched.kernel.core.policies.parts.next_part`). A whole
+batch is offered as one part. Between a full batch and its offer, the engines continue with the
+groups that are open beyond it (:func:`awaits_scores`). The batch is *delivered* when the trainer
+has taken its last part.
 
 Between an offer and its delivery the trainer may give up its wait, a store may be slow, and a new
 version may come. For a new version the offer is withdrawn, and its groups, which have not left

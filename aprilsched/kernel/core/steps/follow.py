@@ -15,17 +15,11 @@ else makes counts as no silence of the engine, for as long as an update may take
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.state.engine_control import EngineControl, Mode
-from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.kernel.core.state.records import RequestRecord
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.state.weights import Update, UpdateKind
-from aprilsched.kernel.core.steps.drop import drop
-from aprilsched.kernel.core.steps.engines import demote, promote
-from aprilsched.kernel.core.steps.launch import launch_again
+from aprilsched.kernel.core.steps.engines import promote
 from aprilsched.kernel.core.steps.refit import begin
 
 
@@ -72,126 +66,3 @@ def _join_in(state: SchedulerState, control: EngineControl) -> None:
     full = state.weights.adapter is None and not control.inconsistent
     if free and full and state.weights.update is None and state.fleet.sleep is None:
         promote(state, control.name)
-
-
-# --- verify --------------------------------------------------------------------------------------
-
-# Finds engines that do not have the version that they should have, and puts them on standby.
-#
-# A server that is restarted comes back with the weights that it was first started with. Somebody
-# else may also load weights without the scheduler. Four things show a wrong version:
-#
-# - the engine's answer when it is asked: before the first request after a time without requests,
-#   and after a connection to it broke;
-# - another process that answers then, which the shell reports as a failed call;
-# - the label on the tokens that the engine streams;
-# - the spans at the end of a response.
-#
-# Where ``follow_weights`` is set, the fleet follows a newer version
-# (:mod:`aprilsched.kernel.core.steps.follow`). Otherwise the engine is on standby until it is brought to
-# the fleet's version, and its requests continue elsewhere with the tokens known so far. The tokens
-# in question get the version that the engine reports. An evaluation is of one version, so its
-# group with such tokens is dropped, and the prompt is generated again.
-
-
-def on_verified(state: SchedulerState, event: ev.Verified) -> None:
-    control = state.fleet.control.confirm(event.engine, Mode.VERIFYING, Mode.RUNNING)
-    if control is None:
-        return
-    update = state.weights.update
-    awaited = update is not None and update.external and event.version == update.version
-    if event.version == _expected(state, control) or awaited:
-        control.broken_connection, control.version_seen_at = "", state.now
-        if control.suspect:
-            # It has just generated tokens, so the requests that failed on it were at fault.
-            control.suspect, control.consecutive_failures = False, 0
-        return
-    has = "inconsistent weights" if event.version is None else f"version {event.version}"
-    cause = f"it says that it has {has} {_wanted(state, event.engine)}"
-    _stand_by_or_follow(state, event.engine, event.version, cause)
-
-
-def _stand_by_or_follow(
-    state: SchedulerState, engine: str, version: int | None, cause: str
-) -> bool:
-    """Put the engine on standby, unless the fleet follows it; returns whether it does."""
-    followed = follow(state, engine, version)
-    if not followed:
-        _stand_by(state, engine, version, cause)
-    return followed
-
-
-def foreign_version(
-    state: SchedulerState, request: RequestRecord, versions: Iterable[int]
-) -> int | None:
-    """The first of the `versions` that the attempt cannot have been sampled under; None if there is
-    none."""
-    oldest, newest = _possible(state, request)
-    for version in versions:
-        if not oldest <= version <= newest:
-            return version
-    return None
-
-
-def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
-    """Follow an engine that sampled under a `version` that it should not have, or put it on
-    standby.
-
-    The attempt of `request` is still open, or was closed in this event.
-    """
-    engine, group = request.engine, request.rollout.group
-    cause = f"it has sampled under version {version} {_wanted(state, engine)}"
-    if _stand_by_or_follow(state, engine, version, cause):
-        return  # An evaluation is generated again when the fleet has the version.
-    # This comes after the engine is out of use, so that nothing is called back from it.
-    if group.evaluation_id is not None and group.dropped is None:
-        cause = f"{engine} had version {version}, which is not that of the evaluation"
-        drop(state, group, Reason.OTHER_VERSION, cause)
-        launch_again(state, group)
-
-
-def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
-    """The oldest and the newest version that an engine may have reported since the attempt was
-    sent."""
-    if request.adapter is not None:
-        # A label is the version of the full model, which stays the same under its adapters.
-        return state.weights.base, state.weights.base
-    update, newest = state.weights.update, state.weights.versions.trainer
-    if state.rolling and (update is None or update.kind is UpdateKind.ROLLING):
-        # An engine is refitted only when it has no requests.
-        return request.sent_version, request.sent_version
-    # An update that waits, for an evaluation to end for example, has loaded nothing yet. Somebody
-    # else may have loaded weights under the same number.
-    loads = update is not None and (update.external or request.engine in update.refitting)
-    if update is not None and loads and update.kind is not UpdateKind.ADAPTER:
-        newest = max(newest, update.version)
-    return request.sent_version, newest
-
-
-def _expected(state: SchedulerState, control: EngineControl) -> int:
-    """The version of the full model that the engine should have."""
-    if not state.rolling:
-        return state.weights.base
-    return state.weights.versions.engines.get(control.name, state.weights.base)
-
-
-def _wanted(state: SchedulerState, engine: str) -> str:
-    control = state.fleet.control.of(engine)
-    expected = state.weights.base if control is None else _expected(state, control)
-    return (
-        f"where the fleet has {expected}, so it was restarted, or somebody else has changed its "
-        "weights"
-    )
-
-
-def _stand_by(state: SchedulerState, engine: str, version: int | None, cause: str) -> None:
-    control = state.fleet.control.engines.get(engine)
-    refitting = state.weights.update is not None and engine in state.weights.update.refitting
-    # An engine that is being refitted reports its version at the end of the refit.
-    if control is None or refitting:
-        return
-    control.inconsistent = version is None
-    if version is not None:
-        # The fleet's adapters do not belong to this model.
-        control.base = version
-    demote(state, engine, cause)

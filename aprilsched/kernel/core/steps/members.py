@@ -17,12 +17,8 @@ from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GENERATING, GroupRecord, RolloutRecord, State
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.drop import drop
-from aprilsched.kernel.core.steps.turns import (
-    ask_for_reward,
-    ask_for_rewards,
-    filter_or_accept,
-    start_episode,
-)
+from aprilsched.kernel.core.steps.scoring import ask_for_reward, ask_for_rewards, filter_or_accept
+from aprilsched.kernel.core.steps.turns import start_episode
 
 
 def lose_member(state: SchedulerState, rollout: RolloutRecord, reason: Reason, cause: str) -> None:

@@ -10,10 +10,10 @@ have room too, because a pool that would be full a moment later is no better.
 It is not worth it where prefilling the context takes longer than decoding what is expected to
 come, and where every pool is full: then nothing moves. Rolling refits move requests on their own.
 
-How full a pool is, its engine says (:class:`~aprilsched.kernel.core.messages.events.LoadSeen`), as far as
-it reports its load: what siblings share is in the pool once, and other clients may use it too. What
-has come and gone since is counted by the contexts of open requests, and so is everything on engines
-that do not report it. Where requests wait, as many move as wait there, and none comes.
+How full a pool is, its engine says (:class:`~aprilsched.kernel.core.messages.events.LoadSeen`), as
+far as it reports its load: what siblings share is in the pool once, and other clients may use it
+too. What has come and gone since is counted by the contexts of open requests, and so is everything
+on engines that do not report it. Where requests wait, as many move as wait there, and none comes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sends waiting requests to engines.
 
-:func:`~aprilsched.kernel.core.policies.placement.choose_engine` chooses the engine of a request among
-those that are running, verified and not full.
+:func:`~aprilsched.kernel.core.policies.placement.choose_engine` chooses the engine of a request
+among those that are running, verified and not full.
 """
 
 from __future__ import annotations

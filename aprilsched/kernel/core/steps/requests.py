@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.state.engine_health import Admission
+from aprilsched.kernel.core.state.admission import Admission
 from aprilsched.kernel.core.state.ledger import BUSY, Reason
 from aprilsched.kernel.core.state.records import Refusal, RequestRecord, State
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.drop import count_failure, drop
 from aprilsched.kernel.core.steps.engines import lose
-from aprilsched.kernel.core.steps.follow import disown, follow, foreign_version
+from aprilsched.kernel.core.steps.follow import follow
 from aprilsched.kernel.core.steps.members import lose_member
 from aprilsched.kernel.core.steps.migration import note_crowding
 from aprilsched.kernel.core.steps.turns import end_turn, refuse_turn, take_back
+from aprilsched.kernel.core.steps.wrong_versions import disown, foreign_version
 
 _MOST_FAILURES = 3
 """Failed attempts in a row, without one that went well, after which an engine is lost."""

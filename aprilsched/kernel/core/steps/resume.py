@@ -50,16 +50,12 @@ from aprilsched.kernel.core.state.saved import (
 )
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.state.token_log import TokenLog, clipped
+from aprilsched.kernel.core.steps.episode_replay import leave_one
 from aprilsched.kernel.core.steps.replan import fitting
+from aprilsched.kernel.core.steps.scoring import ask_for_reward, ask_for_rewards, filter_or_accept
 from aprilsched.kernel.core.steps.stragglers import release_all
 from aprilsched.kernel.core.steps.target import retarget
-from aprilsched.kernel.core.steps.turns import (
-    ask_for_reward,
-    ask_for_rewards,
-    filter_or_accept,
-    leave_one,
-    start_episode,
-)
+from aprilsched.kernel.core.steps.turns import start_episode
 from aprilsched.kernel.values.companions import CompanionLog
 from aprilsched.types import Int32Array
 

@@ -4,9 +4,9 @@ A rollout has one version: that of its first token. It is *booked* for that vers
 with tokens is sent only to an engine that has it. A rollout without tokens is sent to an engine of
 the trainer's version. So an engine of an older version gets nothing new. It becomes free when its
 last response has ended, or when its requests are moved to other engines of its version
-(:mod:`aprilsched.kernel.core.policies.repack`). They are aborted before any pause and come back with their
-tokens. Then :func:`aprilsched.kernel.core.steps.refit.catch_up` brings the engine to the newest version,
-whichever that is by then. The other engines run on meanwhile.
+(:mod:`aprilsched.kernel.core.policies.repack`). They are aborted before any pause and come back
+with their tokens. Then :func:`aprilsched.kernel.core.steps.refit.catch_up` brings the engine to the
+newest version, whichever that is by then. The other engines run on meanwhile.
 
 An engine of an old version stays as long as rollouts of that version may need it: those that wait
 to be sent, and episodes between two turns. If the last engine of a version is lost all the same,
@@ -24,9 +24,9 @@ from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.batch import training_runs
 from aprilsched.kernel.core.steps.drop import abort
 from aprilsched.kernel.core.steps.engines import demote
+from aprilsched.kernel.core.steps.episode_replay import truncate
 from aprilsched.kernel.core.steps.members import lose_member
 from aprilsched.kernel.core.steps.refit import all_stop
-from aprilsched.kernel.core.steps.turns import truncate
 
 
 def roll(state: SchedulerState) -> None:
@@ -38,9 +38,6 @@ def roll(state: SchedulerState) -> None:
         _leave_to_the_fleet(state)
     elif state.weights.versions.mixed:
         _free(state)
-
-
-# --- rollouts that no engine can continue --------------------------------------------------------
 
 
 def _begin_again(state: SchedulerState) -> None:
@@ -67,9 +64,6 @@ def _restart(state: SchedulerState, request: RequestRecord) -> None:
     truncate(state, rollout, 0, Reason.VERSION_LOST)
     rollout.log.exact, rollout.log.stale_keys = True, False
     queue.add(request)
-
-
-# --- engines -------------------------------------------------------------------------------------
 
 
 def _leave_to_the_fleet(state: SchedulerState) -> None:

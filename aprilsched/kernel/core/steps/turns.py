@@ -7,27 +7,31 @@ dropped and counted as soon as the episode continues.
 
 from __future__ import annotations
 
-import numpy as np
-
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.state.assembly import group_of, rollout_of
-from aprilsched.kernel.core.state.engine_health import Durations
+from aprilsched.kernel.core.state.durations import Durations
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import (
     GENERATING,
-    GroupRecord,
     Move,
     RequestRecord,
     RolloutRecord,
     State,
 )
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.core.state.token_log import clipped
 from aprilsched.kernel.core.steps.branches import forget, settle, take_branch
-from aprilsched.kernel.core.steps.drop import abort, count_rejection, discard, drop
-from aprilsched.types import NO_VERSION, FinishReason, Int32Array, Score
+from aprilsched.kernel.core.steps.drop import abort, drop
+from aprilsched.kernel.core.steps.episode_replay import (
+    context_of,
+    forget_rest,
+    keep_rest,
+    known_turn,
+    leave_one,
+    truncate_to_answered,
+)
+from aprilsched.kernel.core.steps.scoring import finish
+from aprilsched.types import FinishReason
 
 
 def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
@@ -37,9 +41,9 @@ def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
     begun: tuple[int, int] | None = None
     if rollout.replay is not None:
         turns = [(begin, branch) for begin, _, _, branch in rollout.answered]
-        known = [do.context_mark(_context(rollout, *turn)) for turn in turns]
+        known = [do.context_mark(context_of(rollout, *turn)) for turn in turns]
         if rollout.replay.partial is not None:
-            context = _context(rollout, rollout.replay.partial, rollout.branch)
+            context = context_of(rollout, rollout.replay.partial, rollout.branch)
             begun = do.context_mark(context)
     state.commands.append(
         do.StartEpisode(
@@ -109,7 +113,7 @@ def on_turn_requested(
 ) -> None:
     _drop_undecided(state, rollout)
     rollout.refused = False
-    turn, begin = _known_turn(state, rollout, event)
+    turn, begin = known_turn(state, rollout, event)
     before = rollout.log.size
     if turn is not None:
         _tell_begun(state, rollout, before)
@@ -291,199 +295,3 @@ def _resolve(
             companions=rollout.log.companion_rows(prompt=len(rollout.prompt_ids), end=end),
         )
     )
-
-
-# --- scoring -------------------------------------------------------------------------------------
-
-# Takes rollouts from generated to accepted: rewards, and the user's accept function.
-
-
-def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -> None:
-    """Finish a rollout that is generated to its end; `score` is its episode's, if it has one."""
-    group = rollout.group
-    state.in_flight.finish(rollout)
-    state.tell(facts.RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
-    if group.complete and group.evaluation_id is None:
-        state.note_lengths(group)
-    if group.complete:
-        group.complete_at = state.now
-    scope = state.caller.reward_scope
-    if score is not None:
-        # Before the reward function is asked: it may need what the episode tells.
-        rollout.attach(score)
-    if scope == "none" or rollout.reward is not None:
-        _score(state, rollout)
-    elif scope == "rollout":
-        ask_for_reward(state, rollout)
-    if scope == "group" and group.complete and not group.scored:
-        ask_for_rewards(state, group)
-
-
-def ask_for_reward(state: SchedulerState, rollout: RolloutRecord) -> None:
-    """Ask the reward function about one rollout."""
-    group = rollout.group
-    state.tell(facts.RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
-    state.commands.append(do.ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
-
-
-def ask_for_rewards(state: SchedulerState, group: GroupRecord) -> None:
-    """Ask the reward function about a whole group."""
-    state.tell(facts.RewardRequested(group_id=group.group_id))
-    state.commands.append(do.ScoreGroup(group=group_of(group)))
-
-
-def on_rewarded(state: SchedulerState, rollout: RolloutRecord, event: ev.Rewarded) -> None:
-    rollout.attach(event.score)
-    _score(state, rollout)
-
-
-def on_group_rewarded(state: SchedulerState, group: GroupRecord, event: ev.GroupRewarded) -> None:
-    for rollout, score in zip(group.members, event.scores, strict=True):
-        if rollout.state is State.SCORING:
-            rollout.attach(score)
-            _score(state, rollout)
-
-
-def on_filtered(state: SchedulerState, group: GroupRecord, event: ev.Filtered) -> None:
-    state.calls.verdicts.append((group.tokens, event.accepted))
-    if event.accepted:
-        _accept(state, group)
-    else:
-        _note_scored(state, group)
-        drop(state, group, Reason.REJECTED, "refused by accept")
-        count_rejection(state)
-
-
-def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
-    rollout.move(Move.SCORE)
-    state.in_flight.journal.finish(rollout)
-    state.tell(
-        facts.RolloutScored(
-            rollout_id=rollout.rollout_id,
-            group_id=rollout.group.group_id,
-            reward=rollout.reward,
-            reward_parts=rollout.reward_parts,
-            info=rollout.info,
-        )
-    )
-    if rollout.group.scored:
-        filter_or_accept(state, rollout.group)
-
-
-def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
-    """Ask the user's accept function about a group that is scored, or accept it if there is
-    none."""
-    # An evaluation returns every response, so the accept function is not asked.
-    if state.caller.accepts and group.evaluation_id is None:
-        state.tell(facts.VerdictRequested(group_id=group.group_id))
-        state.commands.append(do.Filter(group=group_of(group)))
-    else:
-        _accept(state, group)
-
-
-def _note_scored(state: SchedulerState, group: GroupRecord) -> None:
-    """Note how long it took until a group was accepted or refused."""
-    if group.complete_at is not None and group.evaluation_id is None:
-        state.calls.rewards.add(state.now - group.complete_at)
-
-
-def _accept(state: SchedulerState, group: GroupRecord) -> None:
-    _note_scored(state, group)
-    if not group.accepted:
-        group.accepted = True
-        state.in_flight.ready.accept(group)
-    state.tell(facts.GroupAccepted(group_id=group.group_id))
-    state.in_flight.journal.change_group(group)
-    state.prompts.consecutive_failures = state.prompts.consecutive_rejections = 0
-
-
-# --- episode replay ------------------------------------------------------------------------------
-
-# Replays the known turns of episodes after a restart.
-#
-# A coroutine cannot be saved, so after a restart an episode runs again from the start. As long as
-# it asks for the same turns with the same contexts, it is given the saved answers without
-# generating, as durable workflows replay their history. An unfinished turn continues from its
-# tokens. If the episode asks for something else, the tokens from there on are discarded and
-# counted. An episode with branches may ask for its known turns in any order, because programs come
-# back as they like; those that it has not asked for are discarded at its end.
-
-
-def _known_turn(
-    state: SchedulerState, rollout: RolloutRecord, event: ev.TurnRequested
-) -> tuple[int | None, int | None]:
-    """What is known of the turn that the episode asks for: its place among the answered ones, or
-    where the output begins of one that was not finished; None and None if nothing is."""
-    replay = rollout.replay
-    if replay is None:
-        return None, None
-    open_turns = [turn for turn in range(replay.known) if turn not in replay.asked]
-    for turn in open_turns if event.branch else open_turns[:1]:
-        begin, _, _, branch = rollout.answered[turn]
-        if np.array_equal(event.input_ids, _context(rollout, begin, branch)):
-            replay.asked.append(turn)
-            return turn, None
-    begin = replay.partial
-    due = begin is not None and (event.branch or not open_turns)
-    context = _context(rollout, begin or 0, rollout.branch)
-    if due and np.array_equal(event.input_ids, context):
-        replay.partial = None
-        rollout.replay = replay if open_turns else None
-        return None, begin
-    if not event.branch or not open_turns:
-        forget_rest(state, rollout)
-    else:
-        # What comes now is added behind the last answer.
-        replay.partial = None
-        truncate_to_answered(state, rollout, Reason.RESTARTED)
-    return None, None
-
-
-def _context(rollout: RolloutRecord, begin: int, number: int) -> Int32Array:
-    """The context of an output of a branch that begins at this place of the log."""
-    branch = rollout.all_branches()[number]
-    response = rollout.log.along(clipped(branch.path, begin))
-    return np.concatenate((branch.prompt_ids, response))
-
-
-def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
-    """Discard the rest of the known turns: the episode asks for something else, or ends earlier."""
-    replay, rollout.replay = rollout.replay, None
-    if replay is not None:
-        forget(state, rollout, replay.asked, Reason.RESTARTED)
-
-
-def keep_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
-    """Keep the known turns that the program of an episode has not asked for again."""
-    rollout.replay = None
-    rollout.turns = len(rollout.answered)
-    truncate_to_answered(state, rollout, Reason.RESTARTED)
-
-
-def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
-    """Discard tokens so that a request for `limit` tokens has at least one token to generate.
-
-    The output of the request is known from `begin` on. An engine cannot be asked for no tokens, and
-    only with the last one it reports how the response ended. All tokens may be known because the
-    process ended between the last token of a request and its end, or because the episode asks for
-    fewer tokens this time.
-    """
-    if rollout.log.size - begin >= limit:
-        truncate(state, rollout, begin + limit - 1, Reason.RESTARTED)
-
-
-def truncate_to_answered(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
-    """Discard everything after the last turn that the episode was given, including tokens of the
-    environment, because the episode may say something else now."""
-    truncate(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
-
-
-def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
-    """Discard all tokens after the first `size`, and count them."""
-    log = rollout.log
-    if log.size == size:
-        return
-    sampled = int((log.versions()[size:] != NO_VERSION).sum())
-    environment = log.size - size - sampled
-    log.truncate(size, prompt=len(rollout.prompt_ids))
-    discard(state, rollout, sampled, environment, reason)

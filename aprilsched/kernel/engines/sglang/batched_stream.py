@@ -24,10 +24,12 @@ import aiohttp
 
 from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.kernel.engines.http import Allowance, EventSplitter, inflow_of
-from aprilsched.kernel.engines.server import Call, HttpEngine, HungUp, companion_bytes, drain
+from aprilsched.kernel.engines.generations import Call, HungUp
+from aprilsched.kernel.engines.server import HttpEngine, companion_bytes, drain
+from aprilsched.kernel.engines.sglang.chunks import ChunkAssembler
 from aprilsched.kernel.engines.sglang.probe import ServerFacts
-from aprilsched.kernel.engines.sglang.wire import ChunkAssembler
+from aprilsched.kernel.engines.sockets import inflow_of
+from aprilsched.kernel.engines.sse import Allowance, EventSplitter
 from aprilsched.kernel.engines.stream import DONE
 
 _EACH = ("rid", "input_ids", "sampling_params", "extra_key", "lora_path")

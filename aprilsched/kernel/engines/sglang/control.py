@@ -27,21 +27,14 @@ from typing import Any
 
 from tenacity import AsyncRetrying, retry_if_result, wait_exponential
 
-from aprilsched.errors import (
-    ControlTimeout,
-    EngineError,
-    EngineRejected,
-)
-from aprilsched.kernel.engines.base import (
-    EngineLoad,
-    GenerationRequest,
-    PauseMode,
-    RefitGroup,
-    TensorMeta,
-)
-from aprilsched.kernel.engines.http import Answer, quote
-from aprilsched.kernel.engines.server import Control
-from aprilsched.kernel.engines.sglang.probe import ServerFacts, read_load
+from aprilsched.errors import ControlTimeout, EngineError, EngineRejected
+from aprilsched.kernel.engines.base import GenerationRequest, PauseMode
+from aprilsched.kernel.engines.control import Control
+from aprilsched.kernel.engines.failures import Answer, quote
+from aprilsched.kernel.engines.load import EngineLoad
+from aprilsched.kernel.engines.refit import RefitGroup, TensorMeta
+from aprilsched.kernel.engines.sglang.loads import read_load
+from aprilsched.kernel.engines.sglang.probe import ServerFacts
 from aprilsched.kernel.engines.sglang.wire import (
     ModelInfo,
     ServerProcess,
@@ -70,7 +63,7 @@ class ServerControl(Control[ServerFacts]):
         return None if answer.status == 404 else answer.status == _PAUSED
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
-        """Ask for the server's load; see :class:`~aprilsched.kernel.engines.base.ReportsLoad`."""
+        """Ask for the server's load; see :class:`~aprilsched.kernel.engines.load.ReportsLoad`."""
         asked = replace(self._questions, timeout=min(_LOAD_SECONDS, self._limits.control_timeout))
         return await read_load(asked, enabled=self.facts.metrics, metrics=metrics)
 

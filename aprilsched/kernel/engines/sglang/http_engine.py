@@ -9,13 +9,15 @@ from typing import Any
 
 import msgspec
 
+from aprilsched.kernel.engines.address import ServerAddress
 from aprilsched.kernel.engines.base import CLAIM_S, GenerationRequest
+from aprilsched.kernel.engines.control import Questions
 from aprilsched.kernel.engines.fleet import ListedFleet, UrlFleet
-from aprilsched.kernel.engines.http import HttpLimits, ServerAddress, Transport
-from aprilsched.kernel.engines.server import Questions
+from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.sglang.batched_stream import SharingEngine
 from aprilsched.kernel.engines.sglang.control import ServerControl
 from aprilsched.kernel.engines.sglang.probe import ServerFacts, probe
+from aprilsched.kernel.engines.transport import Transport
 
 _CLAIMS = ("aprilsched-claim-0", "aprilsched-claim-1")
 """Names of the two sessions that are a claim on a server. Opening a session that exists is refused,
@@ -69,8 +71,8 @@ class SGLangEngine(SharingEngine, ServerControl):
         return facts
 
     async def claim(self) -> bool:
-        """See :class:`~aprilsched.kernel.engines.base.Claimable`; a server whose sessions have no timeout
-        takes no claims, so any client gets one."""
+        """See :class:`~aprilsched.kernel.engines.base.Claimable`; a server whose sessions have no
+        timeout takes no claims, so any client gets one."""
         if not self.facts.expiring_sessions:
             return True
         if len(self._claims) < len(_CLAIMS):

@@ -8,31 +8,21 @@ that a token depends on makes decoding fail: no token is guessed.
 from __future__ import annotations
 
 import zlib
-from base64 import b64decode
-from collections.abc import Mapping
-from operator import itemgetter
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
-import numpy as np
 
-from aprilsched.errors import EngineBusy
-from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.kernel.engines.http import BUSY_STATUSES, quote
+from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.kernel.engines.stream import (
     Count,
     ErrorBody,
     LabelSpan,
     Logprob,
     Name,
-    ResponseReader,
     TokenId,
-    guarded,
     media_source,
-    version_number,
 )
-from aprilsched.kernel.values.companions import TOP, Rows
-from aprilsched.types import Answer, FinishReason
+from aprilsched.kernel.values.companions import TOP
 
 Triple: TypeAlias = tuple[Logprob, TokenId, str | None]
 """A sampled token as SGLang reports it: logprob, id, text."""
@@ -193,8 +183,9 @@ def generate_body(
     one_seed: bool = False,
 ) -> dict[str, Any]:
     """The body of POST /generate; with `stream_interval` None the server's own interval holds.
-    `priority` is that of :class:`~aprilsched.kernel.engines.base.Capabilities`. A server with `one_seed`
-    for all requests gets a seed of the request: all responses to a prompt would be the same."""
+    `priority` is that of :class:`~aprilsched.kernel.engines.base.Capabilities`. A server with
+    `one_seed` for all requests gets a seed of the request: all responses to a prompt would be the
+    same."""
     sampling, seed = request.sampling, request.sampling.sampling_seed
     if seed is None and one_seed:
         seed = zlib.crc32(request.request_id.encode())
@@ -237,179 +228,3 @@ def generate_body(
     if priority:
         body["priority"] = priority * request.rank
     return {**body, **sampling.request} if sampling.request else body
-
-
-# --- chunks ---------------------------------------------------------------------------------------
-
-# Turns the bytes of SGLang's streamed answers into chunks of tokens.
-#
-# Invariants:
-#
-# - A token and its logprob come from one ``[logprob, id, text]`` triple, never from two lists
-#   paired by position: at an abort SGLang repeats the last output id, and where it joins that
-#   repeat with a pending event, ``output_ids`` is shifted by one against the logprobs.
-# - New tokens are found by count (``completion_tokens`` minus the tokens already held), not by the
-#   form of the event, so incremental events, cumulative events and repeats are read alike. The
-#   count never decreases, and never exceeds the number of tokens that were asked for.
-
-_decoder = msgspec.json.Decoder(StreamEvent)
-_LOGPROB, _ID = itemgetter(0), itemgetter(1)
-
-
-class ChunkAssembler(ResponseReader):
-    """Turns SGLang's events of one request into chunks; see :class:`ResponseReader`."""
-
-    def __init__(self, engine: str, request: GenerationRequest, *, first_version: int = 0) -> None:
-        super().__init__(engine, request, first_version=first_version)
-        self._media = bool(request.media)
-        self._keep = request.sampling.keep
-        self._label: tuple[str | None, int | None] = (None, None)
-        """The server's latest label, and the version that it stands for."""
-
-    @guarded
-    def feed(self, payload: bytes) -> Chunk:
-        """Return the chunk that one event's payload carries."""
-        event = self.event(payload)
-        if event.index:
-            raise self.broken("sent an event that is not one of a single response")
-        return self.chunk(event, payload)
-
-    @guarded
-    def event(self, payload: bytes) -> StreamEvent:
-        """Decode an event, of whichever request it is; errors as :meth:`feed`."""
-        return _decoder.decode(payload)
-
-    @guarded
-    def chunk(self, event: StreamEvent, payload: bytes) -> Chunk:
-        """Return the chunk of an event of this request; errors as :meth:`feed`."""
-        if event.error is not None:
-            raise self._rejected(event.error.message, event.error.code)
-        if event.meta_info is None:
-            raise self.broken("sent an event without meta_info")
-        entries: Mapping[str, Any] = {}
-        if self._keep and event.meta_info.finish_reason:
-            entries = msgspec.json.decode(payload)["meta_info"]
-        return self._chunk(event.output_ids or [], event.meta_info, entries)
-
-    def _chunk(self, output_ids: list[int], meta: MetaInfo, entries: Mapping[str, Any]) -> Chunk:
-        reason = meta.finish_reason
-        finish = None if reason is None else self._finish(reason)
-        where = self._fresh(meta, finish)
-        fresh = (meta.output_token_logprobs or [])[where]
-        tokens = list(map(_ID, fresh))
-        # An abort is exempt: its output_ids hold a repeat of the last one.
-        if finish != "abort" and tokens != output_ids[len(output_ids) - len(tokens) :]:
-            raise self.broken("sent output_ids that are not the tokens of its logprobs")
-        begin, self.held = self.held, self.held + len(tokens)
-        spans = self._spans(meta.weight_versions) if finish else None
-        return Chunk(
-            # np.array would pass twice over the elements, at three times the cost.
-            token_ids=np.fromiter(tokens, np.int32, len(tokens)),
-            logprobs=np.fromiter(map(_LOGPROB, fresh), np.float32, len(tokens)),
-            finish=finish,
-            spans=spans,
-            cached_tokens=meta.cached_tokens,
-            label=self._version(meta.weight_version) if spans is None else None,
-            token_rows=self._token_rows(meta, begin, where) if self._of_tokens else None,
-            context_rows=self._rows_of_context(meta) if finish and self._companions else None,
-            prompt_tokens=meta.prompt_tokens if self._media else None,
-            answer=Answer.of(entries, self._keep) if finish and entries else None,
-            busy=None if reason is None or finish != "abort" else self._busy(reason),
-        )
-
-    def _token_rows(self, meta: MetaInfo, begin: int, where: slice) -> dict[str, Rows]:
-        """The rows of the tokens from `begin` to `held`, for each companion of tokens. `where` says
-        where their log-probabilities are in the event."""
-        found: dict[str, Rows] = {}
-        for companion in self._of_tokens:
-            if companion.name == TOP:
-                likely = [
-                    [each[:2] for each in row] for row in (meta.output_top_logprobs or [])[where]
-                ]
-                found[TOP] = self._top_rows(companion, likely, self.held - begin)
-                continue
-            masks = meta.output_token_sampling_mask or []
-            length = meta.output_token_sampling_mask_length
-            # As with log-probabilities, the end of the list is known, and not where it begins.
-            first = len(masks) - ((length or 0) - begin)
-            rows = masks[max(0, first) : first + self.held - begin]
-            if first < 0 or len(rows) < self.held - begin:
-                raise self.broken(
-                    f"sent sampling masks that do not cover its tokens {begin} to {self.held}"
-                )
-            found[companion.name] = self._ragged_rows(companion, rows)
-        return found
-
-    def _rows_of_context(self, meta: MetaInfo) -> dict[str, Rows]:
-        """The rows from the first missing one on, for each companion of the context."""
-        return {
-            companion.name: self._context_rows(
-                companion,
-                lambda encoded=encoded: np.frombuffer(b64decode(encoded, validate=True), "<i4"),
-                first=start if companion.name == "routed_experts" else 0,
-                start=start,
-                # At an abort tokens may come without their logprobs, and one is not even counted.
-                spare=1 + meta.completion_tokens - self.held,
-            )
-            for companion, start in self._companions
-            if companion.per == "context"
-            and (encoded := getattr(meta, companion.name, None)) is not None
-        }
-
-    def _version(self, label: str | None) -> int | None:
-        if label != self._label[0]:
-            known = None if label is None else version_number(label, self.first_version)
-            self._label = (label, known)
-        return self._label[1]
-
-    def _fresh(self, meta: MetaInfo, finish: str | None) -> slice:
-        """Where the triples of the tokens after the first `held` ones are.
-
-        The event's list may begin anywhere (at `held` in the incremental form, at 0 in the
-        cumulative one and at an abort), but its end is known: it is read from its end.
-        """
-        if meta.completion_tokens > self.max_tokens:
-            raise self.broken(
-                f"sent {meta.completion_tokens} tokens where {self.max_tokens} were asked for"
-            )
-        if meta.completion_tokens < self.held:
-            raise self.broken(
-                f"counts {meta.completion_tokens} tokens after it had sent {self.held}"
-            )
-        triples = meta.output_token_logprobs or []
-        end = meta.output_token_logprobs_length
-        end = meta.completion_tokens if end is None else end
-        upto = min(end, meta.completion_tokens)
-        if upto < meta.completion_tokens and finish != "abort":
-            raise self.broken(
-                f"sent {end} logprobs for {meta.completion_tokens} tokens; every token needs one"
-            )
-        if upto <= self.held:
-            return slice(0)
-        if end - self.held > len(triples):
-            raise self.broken(
-                f"sent {len(triples)} logprobs where {end - self.held} were missing; every "
-                "token needs one"
-            )
-        return slice(len(triples) - (end - self.held), len(triples) - (end - upto))
-
-    def _finish(self, reason: Finish) -> FinishReason | Literal["abort"]:
-        match reason.type:
-            case "stop" | "length" as natural:
-                return natural
-            case "abort" if reason.status_code is None or reason.status_code in BUSY_STATUSES:
-                return "abort"
-            case "abort":
-                # The server itself failed the request (too long, timed out in the queue). Taken
-                # for an abort of ours, it would be sent again for ever.
-                raise self._rejected(reason.message or "aborted", reason.status_code)
-            case other:
-                raise self.broken(f"finished with the unknown reason {quote(other)!r}")
-
-    def _busy(self, reason: Finish) -> EngineBusy | None:
-        """Why the server itself aborted the request, whose tokens so far are good; None if it did
-        not."""
-        if reason.status_code is None:
-            return None
-        text = f"request {self.request_id}: {quote(reason.message or 'aborted')}"
-        return EngineBusy(self.engine, text, status=reason.status_code)

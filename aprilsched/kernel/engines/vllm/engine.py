@@ -17,18 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.errors import EngineRejected
-from aprilsched.kernel.engines.base import EngineLoad, GenerationRequest, PauseMode
+from aprilsched.kernel.engines.base import GenerationRequest, PauseMode
+from aprilsched.kernel.engines.failures import Answer
 from aprilsched.kernel.engines.fleet import ListedFleet, UrlFleet
-from aprilsched.kernel.engines.http import Answer
+from aprilsched.kernel.engines.load import EngineLoad
 from aprilsched.kernel.engines.server import HttpEngine
 from aprilsched.kernel.engines.stream import version_number
+from aprilsched.kernel.engines.vllm.loads import read_load
 from aprilsched.kernel.engines.vllm.server_info import (
     LOADING,
     ServerFacts,
     pause_questions,
     paused,
     probe,
-    read_load,
     server_process,
     weight_label,
 )
@@ -121,8 +122,8 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         return await paused(self._questions)
 
     async def claim(self) -> bool:
-        """See :class:`~aprilsched.kernel.engines.base.Claimable`. vLLM keeps no claims, so only a paused
-        server shows its owner: by the questions after its pause that it counts."""
+        """See :class:`~aprilsched.kernel.engines.base.Claimable`. vLLM keeps no claims, so only a
+        paused server shows its owner: by the questions after its pause that it counts."""
         if not self._claimed and await paused(self._questions):
             before = await pause_questions(self._questions)
             await asyncio.sleep(_OWNER_SECONDS)
@@ -136,7 +137,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         self._claimed = False
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
-        """Ask for the server's load; see :class:`~aprilsched.kernel.engines.base.ReportsLoad`."""
+        """Ask for the server's load; see :class:`~aprilsched.kernel.engines.load.ReportsLoad`."""
         asked = replace(self._questions, timeout=min(_LOAD_SECONDS, self._limits.control_timeout))
         return await read_load(asked, self.facts, metrics=metrics)
 
@@ -232,7 +233,8 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         )
 
     async def join_transfer(self, group: int, info: Mapping[str, Any]) -> None:
-        """Join a trainer's transfer; see :class:`~aprilsched.kernel.weights.vllm_transfer.VLLMPublisher`.
+        """Join a trainer's transfer; see
+        :class:`~aprilsched.kernel.weights.vllm_transfer.VLLMPublisher`.
 
         The server must have been started with ``--weight-transfer-config``.
         """

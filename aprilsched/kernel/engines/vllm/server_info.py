@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from aprilsched.errors import EngineError, EngineProtocolError, EngineRejected
-from aprilsched.kernel.engines.base import Capabilities, EngineLoad
-from aprilsched.kernel.engines.server import Facts, Over, Questions, read_series, release
+from aprilsched.errors import EngineProtocolError
+from aprilsched.kernel.engines.base import Capabilities
+from aprilsched.kernel.engines.control import Facts, Questions
+from aprilsched.kernel.engines.server import release
 from aprilsched.kernel.engines.stream import Count, Name
 from aprilsched.types import MEDIA
 
@@ -219,12 +219,12 @@ async def _server_info(asked: Questions) -> ServerInfo:
 
 async def server_process(asked: Questions) -> str | None:
     """Ask when the process that answers was started; None where the system does not tell."""
-    page = await _metrics(asked)
+    page = await metrics_page(asked)
     match = re.search(rb"^process_start_time_seconds ([0-9.e+]{1,32})$", page, re.MULTILINE)
     return None if match is None else match[1].decode()
 
 
-async def _metrics(asked: Questions) -> bytes:
+async def metrics_page(asked: Questions) -> bytes:
     return (await asked.ask("metrics", at_most=_SERIES_BYTES)).body
 
 
@@ -242,7 +242,7 @@ async def pause_questions(asked: Questions) -> float:
     """How often the server has answered :func:`paused`, to any client; 0 if it does not count."""
     counted = re.findall(
         rb'^http_requests_total\{[^\n]*handler="/is_paused"[^\n]*\} ([0-9.e+]{1,32})$',
-        await _metrics(asked),
+        await metrics_page(asked),
         re.MULTILINE,
     )
     return math.fsum(map(float, counted))
@@ -266,50 +266,3 @@ async def _vocab_size(asked: Questions) -> int | None:
         )
     match = re.search(rb"Vocabulary size: (\d{1,9})", answer.body)
     return None if match is None else int(match[1])
-
-
-# --- loads ---------------------------------------------------------------------------------------
-
-SERIES: Mapping[str, Over] = {
-    "num_requests_running": "sum",
-    "num_requests_waiting": "sum",
-    "kv_cache_usage_perc": "mean",
-}
-"""The gauges of vLLM that are sampled, and how the values of several ranks become one."""
-_COUNTERS: Mapping[str, Over] = {
-    "generation_tokens_total": "sum",
-    "prefix_cache_queries_total": "sum",
-    "prefix_cache_hits_total": "sum",
-}
-
-
-async def read_load(asked: Questions, facts: ServerFacts, *, metrics: bool) -> EngineLoad:
-    """Ask a server for its load, which it tells on its page of metrics only.
-
-    vLLM counts no seconds of steps, so ``decode_seconds`` and ``prefill_seconds`` are None.
-
-    Raises:
-        EngineError: if the server does not report its load.
-    """
-    try:
-        page = await _metrics(asked)
-    except EngineRejected as error:
-        raise EngineError(asked.engine, f"does not report its load ({error}).") from error
-    found = read_series(page, {**SERIES, **_COUNTERS}, program="vllm")
-    if "num_requests_running" not in found or "num_requests_waiting" not in found:
-        raise EngineError(
-            asked.engine, "does not report its load; start it without --disable-log-stats."
-        )
-    capacity, usage = facts.capabilities.kv_tokens, found.get("kv_cache_usage_perc")
-    generated = found.get("generation_tokens_total")
-    looked_up = found.get("prefix_cache_queries_total")
-    return EngineLoad(
-        running=int(found["num_requests_running"]),
-        queued=int(found["num_requests_waiting"]),
-        max_running=facts.capabilities.max_running_requests,
-        kv_tokens=None if capacity is None or usage is None else round(usage * capacity),
-        kv_capacity=capacity,
-        generated=None if generated is None else int(generated),
-        cache_hit_rate=found.get("prefix_cache_hits_total", 0.0) / looked_up if looked_up else None,
-        series={name: found[name] for name in SERIES if name in found} if metrics else {},
-    )

@@ -18,7 +18,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.kernel.engines.http import quote
+from aprilsched.kernel.engines.failures import quote
 from aprilsched.kernel.engines.stream import (
     Count,
     ErrorBody,

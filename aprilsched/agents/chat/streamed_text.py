@@ -1,0 +1,107 @@
+"""The text of a stream of tokens, without halves of characters."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from aprilsched.agents.chat.tokenizer import Detokenizer, ModelTokenizer, load_tokenizer
+from aprilsched.agents.serving.refusals import Refused
+from aprilsched.errors import ConfigError
+from aprilsched.types import Prompt
+
+log = logging.getLogger("aprilsched")
+
+
+# The gateway's tokenizer as handlers see it: there is one, or a sentence says why not.
+
+
+class Texts:
+    """What handlers ask about text.
+
+    Args:
+        folder: the model's tokenizer; None takes the folder of the model that the engines have
+            loaded, if it can be read here.
+        response_template: see :func:`~aprilsched.agents.chat.tokenizer.load_tokenizer`.
+    """
+
+    def __init__(self, folder: Path | None = None, response_template: Path | None = None) -> None:
+        self._folder = folder
+        self._template = response_template
+        self._tokenizer: ModelTokenizer | None = None
+        self._why_not = "the gateway is not started"
+
+    async def open(self, model_path: str) -> None:
+        """Load the tokenizer; `model_path` is the engines' model.
+
+        Raises:
+            ConfigError: if the named tokenizer cannot be used. The one of the engines' model is not
+                needed, and is left out then.
+        """
+        if self._tokenizer is not None:
+            return
+        folder = Path(model_path) if self._folder is None else self._folder
+        if self._folder is None and not model_path:
+            self._why_not = "the engines tell no folder of their model"
+            return
+        try:
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, folder, self._template)
+        except ConfigError as error:
+            if self._folder is not None or self._template is not None:
+                raise
+            self._why_not = str(error)
+            log.info("the gateway takes no text: %s", error)
+
+    @property
+    def there(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
+    def tokenizer(self) -> ModelTokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            Refused: if there is none.
+        """
+        if self._tokenizer is None:
+            raise Refused(
+                f"The gateway has no tokenizer and cannot take text ({self._why_not}); start it "
+                "with --tokenizer, or provide input_ids to /generate."
+            )
+        return self._tokenizer
+
+    def detokenizer(self, prompt: Prompt, skip_special: bool) -> Detokenizer | None:
+        """What gives the text of a response to `prompt`; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return self._tokenizer.detokenizer(prompt.input_ids.tolist(), skip_special=skip_special)
+
+    def text_of(self, token_id: int) -> str:
+        """The text of one token by itself, also of a special one."""
+        return self.tokenizer.decode([token_id], skip_special=False)
+
+    def context(self, engines: int | None) -> int | None:
+        """Tokens of the longest context, of which the engines know as much as `engines`; None if
+        neither they nor the tokenizer's files tell it."""
+        known = (engines, None if self._tokenizer is None else self._tokenizer.context_tokens)
+        return min((each for each in known if each is not None), default=None)
+
+    async def encode_texts(
+        self, texts: Sequence[str], context: int | None, *, special: bool = True
+    ) -> list[list[int]]:
+        """The token ids of each text; `context` is what :meth:`context` gives.
+
+        Raises:
+            Refused: if there is no tokenizer.
+            ConfigError: if the texts are too long.
+            Unavailable: if too much text is at work.
+        """
+        tokenizer = self.tokenizer
+        tokenizer.check_size(*texts, context=context)
+        return await tokenizer.work_out(
+            lambda: [tokenizer.encode(text, special=special) for text in texts],
+            size=sum(map(len, texts)),
+        )

@@ -1,0 +1,107 @@
+"""The policies that a command line names: presets, each perhaps with settings of its own.
+
+``april`` is a preset as it is, ``april:over_provision=1.5`` is the preset with another ratio, and
+``april:over_provision=1.25|1.5|2`` is three of them. A setting is named by its path in
+:class:`SchedulerConfig`, as in ``pool:refill.until=0.25``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, TypeAlias
+
+from aprilsched.cli.runs.settings_tables import changed, config_of, path_names, table_of
+from aprilsched.config import SchedulerConfig
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.checks import nearest
+from aprilsched.planning.presets import PRESETS
+
+Preset: TypeAlias = Callable[[SchedulerConfig], SchedulerConfig]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """A preset under a name, with settings that differ from it."""
+
+    name: str
+    preset: Preset
+    changes: tuple[tuple[str, Any], ...] = ()
+    """The paths of the settings that differ, with their values."""
+
+    @property
+    def what(self) -> str:
+        """What the preset does, in one sentence."""
+        return (self.preset.__doc__ or "").split("\n", 1)[0]
+
+    @property
+    def folder(self) -> str:
+        """A name for the folder of the policy's run."""
+        return self.name.replace(":", "_").replace("=", "-")
+
+    def apply(self, config: SchedulerConfig) -> SchedulerConfig:
+        """The preset of `config`, with the settings that differ.
+
+        Raises:
+            ConfigError: if a value is wrong, or if two settings contradict each other.
+        """
+        config = self.preset(config)
+        if not self.changes:
+            return config
+        table = changed(table_of(config), dict(self.changes))
+        return replace(config_of(table), sampling=config.sampling)
+
+
+def chosen(names: str, presets: Mapping[str, Preset] = PRESETS) -> Sequence[Policy]:
+    """The policies in a list with commas.
+
+    Raises:
+        ConfigError: if the list is empty, or if it names an unknown policy or one policy twice.
+    """
+    listed = [name.strip() for name in names.split(",") if name.strip()]
+    if not listed:
+        raise ConfigError(f"policy names nothing; choose among {', '.join(presets)}.")
+    policies: dict[str, Policy] = {}
+    for name in listed:
+        for policy in _expand(name, presets):
+            if policy.name in policies:
+                raise ConfigError(f"The policy {policy.name} is named twice; name each once.")
+            policies[policy.name] = policy
+    return list(policies.values())
+
+
+def _expand(name: str, presets: Mapping[str, Preset]) -> list[Policy]:
+    preset, *settings = name.split(":")
+    if preset not in presets:
+        near = nearest(preset, presets)
+        raise ConfigError(f"{preset!r} is no policy; the nearest known one is {near}.")
+    choices = [_choices(preset, setting) for setting in settings]
+    return [
+        Policy(
+            name=":".join([preset, *(f"{key}={value}" for key, value in changes)]),
+            preset=presets[preset],
+            changes=changes,
+        )
+        for changes in product(*choices)
+    ]
+
+
+def _choices(preset: str, setting: str) -> list[tuple[str, Any]]:
+    path, equals, values = setting.partition("=")
+    if not equals or not values:
+        raise ConfigError(f"{setting!r} sets nothing; write {preset}:over_provision=1.5, say.")
+    known = path_names()
+    if path not in known:
+        near = nearest(path, known)
+        raise ConfigError(f"{path!r} is no setting of a scheduler; the nearest one is {near}.")
+    return [(path, _value(text)) for text in values.split("|")]
+
+
+def _value(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)

@@ -1,0 +1,75 @@
+"""Writes the pictures, reports and traces that a command leaves in its folders.
+
+Invariant: if one of them cannot be made, the command says so in one line and continues, because
+the run itself is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from aprilsched.errors import AprilschedError, MissingExtra
+from aprilsched.observe.log.run import read_run
+
+
+def draw_comparison(
+    root: Path, folders: Mapping[str, str], messages: Console, *, each: bool = True
+) -> None:
+    """Draw comparison.png in `root`.
+
+    With `each`, also draw timeline.png and bias.png in the folder of each policy,
+    which takes about two seconds for each policy.
+    """
+    try:
+        from aprilsched.observe import plots
+    except MissingExtra as error:
+        messages.print(f"No pictures: {error}", soft_wrap=True, highlight=False, markup=False)
+        return
+    runs = {name: read_run(root / folder) for name, folder in folders.items()}
+    plots.save(plots.comparison(runs), root / "comparison.png")
+    if not each:
+        return
+    for name, run in runs.items():
+        folder = root / folders[name]
+        plots.save(plots.timeline(run, title=name), folder / "timeline.png")
+        plots.save(plots.bias(run.summary.bias, title=name), folder / "bias.png")
+
+
+def leave_report(
+    messages: Console, folder: Path, other: Path | None = None, *, out: Path | None = None
+) -> None:
+    """Write the report of the run in `folder`, with the run `other` side by side if it is given,
+    and print its path."""
+
+    def make() -> None:
+        from aprilsched.observe.report.page import write_report
+
+        path, _ = write_report(folder, other, out=out)
+        messages.print(f"The report is in {path}", soft_wrap=True, highlight=False)
+
+    _attempt("report", make, messages)
+
+
+def leave_trace(messages: Console, folder: Path) -> None:
+    """Write the trace of the run in `folder` for Perfetto, and print its path."""
+
+    def make() -> None:
+        from aprilsched.observe.exports.trace_run import write_trace
+
+        path = write_trace(folder)
+        messages.print(f"The trace is in {path}", soft_wrap=True, highlight=False)
+
+    _attempt("trace", make, messages)
+
+
+def _attempt(what: str, make: Callable[[], None], messages: Console) -> None:
+    try:
+        make()
+    except AprilschedError as error:
+        messages.print(f"No {what}: {error}", soft_wrap=True, highlight=False, markup=False)
+    except Exception as error:
+        text = f"No {what}: {type(error).__name__}: {error}"
+        messages.print(text, soft_wrap=True, highlight=False, markup=False)

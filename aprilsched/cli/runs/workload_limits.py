@@ -1,0 +1,113 @@
+"""Fits the built-in workload to the servers of a run before it is made.
+
+A server would refuse each request that has a token id beyond the model's vocabulary or a
+response beyond its context, and group after group would fail. So defaults are chosen to fit the
+servers, and a setting that does not fit is refused at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from aprilsched.cli.runs.settings import VOCABULARY, RunSettings, WorkloadSettings
+from aprilsched.cli.runs.setup import Setup
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.addresses import ServerFleet
+from aprilsched.kernel.engines.server import HttpEngine
+from aprilsched.observe.figures.live_figures import LiveFigures
+from aprilsched.observe.figures.summary import Summary
+
+
+def fitted(settings: RunSettings, fleet: Callable[[], ServerFleet]) -> RunSettings:
+    """`settings` with the vocabulary and the longest response of the built-in workload.
+
+    Args:
+        settings: the settings as given. For a file of prompts or for the embedded engine, only the
+            defaults are filled in.
+        fleet: makes the fleet of the servers, which is opened and closed here.
+
+    Raises:
+        ConfigError: if the given workload does not fit the servers.
+        EngineError: if a call to a server fails.
+    """
+    workload = settings.workload
+    if settings.simulated or settings.prompts is not None:
+        return replace(settings, workload=_filled(workload, VOCABULARY, workload.longest))
+    return replace(settings, workload=asyncio.run(_fitted(workload, fleet())))
+
+
+async def _fitted(workload: WorkloadSettings, fleet: ServerFleet) -> WorkloadSettings:
+    await fleet.open()
+    try:
+        if any(engine.facts.vocab_size is None for engine in fleet.engines):
+            # A paused server does not tell its vocabulary. The run would continue it anyway.
+            for engine in fleet.engines:
+                await engine.resume()
+            await fleet.close()
+            await fleet.open()
+        for engine in fleet.engines:
+            _check(workload, engine)
+        known = [e.facts.vocab_size for e in fleet.engines if e.facts.vocab_size is not None]
+        room = [_room(workload, e) for e in fleet.engines if e.facts.context_tokens is not None]
+        return _filled(workload, min(known, default=VOCABULARY), min([workload.longest, *room]))
+    finally:
+        await fleet.close()
+
+
+def _check(workload: WorkloadSettings, engine: HttpEngine[Any]) -> None:
+    known, context = engine.facts.vocab_size, engine.facts.context_tokens
+    if known is not None and (workload.vocab_size or 0) > known:
+        raise ConfigError(
+            f"vocab_size is {workload.vocab_size}, and the model of {engine.name} knows {known} "
+            f"token ids; give {known} or less, or leave it out."
+        )
+    if context is None:
+        return
+    room = _room(workload, engine)
+    if room < 1:
+        raise ConfigError(
+            f"prompt_tokens is {workload.prompt_tokens}, and {engine.name} has room for {context} "
+            "tokens of a prompt and its response together; give fewer."
+        )
+    if (workload.cap or 0) > room:
+        raise ConfigError(
+            f"cap is {workload.cap}, and {engine.name} has room for {room} tokens behind a prompt "
+            f"of {workload.prompt_tokens}; give {room} or less, or leave it out."
+        )
+
+
+def _room(workload: WorkloadSettings, engine: HttpEngine[Any]) -> int:
+    """Number of tokens of the longest response that fits the engine's context."""
+    return (engine.facts.context_tokens or 0) - workload.prompt_tokens
+
+
+def _filled(workload: WorkloadSettings, vocab_size: int, cap: int) -> WorkloadSettings:
+    return replace(
+        workload,
+        vocab_size=vocab_size if workload.vocab_size is None else workload.vocab_size,
+        cap=cap if workload.cap is None else workload.cap,
+    )
+
+
+def summary_of(setup: Setup) -> Summary:
+    """The listener that sums up the run which `setup` describes."""
+    return Summary(
+        trainer_waits=setup.config.trainer_waits,
+        bound=setup.bound,
+        workload_mean=setup.workload_mean,
+        burn_in=setup.settings.burn_in,
+    )
+
+
+def live_figures_of(setup: Setup, summary: Summary) -> LiveFigures:
+    """The figures of a run, shared by all that show it. They read `summary`, so the summary must
+    be the earlier listener."""
+    return LiveFigures(
+        meter=summary.meter,
+        batch_groups=setup.config.batch_groups,
+        clock=None if setup.clock == "virtual" else time.monotonic,
+    )

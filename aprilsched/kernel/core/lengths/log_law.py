@@ -1,0 +1,143 @@
+"""What open groups still need, in steps, by the lengths of their members so far.
+
+The expected steps of a group are the median of its longest member's rest. Log lengths are normal
+with mean mu and deviation sigma, of whose square a share w is the group's own. Each member gives
+x: its log length, or, unfinished with h tokens, the mean of the normal law beyond log h (the
+inverse Mills ratio, at most 1.5 deviations). With k of them
+
+    P = 1 / (w sigma^2) + k / ((1 - w) sigma^2),  M = mu + sum(x - mu) / ((1 - w) sigma^2) / P
+
+are the precision and mean of the group's own level, s^2 = (1 - w) sigma^2 + 1 / P a member's
+variance around M; and the rest of an unfinished member is the quantile of that law, given that
+it has h tokens, at which all u unfinished ones together end with probability one half.
+
+Where earlier epochs of the same prompt are remembered
+(:mod:`aprilsched.kernel.core.lengths.observed`), the group's level has a mean and a variance of its
+own in the place of mu and w sigma^2.
+
+How well mu, sigma and w are known hardly matters: wrong by a third they cost 1 % of the time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MILLS_MOST = 1.5
+_LEAST_DEVIATION = 0.05
+_LEAST_SHARED = 0.05
+_GRID: NDArray[np.float64] = np.linspace(-8.0, 8.0, 4001)
+_NORMAL: NDArray[np.float64] = np.array(
+    [0.5 * math.erfc(-z / math.sqrt(2)) for z in _GRID.tolist()], dtype=np.float64
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogLaw:
+    """The law of log lengths: mean, deviation, the share of its square within a group, and the
+    most tokens that a response can have."""
+
+    mean: float = 6.5
+    deviation: float = 1.0
+    shared: float = 0.5
+    cap: float = math.inf
+
+    @staticmethod
+    def estimated(*, mean: float, deviation: float, shared: float, cap: float) -> LogLaw:
+        """A law from estimates, which are limited so that a single observation cannot decide
+        everything."""
+        return LogLaw(
+            mean=mean,
+            deviation=max(deviation, _LEAST_DEVIATION),
+            shared=min(max(shared, _LEAST_SHARED), 1 - _LEAST_SHARED),
+            cap=cap,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Levels:
+    """What is known of the levels of groups before their own tokens: normal laws of the expected
+    log length of a group's responses.
+
+    Attributes:
+        mean: float64 [G, 1].
+        variance: float64 [G, 1]; that of the law, ``shared * deviation**2``, where nothing is
+            known.
+    """
+
+    mean: NDArray[np.float64]
+    variance: NDArray[np.float64]
+
+    def of(self, rows: NDArray[np.int64]) -> Levels:
+        """The levels of some groups."""
+        return Levels(mean=self.mean[rows], variance=self.variance[rows])
+
+
+def rest_of_groups(
+    tokens: NDArray[np.int64],
+    finished: NDArray[np.bool_],
+    law: LogLaw,
+    levels: Levels | None = None,
+) -> NDArray[np.float64]:
+    """Number of steps that each group is expected to need, float64 [G]; 0 if all members have
+    finished.
+
+    Args:
+        tokens: int64 [G, g], tokens so far of each member; 0 if it was not started.
+        finished: bool [G, g].
+        levels: what earlier epochs say of each group; None for nothing.
+    """
+    if not tokens.size:
+        return np.zeros(len(tokens))
+    have = np.log(np.maximum(tokens, 1))
+    level, spread = _levels(tokens, finished, law, levels)
+    open_members = np.maximum((~finished).sum(axis=1, keepdims=True), 1)
+    at_median = 0.5 ** (1 / open_members)
+    passed = np.where(tokens > 0, normal_cdf((have - level) / spread), 0.0)
+    quantile = 1 - (1 - passed) * (1 - at_median)
+    ends = np.exp(np.minimum(level + spread * normal_quantile(quantile), math.log(law.cap)))
+    rest = np.where(finished, 0.0, np.maximum(ends - tokens, 1.0))
+    return rest.max(axis=1)
+
+
+def observed_logs(
+    tokens: NDArray[np.int64], finished: NDArray[np.bool_], law: LogLaw
+) -> NDArray[np.float64]:
+    """What each response says of its log length, in the shape of `tokens`, int64 of 1 or more: the
+    log of a finished length, and the mean of the law beyond the tokens of an unfinished one. A
+    response that ended at the cap would have gone on, so it counts as unfinished."""
+    have = np.log(np.maximum(tokens, 1))
+    z = (have - law.mean) / law.deviation
+    mills = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) / np.maximum(normal_cdf(-z), 1e-12)
+    unfinished = law.mean + law.deviation * np.minimum(mills, z + _MILLS_MOST)
+    return np.where(finished & (tokens < law.cap), have, unfinished)
+
+
+def _levels(
+    tokens: NDArray[np.int64],
+    finished: NDArray[np.bool_],
+    law: LogLaw,
+    before: Levels | None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The level of each group and its members' deviation around it, float64 [G, 1]."""
+    seen = observed_logs(tokens, finished, law)
+    known = tokens > 0
+    own = (1 - law.shared) * law.deviation**2
+    expected = law.mean if before is None else before.mean
+    variance = law.shared * law.deviation**2 if before is None else before.variance
+    precision = 1 / variance + known.sum(axis=1, keepdims=True) / own
+    above = np.where(known, seen - expected, 0.0).sum(axis=1, keepdims=True)
+    return expected + above / own / precision, np.sqrt(own + 1 / precision)
+
+
+def normal_cdf(z: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The normal distribution function, from a table."""
+    return np.interp(z, _GRID, _NORMAL)
+
+
+def normal_quantile(p: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Quantiles of the normal law, from -8 to 8, from a table."""
+    return np.interp(p, _NORMAL, _GRID)

@@ -1,0 +1,171 @@
+"""Remembers the lengths of each prompt's responses by the prompt's key, from epoch to epoch.
+
+The level of a prompt is the expected log length of its responses. Over all prompts it is normal
+around the law's mean, with the variance t of what the responses of a group have in common. The
+policy changes, so a level drifts: between two looks at it, a versions apart, it has the
+correlation r = 2**(-a / half_life). This is a stationary autoregressive process, of which noisy
+observations are kept (Kalman, 1960). Of n responses with mean log length m, with
+k = w n / (w n + 1 - w) for the law's share w, the level now has
+
+    mean = law + r k (m - law),  variance = t (1 - r**2 k)
+
+so it shrinks toward the law with age. What is kept of earlier epochs counts r**2 as much as a
+new response does.
+
+Keys may be wrong: a caller may use one key for many prompts, or the policy may change faster
+than the half-life says. So r is multiplied by the regression coefficient of the levels that were
+observed on those that were predicted (Mincer and Zarnowitz, 1969), with recent groups counting
+most. Where the memory has predicted nothing, the coefficient is 0 and the law alone is left.
+
+What is remembered decides what runs when and where, so a wrong memory costs time. It never
+decides whether a response is kept or how long it becomes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from aprilsched.kernel.core.lengths.log_law import Levels, LogLaw, observed_logs
+from aprilsched.kernel.core.lengths.observed import GroupLengths
+
+MOST_KEYS = 1 << 16
+"""Number of keys that are remembered; those that were seen last are kept. An entry takes about 200
+bytes."""
+_HALF_LIFE = 1000
+"""Versions after which the correlation of a level with itself is taken as one half. This is only
+where the regression coefficient begins, which is learned from the run."""
+_BEGIN = 16.0
+"""Number of groups whose predictions the coefficient's first value, 1, counts as much as."""
+_FORGETS = 1 - 1 / 512
+"""What the regression keeps of earlier groups with each new one: the last 512 count."""
+_LONGEST_KEY = 64
+"""Characters of the longest key that is kept as it is. Of a longer one, the digest is kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Remembered:
+    """What is remembered of one key.
+
+    Attributes:
+        key: the prompt's key, or the digest of a long one.
+        responses: number of responses that this is worth; earlier epochs count for less.
+        mean_log: mean of their log lengths.
+        version: the version that was in force when the last of them was seen.
+    """
+
+    key: str | int
+    responses: float
+    mean_log: float
+    version: int
+
+
+class LengthMemory:
+    """The records by key, and how well they have predicted."""
+
+    def __init__(self) -> None:
+        self._records: dict[str | int, Remembered] = {}
+        self.products = 0.0
+        """Sum of predicted times observed deviations from the law, with recent groups counting
+        most."""
+        self.squares = 0.0
+        """Sum of the squares of the predicted deviations, in the same way."""
+
+    def __len__(self) -> int:
+        """Number of keys."""
+        return len(self._records)
+
+    def knows(self, key: object) -> bool:
+        """Whether anything is remembered of the key."""
+        return bool(self._records) and _name(key) in self._records
+
+    def __iter__(self) -> Iterator[Remembered]:
+        """The records; those that were noted last come last."""
+        return iter(self._records.values())
+
+    def restore(self, records: Iterable[Remembered], products: float, squares: float) -> None:
+        """Take over what was saved."""
+        for record in records:
+            self._put(record)
+        self.products, self.squares = products, squares
+
+    def note(
+        self, key: object, group: GroupLengths, law: LogLaw, version: int
+    ) -> Remembered | None:
+        """Note the lengths of a group that has ended; returns the new record.
+
+        The result is None if the prompt has no key that can be remembered (a string or a whole
+        number), or if no member has a token.
+        """
+        name = _name(key)
+        known = group.tokens > 0
+        count = int(known.sum())
+        if name is None or not count:
+            return None
+        logs = observed_logs(group.tokens[known], group.finished[known], law)
+        mean, responses = float(logs.mean()), float(count)
+        before = self._records.get(name)
+        if before is not None:
+            believed = self._correlation(before, version, law) ** 2 * before.responses
+            predicted = self._aged(before, version) * _weight(before.responses, law)
+            predicted *= before.mean_log - law.mean
+            self.products = self.products * _FORGETS + predicted * (mean - law.mean)
+            self.squares = self.squares * _FORGETS + predicted**2
+            mean = (mean * responses + before.mean_log * believed) / (responses + believed)
+            responses += believed
+        record = Remembered(key=name, responses=responses, mean_log=mean, version=version)
+        self._put(record)
+        return record
+
+    def levels(self, keys: Sequence[object], law: LogLaw, version: int) -> Levels:
+        """What is known of the level of each prompt before it has a token under `version`."""
+        mean = np.full((len(keys), 1), law.mean, dtype=np.float64)
+        variance = np.full_like(mean, law.shared * law.deviation**2)
+        if self._records:
+            for row, key in enumerate(keys):
+                name = _name(key)
+                record = None if name is None else self._records.get(name)
+                if record is not None:
+                    r = self._correlation(record, version, law)
+                    weight = _weight(record.responses, law)
+                    mean[row] += r * weight * (record.mean_log - law.mean)
+                    variance[row] *= 1 - r * r * weight
+        return Levels(mean=mean, variance=variance)
+
+    def coefficient(self, law: LogLaw) -> float:
+        """The regression coefficient of observed on predicted levels, 0 or more."""
+        begin = _BEGIN * law.shared * law.deviation**2
+        return max(0.0, (self.products + begin) / (self.squares + begin))
+
+    def _correlation(self, record: Remembered, version: int, law: LogLaw) -> float:
+        # Below 1, because at 1 a prompt's level could never be seen to differ.
+        return min(0.99, self.coefficient(law) * self._aged(record, version))
+
+    @staticmethod
+    def _aged(record: Remembered, version: int) -> float:
+        return math.exp2(-max(0, version - record.version) / _HALF_LIFE)
+
+    def _put(self, record: Remembered) -> None:
+        self._records.pop(record.key, None)
+        self._records[record.key] = record
+        if len(self._records) > MOST_KEYS:
+            del self._records[next(iter(self._records))]
+
+
+def _weight(responses: float, law: LogLaw) -> float:
+    """How much of the deviation of so many responses is that of their group."""
+    return law.shared * responses / (law.shared * responses + 1 - law.shared)
+
+
+def _name(key: object) -> str | int | None:
+    if type(key) is int and -(2**63) <= key < 2**63:
+        return key
+    if type(key) is not str:
+        return None
+    if len(key) <= _LONGEST_KEY and key.isascii():
+        return key
+    return hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()

@@ -1,0 +1,138 @@
+"""Length buckets: of the open groups, those of similar expected length run together.
+
+More groups are kept open than run. When a batch begins, those groups run that are expected to
+need about the same number of further steps. So no batch waits for one long response, and few
+siblings of a long response become stale for nothing. The groups that are not chosen are
+deferred: they wait with their tokens, which cost nothing until the groups run again. Some
+members of each deferred group run once as probes, because one finished sibling tells much about
+a length: typically half of the variance of a response's log length comes from its prompt. A
+group whose prompt was seen in an earlier epoch is not probed if what is remembered of it says
+more than a probe would.
+
+A batch that takes all groups that run for it (ratio 1) has no stale token, and groups of similar
+length wait less for each other. With ``Staleness(0, rule="restart")`` the tokens of the probes
+are thrown away at the update, and what they say of their prompts is remembered by the prompts'
+keys. What is delivered is then drawn after it was chosen, so its lengths are not biased. Probes
+cost least in the tail of a batch (`probe_after`), where an engine has free slots.
+
+The groups of a bucket end together, so batches are all short or all long.
+
+:func:`aprilsched.kernel.core.lengths.log_law.rest_of_groups` estimates what a group still needs.
+The rule was found by a search over schedules on the built-in workload (experiments/frontier).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.kernel.core.lengths.log_law import rest_of_groups
+from aprilsched.kernel.core.policies.refill import OpenGroups, PoolView, Refill
+from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, SHARE_OR_0
+from aprilsched.kernel.values.checks import suggesting
+
+
+@suggesting()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LengthBuckets(Refill):
+    """Keeps more groups open than run, and runs those of similar expected length together. The
+    over-provision ratio says how many of them run."""
+
+    name: ClassVar[str] = "buckets"
+    defers: ClassVar[bool] = True
+
+    store: Annotated[float, AT_LEAST_1] = 5.0
+    """Number of batches of groups that are kept open."""
+    probes: Annotated[int, AT_LEAST_0] = 1
+    """Number of members of a deferred group that run once, as evidence of its length."""
+    oldest: Annotated[int, AT_LEAST_1] = 16
+    """Number of batches after its first token at which a group runs, whatever its length. This
+    bounds the staleness of its tokens, except for the batches that it then takes."""
+    probe_after: Annotated[float, SHARE_OR_0] = 0.0
+    """Share of a batch's rollouts that have ended when the probes start; 0 starts them with the
+    batch. Probes that start late have less time, and take less of the others' time."""
+
+    @property
+    def tail_begins(self) -> float | None:
+        return self.probe_after or None
+
+    def launches(self, view: PoolView) -> int:
+        """Number of groups to open now.
+
+        Within a batch this is 0 as long as a group is open. If none is left (all were rejected, or
+        did not have enough samples or tokens for the batch), the trainer would wait for ever.
+        """
+        dry = view.batch_open and view.open_groups == 0
+        if not (view.wave_due or dry):
+            return 0
+        return max(0, math.ceil(self.store * view.batch_groups - 1e-9) - view.open_groups)
+
+    def members(self, groups: OpenGroups) -> NDArray[np.int64]:
+        begun = groups.since_first_run >= 0
+        # At most half of a group is probed, or a lone sample, or a pair, would be run whole as
+        # its own probe.
+        probes = np.where(begun | _known(groups), 0, np.minimum(self.probes, groups.sizes // 2))
+        if groups.tail:
+            return np.where(groups.running, groups.sizes, probes)
+        if self.probe_after:
+            probes = np.zeros_like(probes)
+        overdue = begun & (groups.since_first_run >= self.oldest) & ~groups.running
+        count = max(1, groups.wanted - int(groups.running.sum()))
+        if groups.wanted <= groups.lacking:
+            # Every group that runs is waited for, so no more may run than the batch takes.
+            overdue = oldest_of(overdue, groups.ages, count)
+            count -= int(overdue.sum())
+            waiting = np.flatnonzero(~groups.running & ~overdue)
+        else:
+            waiting = np.flatnonzero(~groups.running)
+        levels = None if groups.levels is None else groups.levels.of(waiting)
+        rest = rest_of_groups(groups.tokens[waiting], groups.finished[waiting], groups.law, levels)
+        runs = groups.running | overdue
+        runs[waiting[window(rest, groups.ages[waiting], count)]] = True
+        return np.where(runs, groups.sizes, probes)
+
+    def told(self, ratio: str) -> str:
+        return f"{ratio} batches of groups of similar length, out of {self.store:g} open batches"
+
+
+def _known(groups: OpenGroups) -> NDArray[np.bool_]:
+    """Whether earlier epochs say more of a group than a probe would, bool [G]: one sibling leaves
+    1 - w of what the group's level varies by, where w is the law's share."""
+    if groups.levels is None:
+        return np.zeros(len(groups.sizes), dtype=np.bool_)
+    law = groups.law
+    after_probe = (1 - law.shared) * law.shared * law.deviation**2
+    return groups.levels.variance[:, 0] <= after_probe
+
+
+def oldest_of(among: NDArray[np.bool_], ages: NDArray[np.int64], most: int) -> NDArray[np.bool_]:
+    """The oldest groups `among` these, at most `most`, bool [G]."""
+    places = np.flatnonzero(among)
+    chosen = np.zeros_like(among)
+    chosen[places[np.argsort(-ages[places], kind="stable")[:most]]] = True
+    return chosen
+
+
+def window(rest: NDArray[np.float64], age: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """The `count` groups with neighbouring values of `rest` whose mean age is highest.
+
+    Args:
+        rest: what each group is expected to need still, float64 [G].
+        age: number of batches since each group was opened, int64 [G].
+        count: number of groups to choose.
+
+    Returns:
+        Indices of the groups, int64 [count].
+    """
+    order = np.argsort(rest, kind="stable")
+    if count >= len(order):
+        return order
+    if count <= 0:
+        return order[:0]
+    sums = np.concatenate(([0], np.cumsum(age[order])))
+    first = int(np.argmax(sums[count:] - sums[:-count]))
+    return order[first : first + count]

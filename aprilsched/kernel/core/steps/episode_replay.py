@@ -1,0 +1,102 @@
+"""Replays the known turns of episodes after a restart.
+
+A coroutine cannot be saved, so after a restart an episode runs again from the start. As long as
+it asks for the same turns with the same contexts, it is given the saved answers without
+generating, as durable workflows replay their history. An unfinished turn continues from its
+tokens. If the episode asks for something else, the tokens from there on are discarded and
+counted. An episode with branches may ask for its known turns in any order, because programs come
+back as they like; those that it has not asked for are discarded at its end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.records import RolloutRecord
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.token_log import clipped
+from aprilsched.kernel.core.steps.branches import forget
+from aprilsched.kernel.core.steps.drop import discard
+from aprilsched.types import NO_VERSION, Int32Array
+
+
+def known_turn(
+    state: SchedulerState, rollout: RolloutRecord, event: ev.TurnRequested
+) -> tuple[int | None, int | None]:
+    """What is known of the turn that the episode asks for: its place among the answered ones, or
+    where the output begins of one that was not finished; None and None if nothing is."""
+    replay = rollout.replay
+    if replay is None:
+        return None, None
+    open_turns = [turn for turn in range(replay.known) if turn not in replay.asked]
+    for turn in open_turns if event.branch else open_turns[:1]:
+        begin, _, _, branch = rollout.answered[turn]
+        if np.array_equal(event.input_ids, context_of(rollout, begin, branch)):
+            replay.asked.append(turn)
+            return turn, None
+    begin = replay.partial
+    due = begin is not None and (event.branch or not open_turns)
+    context = context_of(rollout, begin or 0, rollout.branch)
+    if due and np.array_equal(event.input_ids, context):
+        replay.partial = None
+        rollout.replay = replay if open_turns else None
+        return None, begin
+    if not event.branch or not open_turns:
+        forget_rest(state, rollout)
+    else:
+        # What comes now is added behind the last answer.
+        replay.partial = None
+        truncate_to_answered(state, rollout, Reason.RESTARTED)
+    return None, None
+
+
+def context_of(rollout: RolloutRecord, begin: int, number: int) -> Int32Array:
+    """The context of an output of a branch that begins at this place of the log."""
+    branch = rollout.all_branches()[number]
+    response = rollout.log.along(clipped(branch.path, begin))
+    return np.concatenate((branch.prompt_ids, response))
+
+
+def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Discard the rest of the known turns: the episode asks for something else, or ends earlier."""
+    replay, rollout.replay = rollout.replay, None
+    if replay is not None:
+        forget(state, rollout, replay.asked, Reason.RESTARTED)
+
+
+def keep_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Keep the known turns that the program of an episode has not asked for again."""
+    rollout.replay = None
+    rollout.turns = len(rollout.answered)
+    truncate_to_answered(state, rollout, Reason.RESTARTED)
+
+
+def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
+    """Discard tokens so that a request for `limit` tokens has at least one token to generate.
+
+    The output of the request is known from `begin` on. An engine cannot be asked for no tokens, and
+    only with the last one it reports how the response ended. All tokens may be known because the
+    process ended between the last token of a request and its end, or because the episode asks for
+    fewer tokens this time.
+    """
+    if rollout.log.size - begin >= limit:
+        truncate(state, rollout, begin + limit - 1, Reason.RESTARTED)
+
+
+def truncate_to_answered(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
+    """Discard everything after the last turn that the episode was given, including tokens of the
+    environment, because the episode may say something else now."""
+    truncate(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
+
+
+def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
+    """Discard all tokens after the first `size`, and count them."""
+    log = rollout.log
+    if log.size == size:
+        return
+    sampled = int((log.versions()[size:] != NO_VERSION).sum())
+    environment = log.size - size - sampled
+    log.truncate(size, prompt=len(rollout.prompt_ids))
+    discard(state, rollout, sampled, environment, reason)

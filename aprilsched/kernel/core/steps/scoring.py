@@ -1,0 +1,112 @@
+"""Takes rollouts from generated to accepted: rewards, and the user's accept function."""
+
+from __future__ import annotations
+
+from aprilsched.kernel.core.messages import commands as do
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.assembly import group_of, rollout_of
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.records import GroupRecord, Move, RolloutRecord, State
+from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.steps.drop import count_rejection, drop
+from aprilsched.types import Score
+
+
+def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -> None:
+    """Finish a rollout that is generated to its end; `score` is its episode's, if it has one."""
+    group = rollout.group
+    state.in_flight.finish(rollout)
+    state.tell(facts.RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
+    if group.complete and group.evaluation_id is None:
+        state.note_lengths(group)
+    if group.complete:
+        group.complete_at = state.now
+    scope = state.caller.reward_scope
+    if score is not None:
+        # Before the reward function is asked: it may need what the episode tells.
+        rollout.attach(score)
+    if scope == "none" or rollout.reward is not None:
+        _score(state, rollout)
+    elif scope == "rollout":
+        ask_for_reward(state, rollout)
+    if scope == "group" and group.complete and not group.scored:
+        ask_for_rewards(state, group)
+
+
+def ask_for_reward(state: SchedulerState, rollout: RolloutRecord) -> None:
+    """Ask the reward function about one rollout."""
+    group = rollout.group
+    state.tell(facts.RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
+    state.commands.append(do.ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
+
+
+def ask_for_rewards(state: SchedulerState, group: GroupRecord) -> None:
+    """Ask the reward function about a whole group."""
+    state.tell(facts.RewardRequested(group_id=group.group_id))
+    state.commands.append(do.ScoreGroup(group=group_of(group)))
+
+
+def on_rewarded(state: SchedulerState, rollout: RolloutRecord, event: ev.Rewarded) -> None:
+    rollout.attach(event.score)
+    _score(state, rollout)
+
+
+def on_group_rewarded(state: SchedulerState, group: GroupRecord, event: ev.GroupRewarded) -> None:
+    for rollout, score in zip(group.members, event.scores, strict=True):
+        if rollout.state is State.SCORING:
+            rollout.attach(score)
+            _score(state, rollout)
+
+
+def on_filtered(state: SchedulerState, group: GroupRecord, event: ev.Filtered) -> None:
+    state.calls.verdicts.append((group.tokens, event.accepted))
+    if event.accepted:
+        _accept(state, group)
+    else:
+        _note_scored(state, group)
+        drop(state, group, Reason.REJECTED, "refused by accept")
+        count_rejection(state)
+
+
+def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
+    rollout.move(Move.SCORE)
+    state.in_flight.journal.finish(rollout)
+    state.tell(
+        facts.RolloutScored(
+            rollout_id=rollout.rollout_id,
+            group_id=rollout.group.group_id,
+            reward=rollout.reward,
+            reward_parts=rollout.reward_parts,
+            info=rollout.info,
+        )
+    )
+    if rollout.group.scored:
+        filter_or_accept(state, rollout.group)
+
+
+def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
+    """Ask the user's accept function about a group that is scored, or accept it if there is
+    none."""
+    # An evaluation returns every response, so the accept function is not asked.
+    if state.caller.accepts and group.evaluation_id is None:
+        state.tell(facts.VerdictRequested(group_id=group.group_id))
+        state.commands.append(do.Filter(group=group_of(group)))
+    else:
+        _accept(state, group)
+
+
+def _note_scored(state: SchedulerState, group: GroupRecord) -> None:
+    """Note how long it took until a group was accepted or refused."""
+    if group.complete_at is not None and group.evaluation_id is None:
+        state.calls.rewards.add(state.now - group.complete_at)
+
+
+def _accept(state: SchedulerState, group: GroupRecord) -> None:
+    _note_scored(state, group)
+    if not group.accepted:
+        group.accepted = True
+        state.in_flight.ready.accept(group)
+    state.tell(facts.GroupAccepted(group_id=group.group_id))
+    state.in_flight.journal.change_group(group)
+    state.prompts.consecutive_failures = state.prompts.consecutive_rejections = 0

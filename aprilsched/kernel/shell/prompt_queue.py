@@ -1,0 +1,102 @@
+"""A source of prompts for trainers that push them, for example those of one step at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from typing import Self
+
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.shell.prompts import TOGETHER_S
+from aprilsched.types import Prompt
+
+
+class PromptQueue:
+    """Prompts that are pushed while the run goes on; give it to the scheduler as ``prompts=``.
+
+    While the queue is empty, the scheduler goes on with the prompts that it has: it launches what
+    was pushed, and the rest of a wave when more comes. A batch that needs more groups than were
+    pushed waits for :meth:`put` or :meth:`close`. One scheduler takes from the queue.
+
+    Any thread may call :meth:`put` and :meth:`close`, also before the scheduler is opened. The
+    queue holds everything that was pushed until it is launched.
+
+    In a resumed run nothing is passed over: push what the former run had not launched. It had
+    launched the first ``rollouts.state.prompts.cursor`` prompts of all that were pushed.
+
+    Args:
+        together_s: seconds without a new prompt after which those that were pushed are launched.
+            Prompts that are launched together cost the running requests one prefill pass together;
+            0 launches each prompt at once.
+
+    Raises:
+        ConfigError: if `together_s` is negative.
+    """
+
+    def __init__(self, *, together_s: float = TOGETHER_S) -> None:
+        if not together_s >= 0:
+            raise ConfigError(f"together_s is {together_s}; give seconds, 0 or more.")
+        self.together_s = together_s
+        self._prompts: deque[Prompt] = deque()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._waiter: asyncio.Future[None] | None = None
+        """Done when a prompt was pushed or the queue was closed; None while nobody waits."""
+
+    def put(self, *prompts: Prompt) -> None:
+        """Push prompts behind those that wait.
+
+        Raises:
+            ConfigError: if the queue is closed; no prompt is pushed then.
+        """
+        with self._lock:
+            if self._closed:
+                raise ConfigError("the queue of prompts is closed; push before close().")
+            self._prompts.extend(prompts)
+            self._wake()
+
+    def close(self) -> None:
+        """Say that no more prompts come. The rollouts in flight are then finished and delivered,
+        perhaps in a smaller last batch. Closing again does nothing."""
+        with self._lock:
+            self._closed = True
+            self._wake()
+
+    def __len__(self) -> int:
+        """Number of prompts that the scheduler has not taken yet."""
+        return len(self._prompts)
+
+    def skip(self, count: int) -> Self:
+        """The source of a resumed run, of which `count` prompts were launched: the queue itself,
+        because what was launched is not pushed again."""
+        return self
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Prompt:
+        """The next prompt; waits for one. A cancelled wait loses none."""
+        while True:
+            with self._lock:
+                if self._prompts:
+                    return self._prompts.popleft()
+                if self._closed:
+                    raise StopAsyncIteration
+                waiter = self._waiter = asyncio.get_running_loop().create_future()
+            await waiter
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is None:
+            return
+        try:
+            waiter.get_loop().call_soon_threadsafe(_resolve, waiter)
+        except RuntimeError:
+            # The event loop is closed, so nobody waits any more.
+            return
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

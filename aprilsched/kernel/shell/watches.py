@@ -1,0 +1,96 @@
+"""Watches all engines: their versions, where somebody else moves the weights, and their KV pools,
+where requests move from full ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from aprilsched.errors import EngineError, InconsistentWeights
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.engines.base import CLAIM_INTERVAL_S, Claimable, Engine, TellsPause
+from aprilsched.kernel.engines.load import ReportsLoad
+from aprilsched.kernel.shell.tasks import Part, Shell
+
+_INTERVAL_S = 1.0
+_ANSWER_S = 10.0
+"""Seconds that an engine has for an answer. One that does not answer is no matter of this watch."""
+_AT_ONCE = 32
+
+
+class Watch(Part):
+    """Asks every engine something once a second, and tells the core the answers."""
+
+    def __init__(self, shell: Shell, ask: Callable[[Engine], Awaitable[ev.Event | None]]) -> None:
+        super().__init__(shell)
+        self._ask = ask
+        self._limit = asyncio.Semaphore(_AT_ONCE)
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(_INTERVAL_S)
+            async with asyncio.TaskGroup() as group:
+                for engine in list(self._engines.values()):
+                    group.create_task(self._look(engine))
+
+    async def _look(self, engine: Engine) -> None:
+        async with self._limit:
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(_ANSWER_S):
+                    seen = await self._ask(engine)
+                if seen is not None:
+                    self._feed(seen)
+
+
+async def ask_version(engine: Engine, *, silent: bool) -> ev.VersionSeen:
+    """Ask an engine for its version, and whether it is paused if it is `silent`.
+
+    The labels on tokens are not enough: an engine without requests sends none, and a trainer that
+    waits for the next version launches none.
+    """
+    paused = None
+    if isinstance(engine, TellsPause) and silent:
+        paused = await engine.is_paused()
+    version: int | None = None
+    with suppress(InconsistentWeights):
+        version = await engine.version()
+    return ev.VersionSeen(engine=engine.name, version=version, paused=paused)
+
+
+async def ask_load(engine: Engine) -> ev.LoadSeen | None:
+    """Ask an engine that reports its load how full its KV pool is."""
+    if not isinstance(engine, ReportsLoad):
+        return None
+    load = await engine.load()
+    if load.kv_tokens is None or load.age_s > _INTERVAL_S:
+        return None
+    return ev.LoadSeen(engine=engine.name, used=load.kv_tokens, queued=load.queued)
+
+
+class Claims(Part):
+    """Renews the claims on the engines that the core has (`knows`); one that joins claims its own.
+    `taken` is called with the name of one whose claim is lost."""
+
+    def __init__(
+        self, shell: Shell, *, knows: Callable[[str], object], taken: Callable[[str, str], None]
+    ) -> None:
+        super().__init__(shell)
+        self._knows = knows
+        self._taken = taken
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(CLAIM_INTERVAL_S)
+            for name, engine in self._engines.items():
+                if not isinstance(engine, Claimable) or self._knows(name) is None:
+                    continue
+                # Each alone, because a server that loads weights answers afterwards.
+                if not self._tasks.running(("claim", name)):
+                    self._tasks.start(("claim", name), self._renew(name, engine))
+
+    async def _renew(self, name: str, engine: Claimable) -> None:
+        with suppress(EngineError):
+            if not await engine.claim():
+                self._taken(name, "is claimed by another scheduler or gateway")

@@ -1,0 +1,85 @@
+"""Lets a listener be slow: it runs in a worker thread, behind a bounded queue.
+
+Invariants: the run never waits for it; what does not fit into the queue is dropped, counted and
+said once, and the rest arrives in order; the thread ends with :meth:`QueuedListener.close`, or
+with the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Self
+
+from aprilsched.kernel.core.messages.facts import Fact, TokensReceived
+from aprilsched.kernel.shell.listener import Listener, TokenChunks
+from aprilsched.observe.worker import Worker
+
+_CLOSE_SECONDS = 5.0
+
+
+class QueuedListener:
+    """Passes facts on to `listener`, later and in another thread.
+
+    Use it as ``with QueuedListener(slow) as queued:`` around the scheduler that has it among its
+    listeners. A `listener` that raises is told nothing more. A process that is forked from this
+    one has no such thread, and tells the listener nothing.
+
+    Args:
+        listener: one that writes to a database, a web service or a slow disk, for example.
+        kinds: the facts that the listener is told; None means all. Most facts are TokensReceived,
+            so leaving them out saves most of the queue's time.
+        max_pending: how many events may wait for the listener with their facts; what comes on top
+            is dropped.
+        close_seconds: how long the end of the block waits for what is pending.
+
+    Raises:
+        ConfigError: if `max_pending` is below 1, or `close_seconds` below 0.
+    """
+
+    def __init__(
+        self,
+        listener: Listener,
+        *,
+        kinds: Collection[type] | None = None,
+        max_pending: int = 100_000,
+        close_seconds: float = _CLOSE_SECONDS,
+    ) -> None:
+        self._listener = listener
+        self._kinds = None if kinds is None else frozenset(kinds)
+        self._worker = Worker(
+            f"the listener {type(listener).__qualname__}",
+            "facts",
+            max_pending=max_pending,
+            close_seconds=close_seconds,
+        )
+
+    @property
+    def dropped(self) -> int:
+        """Number of events whose facts the listener was never told."""
+        return self._worker.dropped
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the listener raised. It is told nothing more."""
+        return self._worker.error
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        if self._kinds is not None:
+            facts = [fact for fact in facts if fact.__class__ in self._kinds]
+        if facts:
+            self._worker.put(self._listener.on_facts, facts, now)
+
+    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
+        if self._kinds is None or TokensReceived in self._kinds:
+            for fact, at in chunks:
+                self._worker.put(self._listener.on_facts, (fact,), at)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Pass on what is pending, for a bounded time."""
+        self._worker.close()

@@ -1,0 +1,273 @@
+"""Charts with one point or bar for each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from aprilsched.observe.figures.bias_collector import sample_law
+from aprilsched.observe.figures.figures import ForecastFigures
+from aprilsched.observe.log.over_time import lengths_of, tokens_by_class
+from aprilsched.observe.report import shared_charts
+from aprilsched.observe.report.chart_model import AGE_COLOURS, PALETTE, Axis, Chart, Series
+from aprilsched.observe.report.report_data import RunReport
+from aprilsched.observe.report.shared_charts import OF_RUNS, evenly
+from aprilsched.observe.report.words import amount, percent, signed_percent
+
+# Draws the charts about batches: how long, how old and how biased their responses are.
+
+_EQUAL = 0.01
+"""A bias below this share of the mean length counts as none."""
+_BATCH_BARS = 60
+_SHOWN_FORECASTS = 400
+
+
+def lengths(runs: Sequence[RunReport]) -> Chart:
+    """Draw delivered lengths and the law that they are drawn from. Both axes are logarithmic."""
+    first = "of these, the first batch"
+    curves: dict[str, tuple[shared_charts.Curve, str, float]] = {}
+    for run in runs:
+        bias, colour = run.summary.bias, colour_of(run, PALETTE[5])
+        muted = PALETTE[4] if run.letter == "B" else "@muted"
+        for what, law, drawn_in, width in (
+            ("drawn (estimated)", bias.drawn, muted, 5.0),
+            ("delivered", bias.delivered, colour, 2.2),
+            (first, sample_law(lengths_of(run.run.deliveries[:1])), colour, 1.4),
+        ):
+            if law is not None:
+                curves[f"{run.who}{what}"] = (law.lengths, law.longer), drawn_in, width
+    chart = shared_charts.longer_than(curves, dotted=[f"{run.who}{first}" for run in runs])
+    return replace(
+        chart,
+        id="lengths",
+        title=" ".join(map(_law, runs)),
+        note="The share of responses that are longer than a length; both axes are logarithmic. "
+        "Drawn is what the policy would have produced: an estimate (Kaplan and Meier) that counts "
+        "what never finished. Where delivered lies below drawn, long responses are missing.",
+        x=_length_axis(chart),
+    )
+
+
+def _law(run: RunReport) -> str:
+    drawn, delivered = run.summary.bias.drawn, run.summary.bias.delivered
+    if drawn is None or delivered is None:
+        return f"{run.who}Nothing was delivered, so there are no lengths to compare."
+    off = delivered.mean / drawn.mean - 1
+    means = f"mean {amount(delivered.mean)} against {amount(drawn.mean)} tokens"
+    if abs(off) < _EQUAL:
+        return f"{run.who}Delivered responses are as long as those drawn ({means})."
+    longer = "longer" if off > 0 else "shorter"
+    return (
+        f"{run.who}Delivered responses are {percent(abs(off))} {longer} than those drawn ({means})."
+    )
+
+
+def _length_axis(chart: Chart) -> Axis:
+    """The axis from the shortest response to the longest, with ticks at 1, 2, 5, 10, …"""
+    curves = [series.x for series in chart.series if len(series.x) > 1]
+    least = min((float(curve[1]) for curve in curves), default=1.0)
+    most = max((float(curve[-1]) for curve in curves), default=10.0)
+    ticks = [digit * 10**power for power in range(9) for digit in (1, 2, 5)]
+    shown = [tick for tick in ticks if 0.8 * least <= tick <= 1.2 * most]
+    return replace(
+        chart.x, range=(0.8 * least, 1.15 * most), ticks={tick: amount(tick) for tick in shown}
+    )
+
+
+def ages_by_batch(run: RunReport) -> Chart:
+    """Draw the ages of each batch's tokens as stacked bars."""
+    tokens = tokens_by_class(run.run, len(AGE_COLOURS))
+    pieces = np.array_split(np.arange(len(tokens)), max(1, min(_BATCH_BARS, len(tokens))))
+    together = [piece for piece in pieces if piece.size]
+    sums = np.array([tokens[piece].sum(axis=0) for piece in together]).reshape(-1, len(AGE_COLOURS))
+    shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
+    title = "No batch was delivered."
+    if together:
+        stale = 100 * (1 - shares[:, 0])
+        late = stale[-max(1, len(stale) // 4) :]
+        title = (
+            f"The first batch is {stale[0]:.0f} % off-policy, the last quarter of them "
+            f"{np.mean(late):.0f} %."
+        )
+    chart = shared_charts.ages_by_batch(
+        [int(piece[0]) + 1 for piece in together], shares.T.tolist()
+    )
+    return replace(
+        chart,
+        id=f"batches{run.suffix}",
+        title=title,
+        note="Each bar is a batch, divided by the staleness of its tokens: policy versions between "
+        "the one that sampled a token and the one that trains on it."
+        if all(piece.size == 1 for piece in together)
+        else "Each bar is some batches together, divided by the staleness of their tokens: policy "
+        "versions between the one that sampled a token and the one that trains on it.",
+        of=run.figures.name,
+    )
+
+
+def bias(runs: Sequence[RunReport]) -> Chart:
+    """Draw the length bias of everything delivered so far, by batch: as measured, and as the
+    responses in flight predict it."""
+    chart = shared_charts.bias_over_batches(
+        {run.letter: run.summary.bias.transient for run in runs},
+        colours=[colour_of(run) for run in runs],
+        predicted=len(runs) == 1,
+    )
+    found = [transient for run in runs if (transient := run.summary.bias.transient)]
+    mean = "the mean of its workload, or of what was drawn"
+    if len(found) == 1:
+        known = found[0].reference == "workload_mean"
+        mean = "the workload's own mean" if known else "the mean drawn"
+        mean += f" ({amount(found[0].mean)} tokens)"
+    return replace(
+        chart,
+        id="bias",
+        title=" ".join(map(_transient, runs)),
+        note=f"The mean length of everything delivered so far, against {mean}. "
+        "Short responses finish first, so a run begins below 0; what is in flight brings it back. "
+        "A gap that stays is a censor.",
+        height=320,
+    )
+
+
+def _transient(run: RunReport) -> str:
+    found, censored = run.summary.bias.transient, run.summary.bias.censoring.policies
+    if found is None:
+        return f"{run.who}No batch was delivered, so there is no bias to speak of."
+    off = f"{run.who}The length bias is {signed_percent(found.measured)}"
+    if censored:
+        return f"{off}, and part of it stays: responses were dropped."
+    if abs(found.measured) < _EQUAL:
+        return f"{off}: what the trainer got is not too short."
+    further = found.further_batches_to_1_percent
+    if further == 0:
+        return f"{off}, more than what is in flight explains."
+    more = f"{further:,} more {'batch' if further == 1 else 'batches'}"
+    return f"{off} so far; it is below 1 % after {more}."
+
+
+def distances(runs: Sequence[RunReport]) -> list[Chart]:
+    """Draw the distance of each batch's lengths from the drawn law, with what is expected of a
+    batch drawn at random. There is no chart if no batch has it."""
+    series: list[Series] = []
+    said: list[str] = []
+    for run in runs:
+        batches = run.summary.per_batch
+        own = [batch.length_distance for batch in batches]
+        usual = [batch.iid_length_distance for batch in batches]
+        pairs = [(a, b) for a, b in zip(own, usual, strict=True) if a is not None and b is not None]
+        if not pairs:
+            continue
+        mean, expected = np.mean(pairs, axis=0)
+        said.append(
+            f"the lengths of {run.whose} batches are {mean:.2f} off the drawn law on "
+            f"average, where batches drawn at random would be {expected:.2f} off"
+        )
+        for name, values in (("batch", own), ("drawn at random", usual)):
+            at = [i for i in evenly(len(values)).tolist() if values[i] is not None]
+            series.append(
+                Series(
+                    name=f"{run.who}{name}",
+                    x=[i + 1 for i in at],
+                    y=np.array([values[i] for i in at], dtype=np.float64),
+                    colour=colour_of(run),
+                    dash="solid" if values is own else "dash",
+                    hover="%{y:.3f}",
+                )
+            )
+    if not said:
+        return []
+    title = "; ".join(said)
+    chart = Chart(
+        id="distances",
+        title=f"{title[0].upper()}{title[1:]}.",
+        note="Kolmogorov's distance: the largest difference between the shares of responses up to "
+        "a length, in the batch and in the law that all lengths are drawn from (estimated when the "
+        "batch was delivered). Batches that are all short or all long are far from it.",
+        series=series,
+        x=Axis(label="batch", unit="whole"),
+        y=Axis(label="distance from the drawn law", from_zero=True),
+        together=True,
+    )
+    return [chart]
+
+
+def forecasts(run: RunReport) -> Chart | None:
+    """Draw the efficiency that automatic scheduling forecast for each batch beside what happened.
+    There is no chart of a run without forecasts."""
+    found = [(each.index + 1, each.forecast) for each in run.summary.per_batch if each.forecast]
+    if not found:
+        return None
+    places: list[int] = evenly(len(found), _SHOWN_FORECASTS).tolist()
+    shown = [found[place] for place in places]
+    known = [(number, f.efficiency) for number, f in shown if f.efficiency is not None]
+    return Chart(
+        id=f"forecasts{run.suffix}",
+        title=_how_right(run.summary.steady_state.forecast, run.whose),
+        note="The line is the forecast of the schedule in force, which changes with each choice of "
+        "a schedule. A point is a batch. A forecast is for the mean of many batches, whose single "
+        "ones scatter; where points lie below the line on average, it was too good.",
+        series=[
+            Series(
+                name="forecast",
+                x=[number for number, _ in shown],
+                y=[figures.efficiency_forecast for _, figures in shown],
+                colour=PALETTE[0],
+                step=True,
+                told=[figures.schedule for _, figures in shown],
+                hover="%{y:.1%}<br>%{customdata}",
+            ),
+            Series(
+                kind="points",
+                name="outcome",
+                x=[number for number, _ in known],
+                y=[efficiency for _, efficiency in known],
+                colour=PALETTE[5],
+                hover="%{y:.1%}",
+            ),
+        ],
+        x=Axis(label="batch", unit="whole"),
+        y=Axis(label="T_bound / time", unit="share", from_zero=True),
+        together=True,
+    )
+
+
+def _how_right(steady: ForecastFigures | None, who: str) -> str:
+    if steady is None or steady.efficiency is None:
+        return "No batch after the burn-in had a forecast."
+    off = steady.efficiency / steady.efficiency_forecast - 1
+    return (
+        f"{percent(steady.efficiency_forecast)} of the bound were forecast for {who} batches after "
+        f"the burn-in, and {percent(steady.efficiency)} came: {signed_percent(off)}."
+    )
+
+
+def deciles(runs: Sequence[RunReport]) -> Chart:
+    """Draw the mean staleness of ten classes of length."""
+    found = {run: run.summary.bias.by_length_decile for run in runs}
+    said = [
+        f"the longest tenth of {run.whose} responses is {figures.staleness_mean[-1]:.1f} versions "
+        f"old, the shortest {figures.staleness_mean[0]:.1f}"
+        for run, figures in found.items()
+        if figures is not None
+    ]
+    title = "; ".join(said) or "too few responses were delivered to tell"
+    chart = shared_charts.staleness_by_tenth(
+        {run.label: figures for run, figures in found.items()},
+        colours=[colour_of(run, PALETTE[2]) for run in runs],
+    )
+    return replace(
+        chart,
+        id="deciles",
+        title=f"{title[0].upper()}{title[1:]}.",
+        note="Delivered responses in ten classes of equal number by their length. Above: the "
+        "share of their tokens that an older policy sampled.",
+        height=320,
+    )
+
+
+def colour_of(run: RunReport, alone: str = PALETTE[0]) -> str:
+    """The colour of one of two runs, or of one that is `alone`."""
+    return OF_RUNS["AB".index(run.letter)] if run.letter else alone

@@ -1,0 +1,50 @@
+"""What was sampled of GPUs and engines, for a report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.observe.log.samples import read_samples
+from aprilsched.observe.sampling.labels import NVML_UTILIZATION, STEP_SHARE
+
+# Reads the samples of GPUs and engines for a report, if there are any.
+
+_LINES = 16
+_POINTS = 240
+_Shares = Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
+
+
+def gpu_lines(folder: Path) -> tuple[_Shares, str]:
+    """The samples as shares over time, of each GPU (by NVML) or otherwise of each engine (by its
+    own counters), with a sentence that says what they mean. A run that was not sampled has none.
+
+    Raises:
+        RunFolderError: if the samples cannot be read.
+    """
+    samples = read_samples(folder)
+    label = STEP_SHARE
+    found = {name: (each.t, each.step_share) for name, each in samples.engines.items()}
+    if samples.devices:
+        label = NVML_UTILIZATION
+        found = {
+            f"{index}: {gpu.name}": (gpu.t, gpu.utilization)
+            for index, gpu in samples.devices.items()
+        }
+    shown = {
+        name: _thinned(t, share) for name, (t, share) in found.items() if np.isfinite(share).any()
+    }
+    return dict(list(shown.items())[:_LINES]), label if shown else ""
+
+
+def _thinned(
+    times: NDArray[np.float64], share: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Means of neighbouring samples, so that there are no more than a screen shows."""
+    known = np.flatnonzero(np.isfinite(share))
+    pieces = np.array_split(known, min(_POINTS, known.size))
+    means = [np.array([each[piece].mean() for piece in pieces]) for each in (times, share)]
+    return means[0], means[1]

@@ -1,0 +1,266 @@
+"""Charts that the report and the notebooks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.observe.figures.engine_time import PART_LABELS
+from aprilsched.observe.figures.run_figures import DecileFigures, TransientFigures
+from aprilsched.observe.log.over_time import Bar
+from aprilsched.observe.report.chart_model import (
+    AGE_COLOURS,
+    PALETTE,
+    PART_COLOURS,
+    Axis,
+    Chart,
+    Series,
+    Values,
+)
+
+OF_RUNS = (PALETTE[5], PALETTE[0])
+"""The colours of two runs side by side."""
+_OLDEST = len(AGE_COLOURS) - 1
+
+
+def time_by_part(
+    rows: Mapping[str, Mapping[Any, float]],
+    *,
+    x: Axis,
+    written: Callable[[float], str],
+    colours: Mapping[Any, str],
+    labels: Mapping[Any, str],
+) -> Chart:
+    """A bar for each run, divided into parts of its time, which have a colour and a label each;
+    `written` gives the texts of the numbers in it."""
+    names = list(rows)
+    values = {part: [row.get(part, 0.0) for row in rows.values()] for part in colours}
+    return Chart(
+        series=[
+            Series(
+                kind="bar",
+                name=labels[part],
+                x=names,
+                y=found,
+                colour=colours[part],
+                texts=[written(value) for value in found],
+                hover=f"{labels[part]}: %{{x:.1%}}<extra></extra>",
+            )
+            for part, found in values.items()
+            if any(value > 0 for value in found)
+        ],
+        x=x,
+        y=Axis(label="", categories=True),
+        stacked=True,
+        across=True,
+    )
+
+
+def areas(
+    shares: Mapping[str, NDArray[np.float64]], *, start: float, stops: Sequence[float], row: int = 0
+) -> list[Series]:
+    """The shares of parts of the time as areas above each other; the pieces end at `stops`."""
+    return [
+        Series(
+            kind="area",
+            name=PART_LABELS[part],
+            x=[start, *stops],
+            y=np.append(shares[part], shares[part][-1:]),
+            colour=PART_COLOURS[part],
+            hover="%{y:.1%}",
+            row=row,
+        )
+        for part in PART_COLOURS
+        if part in shares
+    ]
+
+
+def parts_over_time(
+    shares: Mapping[str, NDArray[np.float64]],
+    *,
+    start: float,
+    stops: Sequence[float],
+    end: float | None = None,
+    marks: Sequence[float] = (),
+) -> Chart:
+    """What the engines' slots do over time: busy parts below, and idle ones above by their
+    cause."""
+    return Chart(
+        series=areas(shares, start=start, stops=stops),
+        x=Axis(label="seconds", range=(start, stops[-1] if end is None else end)),
+        y=Axis(label="share of all slots", unit="share", range=(0, 1)),
+        marks=marks,
+        together=True,
+    )
+
+
+def responses(
+    bars: Sequence[Bar],
+    *,
+    start: float,
+    end: float,
+    marks: Sequence[float],
+    pauses: Sequence[tuple[float, float]],
+    width: float = 1.6,
+) -> Chart:
+    """When each response was generated; its colour is the version that sampled it."""
+    pieces: dict[int, list[tuple[float, float, int]]] = {}
+    for row, bar in enumerate(bars):
+        for begin, stop, version in bar:
+            pieces.setdefault(version, []).append((begin, stop, row))
+    nan = float("nan")
+    return Chart(
+        series=[
+            Series(
+                name=f"version {version}",
+                x=[x for begin, stop, _ in found for x in (begin, stop, nan)],
+                y=[y for _, _, row in found for y in (row, row, nan)],
+                colour=PALETTE[version % len(PALETTE)],
+                width=width,
+            )
+            for version, found in sorted(pieces.items())
+        ],
+        x=Axis(label="seconds", range=(start, end)),
+        y=Axis(label="responses, in order of launch", range=(max(1, len(bars)) + 1, -1), ticks={}),
+        marks=marks,
+        pauses=pauses,
+        height=420,
+    )
+
+
+def ages_by_batch(batches: Sequence[int], shares: Sequence[Sequence[float]]) -> Chart:
+    """The ages of each batch's tokens: for each age its share in each of `batches`. The last age
+    has all older tokens."""
+    last = max((age + 1 for age, share in enumerate(shares) if any(share)), default=1)
+    return Chart(
+        series=[
+            Series(
+                kind="bar",
+                name=_age(age),
+                x=list(batches),
+                y=shares[age],
+                colour=AGE_COLOURS[age],
+                texts=[f"{share:.0%}" for share in shares[age]],
+                hover="%{y:.1%}",
+            )
+            for age in range(min(last, len(shares)))
+        ],
+        x=Axis(label="batch", unit="whole"),
+        y=Axis(label="share of its tokens", unit="share", range=(0, 1)),
+        stacked=True,
+        together=True,
+    )
+
+
+def bias_over_batches(
+    runs: Mapping[str, TransientFigures | None], *, colours: Sequence[str], predicted: bool
+) -> Chart:
+    """The bias of everything delivered so far, as measured, and as `predicted` by the responses in
+    flight; a run without a name is the only one."""
+    series: list[Series] = []
+    for (name, figures), colour in zip(runs.items(), colours, strict=False):
+        if figures is None:
+            continue
+        drawn = [(name or "measured", figures.measured_by_batch, colour)]
+        if predicted:
+            other = colour if name else PALETTE[1]
+            drawn.append(("what is in flight explains", figures.predicted_by_batch, other))
+        for place, (label, values, of) in enumerate(drawn):
+            at = evenly(len(values))
+            series.append(
+                Series(
+                    name=label,
+                    x=at + 1,
+                    y=np.asarray(values, dtype=np.float64)[at],
+                    colour=of,
+                    dash="dash" if place else "solid",
+                    hover="%{y:+.1%}",
+                )
+            )
+    return Chart(
+        series=series,
+        x=Axis(label="batches delivered", unit="whole"),
+        y=Axis(label="mean length so far, off the law's", unit="share"),
+        level=0,
+        together=True,
+    )
+
+
+def staleness_by_tenth(
+    runs: Mapping[str, DecileFigures | None], *, colours: Sequence[str]
+) -> Chart:
+    """The mean staleness of ten classes of length, with their off-policy share above."""
+    return Chart(
+        series=[
+            Series(
+                kind="bar",
+                name=name,
+                x=[f"{length:,.0f}" for length in figures.mean_length]
+                if len(runs) == 1
+                else [str(tenth + 1) for tenth in range(len(figures.mean_length))],
+                y=figures.staleness_mean,
+                colour=colour,
+                texts=[f"{share:.0%}" for share in figures.off_policy_token_share],
+                told=[f"{length:,.0f}" for length in figures.mean_length],
+                hover="%{y:.2f} versions; mean length %{customdata} tokens",
+            )
+            for (name, figures), colour in zip(runs.items(), colours, strict=False)
+            if figures is not None
+        ],
+        x=Axis(
+            label="mean length of each tenth of the responses"
+            if len(runs) == 1
+            else "tenths of the responses, shortest first",
+            categories=True,
+        ),
+        y=Axis(label="mean staleness in versions", from_zero=True),
+        legend=len(runs) > 1,
+    )
+
+
+Curve = tuple[Values, Values]
+"""Lengths in tokens, and the share of responses that are longer than each."""
+
+
+def longer_than(
+    curves: Mapping[str, tuple[Curve, str, float]], *, dotted: Sequence[str] = ()
+) -> Chart:
+    """The share of responses that are longer than a length, as a curve, a colour and a width for
+    each name; those with names in `dotted` are dotted lines. Both axes are logarithmic."""
+    return Chart(
+        series=[
+            Series(
+                name=name,
+                x=x,
+                y=y,
+                colour=colour,
+                width=width,
+                dash="dot" if name in dotted else "solid",
+                step=True,
+                hover="%{y:.3~%} are longer than %{x:,.0f} tokens",
+            )
+            for name, ((x, y), colour, width) in curves.items()
+        ],
+        x=Axis(label="response length in tokens", unit="tokens", log=True),
+        y=Axis(label="share of responses longer than that", unit="share", log=True),
+        height=400,
+    )
+
+
+def tail_of(lengths: NDArray[np.int64]) -> Curve:
+    """The curve of these lengths, int64 [n]."""
+    return np.sort(lengths), 1 - np.arange(lengths.size) / max(1, lengths.size)
+
+
+def evenly(count: int, at_most: int = 240) -> NDArray[np.int64]:
+    """Which of `count` values are shown: at most so many, at equal distances."""
+    return np.unique(np.linspace(0, max(0, count - 1), min(count, at_most)).astype(np.int64))
+
+
+def _age(age: int) -> str:
+    if age == _OLDEST:
+        return f"{age} or more versions old"
+    return {0: "on-policy", 1: "1 version old"}.get(age, f"{age} versions old")

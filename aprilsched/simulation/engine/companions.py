@@ -1,0 +1,50 @@
+"""Companions that simulated requests return: rows that can be checked."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aprilsched.kernel.values.companions import TOP, Rows
+from aprilsched.simulation.engine.sequence import Sequence
+from aprilsched.simulation.engine.toy_model import toy_masks, toy_rows, toy_top
+from aprilsched.types import Answer, Float32Array, Int32Array
+
+
+def token_rows(
+    sequence: Sequence, ids: Int32Array, logprobs: Float32Array
+) -> dict[str, Rows] | None:
+    """The rows of new tokens for each companion of tokens; None where none is asked for."""
+    if not sequence.request.companions:
+        return None
+    wanted = [each for each, _ in sequence.request.companions if each.per == "token"]
+    return {
+        each.name: toy_top(each, ids, logprobs) if each.name == TOP else toy_masks(each, ids)
+        for each in wanted
+    } or None
+
+
+def context_rows(sequence: Sequence) -> dict[str, Rows] | None:
+    """The rows of what was forwarded, from the first missing position on; None where no companion
+    of the context is asked for. Like SGLang, it gives those of the latest pass over each
+    position."""
+    if not sequence.request.companions:
+        return None
+    ends = np.array([end for end, _ in sequence.passes], dtype=np.int64)
+    keys = np.array([key for _, key in sequence.passes], dtype=np.uint64)
+    known = min(int(ends[-1]) if len(ends) else 0, sequence.prompt + sequence.sent - 1)
+    found: dict[str, Rows] = {}
+    for companion, start in sequence.request.companions:
+        if companion.per == "context" and known > start:
+            positions = np.arange(start, known)
+            passed = keys[np.searchsorted(ends, positions, side="right")]
+            found[companion.name] = toy_rows(companion, positions, passed)
+    return found or None
+
+
+def answer(sequence: Sequence) -> Answer | None:
+    """What a request keeps: the number of its tokens, and what it has asked for itself."""
+    sampling = sequence.request.sampling
+    if not sampling.keep:
+        return None
+    entries = {"prompt_tokens": sequence.prompt, "request": sampling.request}
+    return Answer.of(entries, sampling.keep)

@@ -1,0 +1,139 @@
+"""Several simulated policies in one table and one picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from aprilsched.observe.figures.run_figures import RunSummary
+
+if TYPE_CHECKING:
+    pass
+from aprilsched.simulation.results import BASELINE, FLAT, SimulationResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyRow:
+    """The figures of one policy. A figure that cannot be known is None.
+
+    Rates, efficiency and shares are those of the steady state, after the burn-in. All other figures
+    are those of the whole run.
+    """
+
+    policy: str
+    efficiency: float | None
+    """T_bound / T: the least possible time for the delivered tokens, divided by the actual time
+    without that in which the engines stood still for the trainer."""
+    step_efficiency: float | None
+    """The same with that time: T_bound over the seconds of whole steps."""
+    delivered_tokens_per_s: float | None
+    """Sampled tokens that the trainer gets, over the seconds of whole steps."""
+    generated_tokens_per_s: float | None
+    """All tokens that the engines generated, including those still in flight at the end."""
+    off_policy_share: float | None
+    """Share of the delivered tokens that are of an older version than the one that consumes
+    them."""
+    staleness_mean: float
+    """Mean staleness of the delivered tokens, in versions."""
+    staleness_max: int
+    length_bias: float | None
+    """Mean delivered length / mean drawn length - 1, over the whole run. It is a transient if all
+    stragglers are carried."""
+    first_batch_length_bias: float | None
+    wall_s: float
+    """Modelled seconds of the whole run."""
+    batches: int
+    step_s: float | None
+    """Mean seconds of a whole step, from delivery to delivery, the trainer's time included under
+    every pace; after the burn-in."""
+    step_p10: float | None
+    step_p90: float | None
+    """A tenth of these steps took less than the first, and a tenth more than the second."""
+    reprefilled_tokens: int
+    masked_tokens: int
+    speedup: float | None
+    """Delivered tokens/s divided by the baseline's."""
+    schedule: str = ""
+    """The schedule that automatic over-provisioning chose last; empty without it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Policies side by side: the content of comparison.json."""
+
+    schema: int = 3
+    baseline: str | None
+    fastest: str | None
+    """The policy that delivers the most tokens a second. These are the seconds of whole steps, so a
+    trainer that the engines wait for counts, which it does not in `efficiency`."""
+    best: str | None
+    """The least stale policy of those within 1 % of the fastest."""
+    policies: list[PolicyRow]
+
+
+def compare(results: Mapping[str, SimulationResult | RunSummary]) -> Comparison:
+    """The figures of results by name, compared with the one named "sync" if there is one. A summary
+    is that of a real run."""
+    first = results.get(BASELINE)
+    base = None if first is None else _summary(first).steady_state.delivered_tokens_per_s
+    rows = [_row(name, result, base) for name, result in results.items()]
+    known = [row for row in rows if row.delivered_tokens_per_s is not None]
+    fastest = max(known, key=lambda row: row.delivered_tokens_per_s or 0.0, default=None)
+    return Comparison(
+        baseline=BASELINE if BASELINE in results else None,
+        fastest=None if fastest is None else fastest.policy,
+        best=None if fastest is None else _best(known, fastest),
+        policies=rows,
+    )
+
+
+def spread_of_steps(summary: RunSummary) -> tuple[float, float] | None:
+    """The tenth and the ninetieth percentile of the seconds of whole steps after the burn-in; None
+    without such steps."""
+    steps = summary.steady_steps_s
+    if not steps:
+        return None
+    low, high = np.percentile(steps, (10, 90))
+    return float(low), float(high)
+
+
+def _best(rows: list[PolicyRow], fastest: PolicyRow) -> str:
+    least = (1 - FLAT) * (fastest.delivered_tokens_per_s or 0.0)
+    near = [row for row in rows if (row.delivered_tokens_per_s or 0.0) >= least]
+    return min(near, key=lambda row: row.off_policy_share or 0.0).policy
+
+
+def _summary(result: SimulationResult | RunSummary) -> RunSummary:
+    return result.summary if isinstance(result, SimulationResult) else result
+
+
+def _row(name: str, result: SimulationResult | RunSummary, base: float | None) -> PolicyRow:
+    summary = _summary(result)
+    simulated = result if isinstance(result, SimulationResult) else None
+    steady = summary.steady_state
+    rate = steady.delivered_tokens_per_s
+    steps, spread = summary.steady_steps_s, spread_of_steps(summary)
+    return PolicyRow(
+        policy=name,
+        efficiency=steady.efficiency,
+        step_efficiency=summary.step_efficiency,
+        delivered_tokens_per_s=rate,
+        generated_tokens_per_s=None if simulated is None else simulated.generated_tokens_per_s,
+        off_policy_share=steady.off_policy_token_share,
+        staleness_mean=summary.staleness_mean or 0.0,
+        staleness_max=summary.staleness_max,
+        length_bias=summary.bias.bias_estimate,
+        first_batch_length_bias=summary.bias.first_batch_length_bias,
+        wall_s=summary.seconds.wall,
+        batches=summary.batches,
+        step_s=sum(steps) / len(steps) if steps else None,
+        step_p10=None if spread is None else spread[0],
+        step_p90=None if spread is None else spread[1],
+        reprefilled_tokens=summary.tokens.reprefilled,
+        masked_tokens=summary.tokens.masked,
+        speedup=rate / base if rate is not None and base else None,
+        schedule="" if simulated is None else simulated.schedule,
+    )
