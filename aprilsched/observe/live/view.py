@@ -1,7 +1,7 @@
 """Shows a snapshot of a run as tables, and keeps them up to date on a terminal.
 
 A run waits for the drawing only while a snapshot is taken. Without a terminal whose cursor can be
-moved, only the last frame is printed, at the end.
+moved, there is one line for each batch, and the last frame at the end.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.kernel.core.state.ledger import Counters, Ledger
 from aprilsched.kernel.shell.listener import Listener
 from aprilsched.observe.figures.engine_time import PART_LABELS
@@ -63,7 +64,17 @@ class LiveView:
     @property
     def listeners(self) -> Sequence[Listener]:
         """The listeners of the view, in the order in which they must be called."""
-        return (self._figures, self.model)
+        return (self._figures, self.model, self)
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        """Print one line for a batch where no frame can be drawn again; see
+        :class:`~aprilsched.kernel.shell.listener.Listener`."""
+        if self._console.is_interactive or self._compact or not self._live.is_started:
+            return
+        if any(isinstance(fact, BatchDelivered) for fact in facts):
+            snapshot = self.model.snapshot()
+            text = f"{clock_time(snapshot.elapsed)}  batch {snapshot.batches:,}: {_speed(snapshot)}"
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def begin(self, counters: Counters, ledger: Ledger, *, batches: int) -> None:
         """Use the scheduler's own counters. `batches` is the number of batches that the prior run
