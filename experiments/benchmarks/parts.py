@@ -49,10 +49,10 @@ class Cost:
 
 
 def named(name: str, *modules: str) -> Any:
-    """`name` in the first of `modules` that the measured checkout has."""
+    """Return `name` from the first of `modules` of aprilsched that the measured checkout has."""
     for module in modules:
         try:
-            return getattr(importlib.import_module(module), name)
+            return getattr(importlib.import_module(f"aprilsched.{module}"), name)
         except ModuleNotFoundError:
             continue
     raise SystemExit(f"none of {modules} has {name}")
@@ -68,9 +68,7 @@ def simulator(policy: str) -> Cost:
 
 def core(policy: str) -> Cost:
     """The share of a simulated run that is spent in the core."""
-    scheduler = named(
-        "Scheduler", "aprilsched.kernel.core.scheduler", "aprilsched.kernel.core.scheduler"
-    )
+    scheduler = named("Scheduler", "kernel.core.scheduler", "core.scheduler")
     handle, spent = scheduler.handle, [0]
 
     def timed(self: Any, event: Any, now: float) -> Any:
@@ -87,9 +85,9 @@ def core(policy: str) -> Cost:
 
 
 def _simulation(policy: str) -> Any:
-    simulation = named("Simulation", "aprilsched.simulation")
-    summary = named("Summary", "aprilsched.observe.summary", "aprilsched.observe.figures.summary")
-    presets = named("PRESETS", "aprilsched.planning.presets", "aprilsched.planning.presets")
+    simulation = named("Simulation", "simulation")
+    summary = named("Summary", "observe.figures.summary", "telemetry.summary")
+    presets = named("PRESETS", "planning.presets", "presets")
     prompts = list(islice(LongTailWorkload(), (BATCHES + 4) * BATCH_GROUPS))
     config = presets[policy](SchedulerConfig(batch_groups=BATCH_GROUPS))
     listeners = [summary(trainer_waits=True)]
@@ -136,8 +134,8 @@ async def store(url: str) -> Cost:
 
 async def gateway(url: str) -> Cost:
     """A gateway in this process, whose clients in this process read whole responses."""
-    made = named("Gateway", "aprilsched.agents.gateway", "aprilsched.agents.gateway")
-    settings = named("GatewaySettings", "aprilsched.agents.gateway", "aprilsched.agents.gateway")
+    made = named("Gateway", "agents.gateway", "gateway")
+    settings = named("GatewaySettings", "agents.gateway", "gateway")
     requests, at_once = ROLLOUTS // 4, asyncio.Semaphore(IN_FLIGHT // 4)
     body = {"sampling_params": {"max_new_tokens": ANSWER_TOKENS}, "return_logprob": True}
 

@@ -1,5 +1,4 @@
-"""Reads a run folder as the arrays that :mod:`~aprilsched.observe.bias` and related modules
-take."""
+"""Reads a run folder as the arrays that the figures of bias and related modules take."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_full_disk_ends_the_log_and_not_the_run(
     if not full.exists():
         pytest.skip("this system has no device that is always full")
     monkeypatch.setattr(writing, "_NEW", "wb")  # the device is there already
-    monkeypatch.setattr("aprilsched.observe.worker.open_private", os.open)
+    monkeypatch.setattr("aprilsched.observe.file_writer.open_private", os.open)
     log = EventLog(full)
     log.start()
     with caplog.at_level(logging.WARNING, logger="aprilsched"):
@@ -213,7 +213,7 @@ def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "events.jsonl"
     os.mkfifo(path)
     monkeypatch.setattr(writing, "_NEW", "wb")
-    monkeypatch.setattr("aprilsched.observe.worker.open_private", os.open)
+    monkeypatch.setattr("aprilsched.observe.file_writer.open_private", os.open)
     monkeypatch.setattr(writing, "_PENDING_BYTES", 5000)
     return path
 

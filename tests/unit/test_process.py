@@ -247,7 +247,7 @@ import threading
 import time
 from multiprocessing import active_children
 from pathlib import Path
-from aprilsched import process
+from aprilsched.fronts import process
 from tests.support import in_a_process
 
 if __name__ == "__main__":

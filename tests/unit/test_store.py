@@ -641,7 +641,7 @@ def test_the_ledger_the_lengths_and_the_keys_are_kept_up_to_a_bound(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     for name, bound in (("KEPT_ENTRIES", 20), ("KEPT_LENGTHS", 10), ("MOST_KEYS", 2)):
-        monkeypatch.setattr(f"aprilsched.kernel.store.sqlite.{name}", bound)
+        monkeypatch.setattr(f"aprilsched.kernel.store.sqlite_writing.{name}", bound)
     driver = filled(path, snapshots=40)
     assert driver.state.in_flight.ledger.total > 20
     saved = held_in(path)
@@ -671,7 +671,7 @@ _VALUES = st.recursive(
 
 
 @settings(max_examples=300, deadline=None)
-@given(key=_VALUES, value=_VALUES)
+@given(key=_VALUES.filter(lambda key: not isinstance(key, int) or key < 2**63), value=_VALUES)
 def test_a_group_is_the_same_after_the_way_through_bytes(key: Any, value: Any):
     one = SamplingParams(max_new_tokens=7, stop_token_ids=(1, 2), extra={"regex": "a*"})
     two = replace(one, temperature=0.0, sampling_seed=3)

@@ -357,7 +357,7 @@ def file_writer(path: Path, *, max_bytes: int = 100, close_seconds: float = 600.
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that cannot even be opened until something reads it."""
     path = tmp_path / "lines"
-    monkeypatch.setattr("aprilsched.observe.worker.open_private", os.open)
+    monkeypatch.setattr("aprilsched.observe.file_writer.open_private", os.open)
     os.mkfifo(path)
     return path
 

@@ -40,7 +40,8 @@ from aprilsched.errors import ConfigError, EngineError
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.engines.base import Capabilities, Chunk, GenerationRequest
 from aprilsched.kernel.values.companions import Companion, routed_experts, top_logprobs
-from aprilsched.simulation.engine import SimEngine, sim_engine
+from aprilsched.simulation.engine import SimEngine
+from aprilsched.simulation.engine import fleet as sim_fleet
 from aprilsched.simulation.engine.toy_model import toy_rows, weights_key_of_version
 from aprilsched.trainers.tensors import RaggedTensor, pack
 from aprilsched.types import NO_VERSION
@@ -139,7 +140,7 @@ class Flaky(SimEngine):
 async def test_rows_that_were_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the same version the prefill of the next attempt gives the same rows; under a later one
     they are not those of the sampling pass, and the rollout says so."""
-    monkeypatch.setattr(sim_engine, "SimEngine", Flaky)
+    monkeypatch.setattr(sim_fleet, "SimEngine", Flaky)
     retries = Retries(attempts=50, interruptions=50)
     again = later = 0
     async with RolloutScheduler(
@@ -297,7 +298,7 @@ async def test_engines_that_do_not_return_them_are_refused(
         def capabilities(self) -> Capabilities:
             return replace(super().capabilities, companions=frozenset())
 
-    monkeypatch.setattr(sim_engine, "SimEngine", Dense)
+    monkeypatch.setattr(sim_fleet, "SimEngine", Dense)
     for asked, advice in ((EXPERTS, "start it with"), (top_logprobs(2), "use servers that do")):
         with pytest.raises(ConfigError, match=f"does not return {asked.name}; {advice}"):
             await RolloutScheduler(

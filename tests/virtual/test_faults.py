@@ -28,7 +28,7 @@ from aprilsched.errors import (
     EngineUnreachable,
     InconsistentWeights,
 )
-from aprilsched.kernel.engines import http
+from aprilsched.kernel.engines import transport
 from aprilsched.kernel.engines.base import Chunk
 from aprilsched.kernel.engines.failures import ConnectionDropped, retry_after_s
 from aprilsched.kernel.engines.http import HttpLimits
@@ -318,7 +318,7 @@ async def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_
     def fixed(**_: float) -> wait_fixed:
         return wait_fixed(5.0)
 
-    monkeypatch.setattr(http, "wait_random_exponential", fixed)
+    monkeypatch.setattr(transport, "wait_random_exponential", fixed)
 
     async with Setting(Cut(routes=kinds.ABORT, after=2)) as setting:
         call = asyncio.create_task(failure(setting.engine.abort("0" * 32)))

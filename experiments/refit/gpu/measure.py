@@ -32,7 +32,6 @@ PHASES = {
     "disk": 120.0,
     "nccl": 120.0,
     "nccl_reference": 60.0,
-    "checkpoint_engine": 75.0,
     "busy": 60.0,
 }
 """Seconds that each may take at most, in the order in which they run."""

@@ -183,19 +183,6 @@ class Phase:
         roomy = shm.is_dir() and shutil.disk_usage(shm).free > 2.3 * size
         return (shm if roomy else Path(tempfile.gettempdir())) / f"refit-{os.getpid()}"
 
-    async def checkpoint_engine(self) -> None:
-        """checkpoint-engine, one rank on the engine's GPU."""
-        if not self.cuda:
-            self.write("note", text="skipped: checkpoint-engine needs CUDA")
-            return
-        from aprilsched.kernel.weights.checkpoint_engine import CheckpointEnginePublisher
-
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29871")
-        os.environ["PS_MAX_BUCKET_SIZE_GB"] = "1"
-        weights = RandomWeights(self.config, self.on(0))
-        publisher = CheckpointEnginePublisher(lambda: weights.tensors)
-        await self.repeat("checkpoint_engine", weights, publisher, bucket_bytes=GIB)
-
     async def busy(self) -> None:
         """The same refit by handle while 64 requests run: what the stragglers add."""
         weights = RandomWeights(self.config, self.on(0))
@@ -277,7 +264,7 @@ async def close(publisher: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    names = ("links", "tensor", "nccl", "nccl_reference", "disk", "checkpoint_engine", "busy")
+    names = ("links", "tensor", "nccl", "nccl_reference", "disk", "busy")
     parser.add_argument("name", choices=names)
     parser.add_argument("--url", required=True)
     parser.add_argument("--out", type=Path, required=True)
