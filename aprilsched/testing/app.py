@@ -1,116 +1,92 @@
-"""What the test server has of SGLang's HTTP API beside the calls of every backend.
-
-These are ``/generate``, adapters, and the memory of the engine.
-"""
+"""The web application of the test server, with its calls for LoRA adapters and for memory."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from collections.abc import Awaitable, Sequence
 
-import numpy as np
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
 
-from aprilsched.agents.dialects.sglang import GenerateBody
-from aprilsched.agents.serving.refusals import Crashed, Refused
-from aprilsched.errors import ConfigError
-from aprilsched.kernel.engines.base import GenerationRequest
-from aprilsched.kernel.values.checks import OWN
-from aprilsched.kernel.values.companions import MOST_KEPT, Companion, top_logprobs
-from aprilsched.kernel.values.sampling import SERVER, sampling_params
-from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.types import SamplingParams
-
-# Makes the request of the embedded engine from a body, and refuses what SGLang would refuse.
-
-_DEFAULT_NEW_TOKENS = 128
-_KNOWN = {*OWN, *SERVER, "n", "stop", "stream_interval"}
-"""SGLang's sampling parameters; those of the server's own are not modelled."""
+from aprilsched.agents.serving.bodies import Bodies, body_of
+from aprilsched.agents.serving.calls import make_app
+from aprilsched.agents.serving.refusals import Crashed, as_json
+from aprilsched.errors import AprilschedError, EngineRejected
+from aprilsched.simulation.engine.sim_engine import TAGS
+from aprilsched.testing.generate import generate
+from aprilsched.testing.served import SERVED, ServedEngine
 
 
-_TOLD = ("priority", "data_parallel_rank", "custom_logit_processor", "return_hidden_states")
-_KEPT = ("request",)
-"""The last event of an answer has those of these fields that the request had, under this name, so
-that tests see what arrives."""
+class _AdapterBody(msgspec.Struct, frozen=True):
+    """Body of POST /load_lora_adapter and /unload_lora_adapter; unloading needs no path."""
+
+    lora_name: str
+    lora_path: str = ""
 
 
-def known_parameters(body: GenerateBody) -> None:
-    """Fail like SGLang at a sampling parameter that it does not know.
+class _MemoryBody(msgspec.Struct, frozen=True):
+    """Body of POST /release_memory_occupation and /resume_memory_occupation.
 
-    Raises:
-        Crashed: if there is one.
+    Without `tags` the call is for all parts.
     """
-    if not (body.sampling_params or {}).keys() <= _KNOWN:
-        raise Crashed
+
+    tags: list[str] | None = None
 
 
-def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> GenerationRequest:
-    """The request that `body` asks for.
-
-    Raises:
-        Refused: if SGLang, or this model of it, would refuse it.
-    """
-    if body.text is not None:
-        raise Refused("The engine has no tokenizer and cannot take text; provide input_ids.")
-    if body.input_ids is None:
-        raise Refused("Either text, input_ids or input_embeds should be provided.")
-    if not body.input_ids:
-        raise Refused("input_ids cannot be empty.")
-    fields = {name: getattr(body, name) for name in _TOLD if getattr(body, name)}
-    sampling = replace(
-        _sampling(body.sampling_params or {}, config.vocab_size), request=fields, keep=_KEPT
-    )
-    largest, smallest = max(body.input_ids), min(body.input_ids)
-    if smallest < 0 or largest >= config.vocab_size:
-        wrong = smallest if smallest < 0 else largest
-        raise Refused(f"input_ids must be in [0, {config.vocab_size - 1}], got {wrong}.")
-    ids = np.array(body.input_ids, np.int32)
-    return GenerationRequest(
-        request_id=rid,
-        input_ids=ids,
-        sampling=sampling,
-        adapter=body.lora_path,
-        cache_key=body.extra_key,
-        companions=_companions(body, len(ids), sampling, config),
-        media=body.media,
-        rank=body.priority or 0,
-    )
+async def load_adapter(request: web.Request) -> web.Response:
+    """POST /load_lora_adapter; running requests continue."""
+    served, body = request.app[SERVED], await body_of(request, _AdapterBody)
+    return await _adapters(served, served.load_adapter(body.lora_name, body.lora_path))
 
 
-def _companions(
-    body: GenerateBody, prompt: int, sampling: SamplingParams, config: SimConfig
-) -> tuple[tuple[Companion, int], ...]:
-    found: list[tuple[Companion, int]] = []
-    if body.return_routed_experts:
-        start = body.routed_experts_start_len
-        if not 0 <= start <= prompt:
-            raise Refused(f"routed_experts_start_len is {start}, outside of 0 to {prompt}.")
-        found.append((Companion("routed_experts", "uint8", config.rows), start))
-    if body.return_indexer_topk:
-        found.append((Companion("indexer_topk", "int32", config.rows), 0))
-    if body.return_sampling_mask:
-        if sampling.temperature > 0 and not 1 <= sampling.top_k <= MOST_KEPT:
-            raise Refused(
-                "return_sampling_mask requires top_k=1 for greedy sampling or finite "
-                f"1 < top_k <= {MOST_KEPT}; got top_k={sampling.top_k}."
-            )
-        found.append((Companion("sampling_mask"), 0))
-    if body.top_logprobs_num > 0:
-        found.append((top_logprobs(body.top_logprobs_num), 0))
-    return tuple(found)
+async def unload_adapter(request: web.Request) -> web.Response:
+    """POST /unload_lora_adapter; answers when the adapter's last request has ended."""
+    served, body = request.app[SERVED], await body_of(request, _AdapterBody)
+    return await _adapters(served, served.unload_adapter(body.lora_name))
 
 
-def _sampling(given: dict[str, Any], vocab_size: int) -> SamplingParams:
-    n = given.get("n")
-    if n not in (None, 1):
-        raise Refused(f"n is {n}; this engine gives one response for each request.")
-    names = [name for name in (*OWN, *SERVER) if given.get(name) is not None]
+async def _adapters(served: ServedEngine, call: Awaitable[None]) -> web.Response:
+    why_not = ""
     try:
-        sampling = sampling_params(
-            {"max_new_tokens": _DEFAULT_NEW_TOKENS} | {name: given[name] for name in names}
-        )
-    except ConfigError as error:
-        raise Refused(str(error)) from error
-    for key in sampling.extra.get("logit_bias", ()):
-        if not (key.isdecimal() and int(key) < vocab_size):
-            raise Refused(f"logit_bias must has keys in [0, {vocab_size - 1}], got {key}.")
-    return replace(sampling, extra={})
+        await call
+    except AprilschedError as error:
+        why_not = str(error)
+    content = {"rid": None, "success": not why_not, "error_message": why_not}
+    return as_json({**content, "loaded_adapters": served.adapters}, 400 if why_not else 200)
+
+
+async def memory(request: web.Request) -> web.Response:
+    """POST /release_memory_occupation and /resume_memory_occupation."""
+    engine, body = request.app[SERVED].engine, await body_of(request, _MemoryBody)
+    call = engine.release if request.path == _RELEASE else engine.wake
+    try:
+        await call(body.tags or TAGS)
+    except EngineRejected as error:
+        raise Crashed from error
+    return as_json(None)
+
+
+_RELEASE = "/release_memory_occupation"
+_LARGEST_BODY = 2**28
+
+
+def app_of(
+    served: ServedEngine, *, admin_key: str | None, outermost: Sequence[Middleware] = ()
+) -> web.Application:
+    """The web application of `served`; the `outermost` middlewares see all calls and answers."""
+    app = make_app(
+        served,
+        served,
+        Bodies(largest=_LARGEST_BODY, together=2 * _LARGEST_BODY),
+        requests=[("POST", "/generate", generate)],
+        control=[
+            ("POST", "/load_lora_adapter", load_adapter),
+            ("POST", "/unload_lora_adapter", unload_adapter),
+            ("POST", _RELEASE, memory),
+            ("POST", "/resume_memory_occupation", memory),
+        ],
+        admin_key=admin_key,
+        outermost=outermost,
+    )
+    app[SERVED] = served
+    return app

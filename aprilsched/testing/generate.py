@@ -21,8 +21,8 @@ from aprilsched.agents.serving.bodies import body_of, decode
 from aprilsched.agents.serving.refusals import Refused, as_json, error_event
 from aprilsched.agents.serving.streams import DONE, Item, merged, send_stream
 from aprilsched.errors import EngineError
-from aprilsched.testing.app import generation_request, known_parameters
 from aprilsched.testing.generate_answers import Answer
+from aprilsched.testing.generate_request import generation_request, known_parameters
 from aprilsched.testing.served import SERVED, Call, ServedEngine
 
 Items: TypeAlias = AsyncGenerator[Item, None]

@@ -13,7 +13,7 @@ from aiohttp.typedefs import Middleware
 from aprilsched.agents.serving.listener import Listener
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.sim_engine import SimEngine
-from aprilsched.testing.adapters_and_memory import app_of
+from aprilsched.testing.app import app_of
 from aprilsched.testing.served import DrawnLengths, ServedEngine
 
 _NO_LINGER = struct.pack("ii", 1, 0)

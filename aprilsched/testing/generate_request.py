@@ -1,0 +1,111 @@
+"""Makes a request of the embedded engine from a body, and refuses what SGLang would refuse."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from aprilsched.agents.dialects.sglang import GenerateBody
+from aprilsched.agents.serving.refusals import Crashed, Refused
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.kernel.values.checks import OWN
+from aprilsched.kernel.values.companions import MOST_KEPT, Companion, top_logprobs
+from aprilsched.kernel.values.sampling import SERVER, sampling_params
+from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.types import SamplingParams
+
+_DEFAULT_NEW_TOKENS = 128
+_KNOWN = {*OWN, *SERVER, "n", "stop", "stream_interval"}
+"""SGLang's sampling parameters; those of the server's own are not modelled."""
+
+
+_TOLD = ("priority", "data_parallel_rank", "custom_logit_processor", "return_hidden_states")
+_KEPT = ("request",)
+"""The last event of an answer has those of these fields that the request had, under this name, so
+that tests see what arrives."""
+
+
+def known_parameters(body: GenerateBody) -> None:
+    """Fail like SGLang at a sampling parameter that it does not know.
+
+    Raises:
+        Crashed: if there is one.
+    """
+    if not (body.sampling_params or {}).keys() <= _KNOWN:
+        raise Crashed
+
+
+def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> GenerationRequest:
+    """The request that `body` asks for.
+
+    Raises:
+        Refused: if SGLang, or this model of it, would refuse it.
+    """
+    if body.text is not None:
+        raise Refused("The engine has no tokenizer and cannot take text; provide input_ids.")
+    if body.input_ids is None:
+        raise Refused("Either text, input_ids or input_embeds should be provided.")
+    if not body.input_ids:
+        raise Refused("input_ids cannot be empty.")
+    fields = {name: getattr(body, name) for name in _TOLD if getattr(body, name)}
+    sampling = replace(
+        _sampling(body.sampling_params or {}, config.vocab_size), request=fields, keep=_KEPT
+    )
+    largest, smallest = max(body.input_ids), min(body.input_ids)
+    if smallest < 0 or largest >= config.vocab_size:
+        wrong = smallest if smallest < 0 else largest
+        raise Refused(f"input_ids must be in [0, {config.vocab_size - 1}], got {wrong}.")
+    ids = np.array(body.input_ids, np.int32)
+    return GenerationRequest(
+        request_id=rid,
+        input_ids=ids,
+        sampling=sampling,
+        adapter=body.lora_path,
+        cache_key=body.extra_key,
+        companions=_companions(body, len(ids), sampling, config),
+        media=body.media,
+        rank=body.priority or 0,
+    )
+
+
+def _companions(
+    body: GenerateBody, prompt: int, sampling: SamplingParams, config: SimConfig
+) -> tuple[tuple[Companion, int], ...]:
+    found: list[tuple[Companion, int]] = []
+    if body.return_routed_experts:
+        start = body.routed_experts_start_len
+        if not 0 <= start <= prompt:
+            raise Refused(f"routed_experts_start_len is {start}, outside of 0 to {prompt}.")
+        found.append((Companion("routed_experts", "uint8", config.rows), start))
+    if body.return_indexer_topk:
+        found.append((Companion("indexer_topk", "int32", config.rows), 0))
+    if body.return_sampling_mask:
+        if sampling.temperature > 0 and not 1 <= sampling.top_k <= MOST_KEPT:
+            raise Refused(
+                "return_sampling_mask requires top_k=1 for greedy sampling or finite "
+                f"1 < top_k <= {MOST_KEPT}; got top_k={sampling.top_k}."
+            )
+        found.append((Companion("sampling_mask"), 0))
+    if body.top_logprobs_num > 0:
+        found.append((top_logprobs(body.top_logprobs_num), 0))
+    return tuple(found)
+
+
+def _sampling(given: dict[str, Any], vocab_size: int) -> SamplingParams:
+    n = given.get("n")
+    if n not in (None, 1):
+        raise Refused(f"n is {n}; this engine gives one response for each request.")
+    names = [name for name in (*OWN, *SERVER) if given.get(name) is not None]
+    try:
+        sampling = sampling_params(
+            {"max_new_tokens": _DEFAULT_NEW_TOKENS} | {name: given[name] for name in names}
+        )
+    except ConfigError as error:
+        raise Refused(str(error)) from error
+    for key in sampling.extra.get("logit_bias", ()):
+        if not (key.isdecimal() and int(key) < vocab_size):
+            raise Refused(f"logit_bias must has keys in [0, {vocab_size - 1}], got {key}.")
+    return replace(sampling, extra={})
