@@ -1,8 +1,8 @@
 """Finds silent and slow engines at each tick (:mod:`aprilsched.kernel.core.state.engine_health`).
 
-Both are lost like an engine whose connection broke: their requests go on elsewhere with their
-tokens, and the engine may come back later. An engine that cannot be compared with another one is
-never lost for being slow, because going on slowly is better than not going on.
+Both are lost like an engine whose connection broke: their requests continue elsewhere with their
+tokens, and the engine may rejoin later. An engine that cannot be compared with another one is never
+lost for being slow, because slow progress is better than none.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def on_tick(state: SchedulerState, _: ev.Tick) -> None:
 
 
 def _is_paused_elsewhere(state: SchedulerState, control: EngineControl) -> bool:
-    """Whether somebody else has paused the engine, for no longer than an update may take."""
+    """Return whether another client has paused the engine, no longer than an update takes."""
     since = control.paused_elsewhere
     return since is not None and state.now - since < state.config.timeouts.refit_s
 
@@ -67,7 +67,7 @@ def _compare_rates(
     others = [name for name in state.fleet.control.engines if name != engine]
     median = state.fleet.health.median(others, state.now)
     if median is not None and window.fair >= share * median:
-        # The whole fleet is slow, or has a load that it did not have before.
+        # The whole fleet is slow, or under a new load.
         health.slow = 0
         health.learn(window)
         return
