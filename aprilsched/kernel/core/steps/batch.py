@@ -84,7 +84,7 @@ def on_trainer_returned(state: SchedulerState, event: ev.TrainerReturned) -> Non
     same = {group.group_id for group in taken} == delivery.fresh.taken.keys()
     if same and _taken_units(works) == _taken_units(delivery.redelivery):
         return
-    # The offer of a batch that is delivered again belongs to the first of those that wait.
+    # An offer of a redelivered batch belongs to the first batch in the queue, which changes here.
     withdraw_offer(state)
     delivery.redelivery = deque(works)
     delivery.fresh.taken = {g.group_id: g for g in _batch_of(state, taken).groups}

@@ -5,7 +5,7 @@ watched, in the label on its tokens, and in the spans of a response. The first e
 starts an update of a separate kind: nothing is paused, and every engine is queried until it has the
 version or a minute has passed. Two rules keep one engine from misleading the fleet:
 
-- At least half of the engines must have moved. Otherwise those that have moved go on standby, and
+- At least half of the engines must have moved. Otherwise those that have moved enter standby, and
   the others continue unchanged.
 - An older version is never followed, because it comes from a restarted server.
 

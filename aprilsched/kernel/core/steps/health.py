@@ -44,8 +44,10 @@ def _is_paused_elsewhere(state: SchedulerState, control: EngineControl) -> bool:
 
 
 def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:
-    """Whether the engine is silent for longer than the timeout and the prefill of all requests that
-    it has not answered yet."""
+    """Return whether the engine is silent for longer than the timeout plus pending prefill.
+
+    Pending is the prefill of all requests that it has not answered yet.
+    """
     context = sum(
         request.rollout.computed_tokens
         for request in state.in_flight.open_requests(engine)

@@ -5,7 +5,7 @@ later. A queued request loses nothing by moving, because its context is prefille
 there. Requests without a token of the current attempt therefore move first, then those with the
 fewest tokens, until they cover the engine's surplus of tokens. A request keeps its tokens and moves
 once. Its new engine must also have room for the tokens that it is expected to need, because a pool
-that fills up a moment later is no better.
+that fills up a moment later does not help.
 
 Nothing moves if prefilling the context takes longer than decoding the expected rest, or if every
 pool is full. Rolling refits move requests separately.
