@@ -102,7 +102,7 @@ class Refill(ABC):
 
     @property
     def tail_begins(self) -> float | None:
-        """Return the share of ended rollouts of a batch at which its tail starts, or None.
+        """Share of ended rollouts of a batch at which its tail starts, or None.
 
         :meth:`members` is then called a second time, for the groups that run in the tail. With None
         it is not.

@@ -1,7 +1,7 @@
 """Frees engines of older versions, so that each takes the newest one alone (rolling refits).
 
-A rollout is booked for one version, which is that of its first token. A request with tokens is sent only to
-an engine of the rollout's version, and a rollout without tokens only to an engine of the trainer's
+A rollout is booked for one version, which is that of its first token. A request with tokens is sent
+only to an engine of this version, and a rollout without tokens only to an engine of the trainer's
 version. So an engine of an older version gets no new rollouts. It becomes free when its last
 response has ended, or when its requests are moved to other engines of its version
 (:mod:`aprilsched.kernel.core.policies.repack`). Such requests are aborted before any pause and
