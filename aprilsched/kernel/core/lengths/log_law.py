@@ -37,8 +37,8 @@ _NORMAL: NDArray[np.float64] = np.array(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogLaw:
-    """The law of log lengths: mean, deviation, the share of the variance that a group shares, and the
-    largest possible number of tokens of a response."""
+    """The law of log lengths: mean, deviation, the share of the variance that the members of
+    a group have in common, and the largest possible number of tokens of a response."""
 
     mean: float = 6.5
     deviation: float = 1.0

@@ -40,8 +40,7 @@ class Forecast:
         mean_age: mean number of versions by which a delivered token is older; None if unknown.
         distance: distance of a batch's lengths from the drawn law; None if unknown.
         driven: share of `step_seconds` that the engines determine; 0 if the trainer alone
-            determines
-            the duration of a step.
+            determines the duration of a step.
         correction: factor by which the trials assumed the engines to be faster than modelled,
             learned from earlier batches (:mod:`aprilsched.planning.planner`).
         token_seconds: seconds of T_bound for each token, by the step-time model of the trials.
@@ -90,7 +89,7 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """The number of groups that are started, the time of their start, and the expected results.
+    """How many groups start and when, with the expected results.
 
     Attributes:
         over_provision: number of groups that are kept open, in batches.

@@ -31,7 +31,7 @@ CachedKV: TypeAlias = Literal["recompute", "keep", "apart"]
 class Behaviour:
     """One treatment of stragglers, with all properties that the rest of the program needs.
 
-    Requests that are always called back never wait inside an engine.
+    Requests that are always aborted never wait inside an engine.
     """
 
     told: str

@@ -60,7 +60,7 @@ def _compare_rates(
     state: SchedulerState, engine: str, health: EngineHealth, window: Window
 ) -> None:
     if not window.rate:
-        return  # a silent engine has a timeout of its own
+        return  # a silent engine has a separate timeout
     share, usual = state.config.health.slow_share, health.usual_at(window.octave)
     if window.fair is None or usual is None or window.fair >= share * usual:
         health.slow, health.reported = 0, False

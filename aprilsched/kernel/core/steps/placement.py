@@ -81,7 +81,7 @@ def _preference(state: SchedulerState, request: RequestRecord) -> Preference | N
 
 
 def _full(state: SchedulerState, engine: str | None = None) -> set[str]:
-    """Return the engines that would refuse a request now, among all or only `engine`."""
+    """Return the engines, or only `engine`, that would refuse a request now."""
     admissions = state.fleet.admissions
     names = admissions if engine is None else admissions.keys() & {engine}
     opened = state.in_flight.open
