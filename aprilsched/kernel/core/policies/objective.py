@@ -29,8 +29,8 @@ class Objective:
     usefulness_age: Annotated[float, ABOVE_0] = 100.0
     """Age in versions at which a token is worth 1/e of a fresh one; ``math.inf`` if age costs
     nothing. The default is the highest price within the interval that experiments/learning measured
-    with decoupled PPO (1 % for each version); the estimated cost itself is 0. With PPO's clip around
-    the sampling policy it measured 17 (15 to 19), so set that for such a loss."""
+    with decoupled PPO (1 % for each version); the estimated cost itself is 0. With PPO's clip
+    around the sampling policy it measured 17 (15 to 19), so set that for such a loss."""
     distance_price: Annotated[float, SHARE_OR_0] = 0.1
     """Share of a batch's worth that is lost if its lengths are as far from the drawn law as
     possible (a distance of 1, beyond that of a batch drawn at random); 0 if that costs nothing.

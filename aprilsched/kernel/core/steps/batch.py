@@ -136,7 +136,7 @@ def full(state: SchedulerState) -> bool:
 def awaits_scores(state: SchedulerState) -> bool:
     """Return whether the engines keep running although a synchronous batch is full.
 
-    They do while the batch waits for rewards or verdicts and more groups are open than it takes,
+    This holds while the batch waits for rewards or verdicts and more groups are open than it takes,
     because the tokens of these groups are kept. Pausing the engines here costs half of the
     throughput when rewards take 20 s.
     """

@@ -44,9 +44,9 @@ def _is_paused_elsewhere(state: SchedulerState, control: EngineControl) -> bool:
 
 
 def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:
-    """Return whether the engine is silent for longer than the timeout plus pending prefill.
+    """Return whether the engine is silent for longer than it may be.
 
-    Pending is the prefill of all requests that it has not answered yet.
+    It may be silent for the timeout plus the prefill of all requests that it has not answered yet.
     """
     context = sum(
         request.rollout.computed_tokens

@@ -370,8 +370,7 @@ def _conclude(state: SchedulerState, update: Update) -> None:
             demote(state, engine, f"refit to version {update.version} failed: {why}")
     if not took:
         if update.external:
-            # An engine may have loaded the weights some time ago and sampled evaluation tokens with
-            # them.
+            # An engine may have had the weights for a while and used them for evaluation tokens.
             _evaluate_again(state, update)
         _finish(state, update, cause="; ".join(f"{engine}: {why}" for engine, why in failed))
         return

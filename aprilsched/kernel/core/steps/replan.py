@@ -90,8 +90,7 @@ def plan(state: SchedulerState) -> None:
         groups = recent
     size = None if state.prompts.sizes_vary else state.config.group_size
     if size is not None:
-        # After a resume with larger groups, groups of the previous size contain too little
-        # evidence.
+        # After a resume with larger groups, the previous, smaller groups are weak evidence.
         groups = [group for group in groups if len(group.tokens) >= size]
     ended = [group for group in groups if group.complete]
     # Without the groups deferred after their probe, only those that a rule runs first would be
@@ -255,8 +254,8 @@ def _begun(state: SchedulerState) -> list[GroupLengths]:
 def _median(groups: list[GroupLengths]) -> float | None:
     """Return the median length of one response per group.
 
-    One per group, because length buckets run the siblings of some groups and not of others,
-    depending on their length.
+    Length buckets run the siblings of some groups and not of others, depending on their length, so
+    all responses together would be biased.
     """
     tokens = np.array([group.tokens[0] for group in groups], dtype=np.int64)
     finished = np.array([group.finished[0] for group in groups], dtype=np.bool_)

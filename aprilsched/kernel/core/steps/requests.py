@@ -164,7 +164,7 @@ def on_interrupted(state: SchedulerState, request: RequestRecord, event: ev.Inte
 def _note_busy(state: SchedulerState, request: RequestRecord, event: ev.Interrupted) -> bool:
     """Note that an engine has no room for a request; return whether it counts as failing.
 
-    It does once it has had no room for too long.
+    An engine counts as failing if it has had no room for too long.
     """
     engine, fleet = request.engine, state.fleet
     in_flight = state.in_flight.open[engine]

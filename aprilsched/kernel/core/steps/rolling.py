@@ -159,9 +159,9 @@ def _gather(state: SchedulerState, version: int, busy: int) -> None:
 
 
 def _wants_newest(state: SchedulerState) -> bool:
-    """Return whether evaluation requests wait for the trainer's version in vain.
+    """Return whether evaluation requests need the trainer's version and no engine will have it.
 
-    That is, no engine has this version or is about to load it.
+    An engine will have it if it has the version already or is about to load it.
     """
     versions, control = state.weights.versions, state.fleet.control
     if state.in_flight.queue.first(training=False) is None:

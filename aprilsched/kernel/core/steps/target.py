@@ -36,8 +36,7 @@ def _usual_group(state: SchedulerState) -> float:
 def _newest(state: SchedulerState) -> list[GroupLengths]:
     """Return the open groups that were launched last.
 
-    The estimate is limited to these responses, because a pool that is refilled requests it all the
-    time.
+    They are limited to `DEFAULT_WINDOW` responses, because a refilled pool needs the estimate often.
     """
     newest: list[GroupLengths] = []
     responses = 0
