@@ -36,7 +36,7 @@ def _usual_group(state: SchedulerState) -> float:
 def _newest(state: SchedulerState) -> list[GroupLengths]:
     """Return the open groups that were launched last.
 
-    They are limited to `DEFAULT_WINDOW` responses, because a refilled pool needs the estimate often.
+    About `DEFAULT_WINDOW` responses suffice, and a refilled pool needs the estimate often.
     """
     newest: list[GroupLengths] = []
     responses = 0
