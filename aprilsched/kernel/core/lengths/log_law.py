@@ -1,21 +1,21 @@
-"""What open groups still need, in steps, by the lengths of their members so far.
+"""The remaining steps of open groups, estimated from the lengths of their members so far.
 
-The expected steps of a group are the median of its longest member's rest. Log lengths are normal
-with mean mu and deviation sigma, of whose square a share w is the group's own. Each member gives
-x: its log length, or, unfinished with h tokens, the mean of the normal law beyond log h (the
-inverse Mills ratio, at most 1.5 deviations). With k of them
+The expected steps of a group are the median remaining length of its longest member. Log lengths are
+normal with mean mu and deviation sigma; a share w of the variance is common to the group. Each
+member contributes x: its log length, or, unfinished with h tokens, the mean of the normal law
+beyond log h (the inverse Mills ratio, at most 1.5 deviations). With k members
 
     P = 1 / (w sigma^2) + k / ((1 - w) sigma^2),  M = mu + sum(x - mu) / ((1 - w) sigma^2) / P
 
-are the precision and mean of the group's own level, s^2 = (1 - w) sigma^2 + 1 / P a member's
-variance around M; and the rest of an unfinished member is the quantile of that law, given that
-it has h tokens, at which all u unfinished ones together end with probability one half.
+are the precision and mean of the group's level, and s^2 = (1 - w) sigma^2 + 1 / P is a member's
+variance around M. The remaining length of an unfinished member is the quantile of that law, given
+its h tokens, at which all u unfinished members together end with probability one half.
 
-Where earlier epochs of the same prompt are remembered
-(:mod:`aprilsched.kernel.core.lengths.observed`), the group's level has a mean and a variance of its
-own in the place of mu and w sigma^2.
+If earlier epochs of the same prompt are remembered
+(:mod:`aprilsched.kernel.core.lengths.observed`), the mean and variance of the group's level replace
+mu and w sigma^2.
 
-How well mu, sigma and w are known hardly matters: wrong by a third they cost 1 % of the time.
+The precision of mu, sigma and w hardly matters: an error of a third costs 1 % of the time.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _NORMAL: NDArray[np.float64] = np.array(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogLaw:
-    """The law of log lengths: mean, deviation, the share of its square within a group, and the
-    most tokens that a response can have."""
+    """The law of log lengths: mean, deviation, the share of the variance that the members of
+    a group have in common, and the largest possible number of tokens of a response."""
 
     mean: float = 6.5
     deviation: float = 1.0
@@ -47,8 +47,7 @@ class LogLaw:
 
     @staticmethod
     def estimated(*, mean: float, deviation: float, shared: float, cap: float) -> LogLaw:
-        """A law from estimates, which are limited so that a single observation cannot decide
-        everything."""
+        """Return a law from estimates, limited so that no single observation dominates."""
         return LogLaw(
             mean=mean,
             deviation=max(deviation, _LEAST_DEVIATION),
@@ -59,20 +58,20 @@ class LogLaw:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Levels:
-    """What is known of the levels of groups before their own tokens: normal laws of the expected
-    log length of a group's responses.
+    """The levels of groups as known before their own tokens.
+
+    A level is the expected log length of a group's responses, and its law is normal.
 
     Attributes:
         mean: float64 [G, 1].
-        variance: float64 [G, 1]; that of the law, ``shared * deviation**2``, where nothing is
-            known.
+        variance: float64 [G, 1]; ``shared * deviation**2``, as in the law, if nothing is known.
     """
 
     mean: NDArray[np.float64]
     variance: NDArray[np.float64]
 
     def of(self, rows: NDArray[np.int64]) -> Levels:
-        """The levels of some groups."""
+        """Return the levels of some groups."""
         return Levels(mean=self.mean[rows], variance=self.variance[rows])
 
 
@@ -82,13 +81,14 @@ def rest_of_groups(
     law: LogLaw,
     levels: Levels | None = None,
 ) -> NDArray[np.float64]:
-    """Number of steps that each group is expected to need, float64 [G]; 0 if all members have
-    finished.
+    """Return the expected number of remaining steps of each group, float64 [G].
+
+    It is 0 if all members have finished.
 
     Args:
         tokens: int64 [G, g], tokens so far of each member; 0 if it was not started.
         finished: bool [G, g].
-        levels: what earlier epochs say of each group; None for nothing.
+        levels: levels of the groups from earlier epochs; None if unknown.
     """
     if not tokens.size:
         return np.zeros(len(tokens))
@@ -106,9 +106,12 @@ def rest_of_groups(
 def observed_logs(
     tokens: NDArray[np.int64], finished: NDArray[np.bool_], law: LogLaw
 ) -> NDArray[np.float64]:
-    """What each response says of its log length, in the shape of `tokens`, int64 of 1 or more: the
-    log of a finished length, and the mean of the law beyond the tokens of an unfinished one. A
-    response that ended at the cap would have gone on, so it counts as unfinished."""
+    """Return the log length that each response suggests, in the shape of `tokens`.
+
+    `tokens` is int64 of 1 or more. The result is the log of a finished length, and the mean of the
+    law beyond the tokens of an unfinished one. A response that ended at the cap would have
+    continued, so it counts as unfinished.
+    """
     have = np.log(np.maximum(tokens, 1))
     z = (have - law.mean) / law.deviation
     mills = np.exp(-z * z / 2) / math.sqrt(2 * math.pi) / np.maximum(normal_cdf(-z), 1e-12)
@@ -122,7 +125,7 @@ def _levels(
     law: LogLaw,
     before: Levels | None,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The level of each group and its members' deviation around it, float64 [G, 1]."""
+    """Return the level of each group and its members' deviation around it, float64 [G, 1]."""
     seen = observed_logs(tokens, finished, law)
     known = tokens > 0
     own = (1 - law.shared) * law.deviation**2
@@ -134,10 +137,10 @@ def _levels(
 
 
 def normal_cdf(z: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The normal distribution function, from a table."""
+    """Return the normal distribution function, from a table."""
     return np.interp(z, _GRID, _NORMAL)
 
 
 def normal_quantile(p: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Quantiles of the normal law, from -8 to 8, from a table."""
+    """Return quantiles of the normal law, from -8 to 8, from a table."""
     return np.interp(p, _NORMAL, _GRID)

@@ -1,24 +1,23 @@
 """Remembers the lengths of each prompt's responses by the prompt's key, from epoch to epoch.
 
 The level of a prompt is the expected log length of its responses. Over all prompts it is normal
-around the law's mean, with the variance t of what the responses of a group have in common. The
-policy changes, so a level drifts: between two looks at it, a versions apart, it has the
-correlation r = 2**(-a / half_life). This is a stationary autoregressive process, of which noisy
-observations are kept (Kalman, 1960). Of n responses with mean log length m, with
-k = w n / (w n + 1 - w) for the law's share w, the level now has
+around the law's mean, with the variance t that the responses of a group share. The policy changes,
+so a level drifts: two observations of it, a versions apart, have the correlation r = 2**(-a /
+half_life). This is a stationary autoregressive process with noisy observations (Kalman, 1960). From
+n responses with mean log length m, with k = w n / (w n + 1 - w) for the law's share w, the level
+now has
 
     mean = law + r k (m - law),  variance = t (1 - r**2 k)
 
-so it shrinks toward the law with age. What is kept of earlier epochs counts r**2 as much as a
-new response does.
+so it shrinks toward the law with age. Responses of earlier epochs count r**2 as much as new ones.
 
-Keys may be wrong: a caller may use one key for many prompts, or the policy may change faster
-than the half-life says. So r is multiplied by the regression coefficient of the levels that were
-observed on those that were predicted (Mincer and Zarnowitz, 1969), with recent groups counting
-most. Where the memory has predicted nothing, the coefficient is 0 and the law alone is left.
+Keys may be wrong: a caller may use one key for many prompts, or the policy may change faster than
+the half-life suggests. So r is multiplied by the regression coefficient of observed levels on
+predicted ones (Mincer and Zarnowitz, 1969), with recent groups counting most. If the memory has no
+predictive value, the coefficient is 0 and only the law remains.
 
-What is remembered decides what runs when and where, so a wrong memory costs time. It never
-decides whether a response is kept or how long it becomes.
+The memory determines what runs when and where, so a wrong memory costs time. It never determines
+whether a response is kept or how long it becomes.
 """
 
 from __future__ import annotations
@@ -34,28 +33,27 @@ from aprilsched.kernel.core.lengths.log_law import Levels, LogLaw, observed_logs
 from aprilsched.kernel.core.lengths.observed import GroupLengths
 
 MOST_KEYS = 1 << 16
-"""Number of keys that are remembered; those that were seen last are kept. An entry takes about 200
-bytes."""
+"""Number of remembered keys; the most recent ones are kept. An entry takes about 200 bytes."""
 _HALF_LIFE = 1000
-"""Versions after which the correlation of a level with itself is taken as one half. This is only
-where the regression coefficient begins, which is learned from the run."""
+"""Versions after which the autocorrelation of a level is assumed to be one half. This affects only
+the initial value of the regression coefficient, which is learned from the run."""
 _BEGIN = 16.0
-"""Number of groups whose predictions the coefficient's first value, 1, counts as much as."""
+"""Weight of the coefficient's initial value, 1, as a number of predicted groups."""
 _FORGETS = 1 - 1 / 512
-"""What the regression keeps of earlier groups with each new one: the last 512 count."""
+"""Factor of earlier groups in the regression per new group: the last 512 count."""
 _LONGEST_KEY = 64
-"""Characters of the longest key that is kept as it is. Of a longer one, the digest is kept."""
+"""Characters of the longest key that is stored as it is. A longer key is stored as its digest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remembered:
-    """What is remembered of one key.
+    """The record of one key.
 
     Attributes:
         key: the prompt's key, or the digest of a long one.
-        responses: number of responses that this is worth; earlier epochs count for less.
+        responses: equivalent number of new responses; earlier epochs count for less.
         mean_log: mean of their log lengths.
-        version: the version that was in force when the last of them was seen.
+        version: the version in force when the last of them was observed.
     """
 
     key: str | int
@@ -65,7 +63,7 @@ class Remembered:
 
 
 class LengthMemory:
-    """The records by key, and how well they have predicted."""
+    """The records by key, and the quality of their predictions."""
 
     def __init__(self) -> None:
         self._records: dict[str | int, Remembered] = {}
@@ -73,22 +71,22 @@ class LengthMemory:
         """Sum of predicted times observed deviations from the law, with recent groups counting
         most."""
         self.squares = 0.0
-        """Sum of the squares of the predicted deviations, in the same way."""
+        """Sum of the squares of the predicted deviations, with the same weights."""
 
     def __len__(self) -> int:
-        """Number of keys."""
+        """Return the number of keys."""
         return len(self._records)
 
     def knows(self, key: object) -> bool:
-        """Whether anything is remembered of the key."""
+        """Return whether the key has a record."""
         return bool(self._records) and _name(key) in self._records
 
     def __iter__(self) -> Iterator[Remembered]:
-        """The records; those that were noted last come last."""
+        """Iterate over the records, the most recently updated one last."""
         return iter(self._records.values())
 
     def restore(self, records: Iterable[Remembered], products: float, squares: float) -> None:
-        """Take over what was saved."""
+        """Restore the saved records and sums."""
         for record in records:
             self._put(record)
         self.products, self.squares = products, squares
@@ -96,10 +94,10 @@ class LengthMemory:
     def note(
         self, key: object, group: GroupLengths, law: LogLaw, version: int
     ) -> Remembered | None:
-        """Note the lengths of a group that has ended; returns the new record.
+        """Record the lengths of a group that has ended, and return the new record.
 
-        The result is None if the prompt has no key that can be remembered (a string or a whole
-        number), or if no member has a token.
+        The result is None if the prompt has no key that can be remembered (a string or an integer),
+        or if no member has a token.
         """
         name = _name(key)
         known = group.tokens > 0
@@ -122,7 +120,7 @@ class LengthMemory:
         return record
 
     def levels(self, keys: Sequence[object], law: LogLaw, version: int) -> Levels:
-        """What is known of the level of each prompt before it has a token under `version`."""
+        """Return the level of each prompt before it has a token under `version`."""
         mean = np.full((len(keys), 1), law.mean, dtype=np.float64)
         variance = np.full_like(mean, law.shared * law.deviation**2)
         if self._records:
@@ -137,12 +135,12 @@ class LengthMemory:
         return Levels(mean=mean, variance=variance)
 
     def coefficient(self, law: LogLaw) -> float:
-        """The regression coefficient of observed on predicted levels, 0 or more."""
+        """Return the regression coefficient of observed on predicted levels, 0 or more."""
         begin = _BEGIN * law.shared * law.deviation**2
         return max(0.0, (self.products + begin) / (self.squares + begin))
 
     def _correlation(self, record: Remembered, version: int, law: LogLaw) -> float:
-        # Below 1, because at 1 a prompt's level could never be seen to differ.
+        # Below 1, because at 1 a difference of a prompt's level could never be detected.
         return min(0.99, self.coefficient(law) * self._aged(record, version))
 
     @staticmethod
@@ -157,7 +155,7 @@ class LengthMemory:
 
 
 def _weight(responses: float, law: LogLaw) -> float:
-    """How much of the deviation of so many responses is that of their group."""
+    """Return the share of the deviation of `responses` responses that belongs to their group."""
     return law.shared * responses / (law.shared * responses + 1 - law.shared)
 
 

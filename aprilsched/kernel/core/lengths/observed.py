@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from aprilsched.kernel.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.kernel.core.lengths.log_law import normal_cdf, normal_quantile
 
-# The lengths of one group so far, which all estimates of lengths take as their input.
+# The lengths of one group so far, which are the input of all length estimates.
 
 T = TypeVar("T", bound=np.generic)
 
@@ -24,8 +24,8 @@ class GroupLengths:
     """The lengths of a group's responses so far, in tokens.
 
     The tokens of unfinished members should be as recent as the ends of finished ones. After a pause
-    they are; while engines decode, they are up to a chunk too few. The responses then seem to have
-    been observed up to an earlier time, and estimated laws are too short by about that much.
+    they are; while engines decode, they lag by up to a chunk. The responses then appear to be
+    observed only up to an earlier time, and estimated laws are too short by about that lag.
 
     Attributes:
         launched: its position in the order of launches, for example its group id.
@@ -39,7 +39,7 @@ class GroupLengths:
 
     @staticmethod
     def whole(launched: int, lengths: Sequence[int]) -> GroupLengths:
-        """A group whose members have all finished."""
+        """Return a group whose members have all finished."""
         return GroupLengths(
             launched=launched,
             tokens=np.array(lengths, dtype=np.int64),
@@ -52,7 +52,7 @@ class GroupLengths:
 
 
 def pooled(groups: Sequence[GroupLengths]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The tokens, int64 [n], and whether they are final, bool [n], of all members of all groups."""
+    """Return the tokens, int64 [n], of all members, and whether they are final, bool [n]."""
     if not groups:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.bool_)
     return (
@@ -64,8 +64,10 @@ def pooled(groups: Sequence[GroupLengths]) -> tuple[NDArray[np.int64], NDArray[n
 def padded(
     rows: Sequence[Sequence[int] | NDArray[Any]], fill: int, kind: type[T], size: int | None = None
 ) -> NDArray[T]:
-    """Rows of different lengths as one array, filled up with `fill`, or cut, to the longest one or
-    to `size`."""
+    """Return rows of different lengths as one array, padded with `fill` or cut.
+
+    The width is the longest row, or `size`.
+    """
     size = max(map(len, rows), default=0) if size is None else size
     table = np.full((len(rows), size), fill, dtype=kind)
     for place, row in enumerate(rows):
@@ -74,18 +76,18 @@ def padded(
 
 
 DEFAULT_WINDOW = 4096
-"""Number of responses that are kept: 16 batches of 32 groups of 8. This is enough for a 99th
-percentile, and few enough to follow a drift."""
+"""Number of responses that are kept: 16 batches of 32 groups of 8. This suffices for a 99th
+percentile, and still follows a drift."""
 
 _RESAMPLES = 16
-"""Number of batches that are drawn for the expected distance of one. The mean is known to 6 %, and
-that over some batches better."""
+"""Number of batches that are drawn for the expected distance of one batch. The mean has an error of
+6 %, and less when averaged over several batches."""
 
 
 class ObservedLengths:
     """The groups that have ended: the last `window` responses of them in the order of launches.
 
-    Open groups are not kept; callers pass them in their present state.
+    Open groups are not stored; callers pass them in their current state.
 
     Raises:
         ValueError: if `window` is below 1.
@@ -101,11 +103,11 @@ class ObservedLengths:
         self._added = 0
 
     def __len__(self) -> int:
-        """Number of responses that are kept."""
+        """Return the number of stored responses."""
         return self._size
 
     def add_group(self, group: GroupLengths) -> None:
-        """Add a group that has ended: complete, or dropped with the tokens that it had."""
+        """Add a group that has ended: complete, or dropped with its tokens so far."""
         self._added += 1
         heapq.heappush(self._heap, (group.launched, self._added, group))
         self._size += len(group.tokens)
@@ -113,8 +115,10 @@ class ObservedLengths:
             self._size -= len(heapq.heappop(self._heap)[2].tokens)
 
     def cohort(self, open_groups: Sequence[GroupLengths] = ()) -> list[GroupLengths]:
-        """The groups that were launched last, oldest first: at least `window` responses if there
-        are so many."""
+        """Return the latest groups, oldest first, with at least `window` responses in total.
+
+        There are fewer responses if fewer are known.
+        """
         ended = [group for _, _, group in self._heap]
         newest_first = sorted([*ended, *open_groups], key=lambda g: g.launched, reverse=True)
         taken: list[GroupLengths] = []
@@ -127,7 +131,7 @@ class ObservedLengths:
         return taken[::-1]
 
     def law(self, open_groups: Sequence[GroupLengths] = ()) -> KaplanMeier | None:
-        """The law that lengths are drawn from; None until one response has finished."""
+        """Return the law that lengths are drawn from; None until one response has finished."""
         tokens, finished = pooled(self.cohort(open_groups))
         return kaplan_meier(tokens, ~finished) if finished.any() else None
 
@@ -148,21 +152,20 @@ class ObservedLengths:
         most: int | None = None,
         seed: int = 0,
     ) -> NDArray[np.int64]:
-        """Lengths int64 [count, group_size] of groups like those in the cohort.
+        """Return lengths int64 [count, group_size] of groups like those in the cohort.
 
-        Without `group_size` each group keeps its own size. The second dimension is then the largest
-        size, and smaller groups have 0 at the places without a member.
+        Without `group_size` each group keeps its size. The second dimension is then the largest
+        size, and smaller groups have 0 for absent members.
 
-        Whole groups are resampled, so that the members keep what they have in common. The length of
-        an unfinished member is drawn from the law given its tokens so far; otherwise the resampled
-        groups would be too short. (It is drawn without regard to its siblings, which weakens what
-        they have in common.) A member that has not run is drawn given its siblings. Of a group with
-        more members the first ones are taken; smaller groups are skipped. The draws are a function
-        of the arguments.
+        Whole groups are resampled, so that the members keep their correlation. The length of an
+        unfinished member is drawn from the law given its tokens so far; otherwise the resampled
+        groups would be too short. (This draw ignores its siblings, which weakens the correlation.)
+        A member that has not run is drawn given its siblings. From a group with more members the
+        first ones are used; smaller groups are skipped. The draws are a function of the arguments.
 
-        With `most`, the most tokens that a response can have, the law's tail is guessed
-        (:meth:`~aprilsched.kernel.core.lengths.laws.KaplanMeier.completed`). Without it members
-        that are longer than any that has finished end with the next token.
+        `most` is the largest possible number of tokens of a response. With it, the law's tail is
+        guessed (:meth:`~aprilsched.kernel.core.lengths.laws.KaplanMeier.completed`). Without it,
+        members that are longer than any finished one end with the next token.
 
         Raises:
             ValueError: if nothing has finished, or if no group has `group_size` members.
@@ -191,14 +194,13 @@ class ObservedLengths:
     def _siblings(
         self, law: KaplanMeier, lengths: NDArray[np.int64], known: NDArray[np.bool_], seed: int
     ) -> NDArray[np.int64]:
-        """Lengths of members that have not run, int64 [groups, members], given those of the
-        siblings that are `known`.
+        """Draw lengths of members that have not run, int64 [groups, members].
 
-        It is a Gaussian copula with the law as every member's, in which the members of a group have
-        the siblings' share w of the log variance as their correlation: given k siblings whose
-        normal scores have the mean m, the group's level is normal with the mean
-        k w m / (1 + (k - 1) w) and the variance w (1 - w) / (1 + (k - 1) w), and a member is normal
-        around that with the variance 1 - w.
+        They are conditional on the lengths of the siblings that are `known`. The model is a
+        Gaussian copula in which every member has the law as marginal, and the correlation within a
+        group is the share w of the log variance: given k siblings whose normal scores have the mean
+        m, the group's level is normal with the mean k w m / (1 + (k - 1) w) and the variance w (1 -
+        w) / (1 + (k - 1) w), and a member is normal around that with the variance 1 - w.
         """
         shared = self.shared_log_variance()
         w = min(max(0.5 if shared is None else shared, 0.0), 1.0)
@@ -214,10 +216,10 @@ class ObservedLengths:
 
     @staticmethod
     def _law_of_prompts(cohort: Sequence[GroupLengths]) -> KaplanMeier | None:
-        """The law of lengths, from one response of each prompt where not all of them have run.
+        """Return the law of lengths, from one response per prompt if not all of them have run.
 
         A rule that defers groups runs all members of the groups that it expects to be short, and a
-        single one of the others. All responses together would then be too short.
+        single member of the others. The pooled responses would then be too short.
         """
         tokens, finished = pooled(cohort)
         if not finished.any():
@@ -236,8 +238,10 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def hashed_uniforms(shape: tuple[int, ...], *, seed: int) -> NDArray[np.float64]:
-    """Uniform random numbers in (0, 1) of this shape, by SplitMix64 (Steele, Lea and Flood,
-    2014)."""
+    """Return uniform random numbers in (0, 1) of this shape.
+
+    The generator is SplitMix64 (Steele, Lea and Flood, 2014).
+    """
     count = math.prod(shape)
     key = _mixed(np.array([seed % 2**64], dtype=np.uint64) * _WEYL + _WEYL)
     words = _mixed(np.arange(1, count + 1, dtype=np.uint64) * _WEYL + key)
@@ -247,9 +251,9 @@ def hashed_uniforms(shape: tuple[int, ...], *, seed: int) -> NDArray[np.float64]
 
 
 def resampled(population: int, count: int, *, seed: int) -> NDArray[np.int64]:
-    """Places int64 [count] below `population`, each equally often, in random order.
+    """Return indices int64 [count] below `population`, each equally often, in random order.
 
-    This is systematic resampling: each place comes floor or ceil of count / population times. So
+    This is systematic resampling: each index occurs floor or ceil of count / population times. So
     the mean of the resample has no random error against the mean of the population, while
     neighbours in the order are as independent as in independent draws.
     """
@@ -265,12 +269,12 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def iid_distance(groups: Sequence[GroupLengths], count: int, *, seed: int = 0) -> float | None:
-    """Expected Kolmogorov distance of `count` groups that are drawn at random from the law of all.
+    """Return the expected Kolmogorov distance of `count` random groups from the law of all.
 
     It is the mean over 16 resamples of whole groups (the bootstrap of Efron, 1979, by clusters), so
-    it counts what the members of a group have in common: with it the distance is larger than that
-    of as many independent responses, 0.869 / sqrt(n). Only complete groups are used. None if there
-    is none, or if `count` is 0.
+    it includes the correlation within groups, which makes the distance larger than for the same
+    number of independent responses, 0.869 / sqrt(n). Only complete groups are used. None if there
+    are none, or if `count` is 0.
     """
     rows: list[NDArray[np.int64]] = [group.tokens for group in groups if group.complete]
     if not rows or count < 1:
@@ -280,7 +284,8 @@ def iid_distance(groups: Sequence[GroupLengths], count: int, *, seed: int = 0) -
     found: list[float] = []
     for drawn in places:
         sample: NDArray[np.int64] = np.sort(np.concatenate([rows[int(place)] for place in drawn]))
-        # Both distributions are steps, so they differ most at an end of a step of the sample.
+        # Both distributions are step functions, so the largest difference is at a step of the
+        # sample.
         differ = [
             float(np.abs(_up_to(sample, sample, side) - _up_to(law, sample, side)).max())
             for side in _SIDES
@@ -295,21 +300,21 @@ _SIDES: tuple[Literal["left", "right"], ...] = ("left", "right")
 def _up_to(
     sample: NDArray[np.int64], at: NDArray[np.int64], side: Literal["left", "right"]
 ) -> NDArray[np.float64]:
-    """Share of a sorted sample that is up to each length; below it for "left"."""
+    """Return the share of a sorted sample up to each length; below it for "left"."""
     return np.searchsorted(sample, at, side=side) / len(sample)
 
 
 def shared_log_variance(groups: Sequence[GroupLengths]) -> float | None:
-    """Share of the log lengths' variance that lies between groups, 0 to 1; None if unknown.
+    """Return the share of the log lengths' variance between groups, 0 to 1; None if unknown.
 
-    One-way analysis of variance with groups of random effect (Searle, Casella and McCulloch,
-    1992, section 3.6), of the complete groups with members k, sizes g_i and N responses:
+    One-way analysis of variance with random group effects (Searle, Casella and McCulloch, 1992,
+    section 3.6), of the complete groups with members k, sizes g_i and N responses:
 
         share = b / (b + w),  w = SSW / (N - k),  b = max(0, (SSB / (k - 1) - w) / g0),
         g0 = (N - sum g_i**2 / N) / (k - 1)
 
-    Groups that are not complete are left out, so while many are open the share is that of the
-    shorter ones. At least 2 groups and one of 2 members are needed.
+    Incomplete groups are left out, so while many are open the share describes the shorter ones. At
+    least 2 groups and one of 2 members are needed.
     """
     if not groups:
         return None

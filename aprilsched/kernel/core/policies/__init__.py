@@ -1,1 +1,1 @@
-"""The scheduling policies: one small file each, plain functions of what the scheduler sees."""
+"""The scheduling policies: one small file each, plain functions of what the scheduler observes."""

@@ -1,4 +1,4 @@
-"""The policies that have a name, which is what flags, config.toml and stores call them.
+"""The named policies; flags, config.toml and stores use their names.
 
 A new refill rule gets a name by one line of :data:`REFILLS` and one member of :data:`RefillRule`. A
 rule without a name is used as a value, ``SchedulerConfig(refill=MyRule())``.

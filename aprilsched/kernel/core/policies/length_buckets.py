@@ -1,24 +1,26 @@
 """Length buckets: of the open groups, those of similar expected length run together.
 
-More groups are kept open than run. When a batch begins, those groups run that are expected to
-need about the same number of further steps. So no batch waits for one long response, and few
-siblings of a long response become stale for nothing. The groups that are not chosen are
-deferred: they wait with their tokens, which cost nothing until the groups run again. Some
-members of each deferred group run once as probes, because one finished sibling tells much about
-a length: typically half of the variance of a response's log length comes from its prompt. A
-group whose prompt was seen in an earlier epoch is not probed if what is remembered of it says
-more than a probe would.
+More groups are kept open than run. When a batch starts, the groups run that are expected to need
+about the same number of further steps. So no batch waits for one long response, and few siblings of
+a long response become stale for nothing. The other groups are deferred: they wait with their
+tokens, which cost nothing until the groups run again.
+
+Some members of each deferred group run once as probes, because one finished sibling is strong
+evidence of a length: typically half of the variance of a response's log length comes from its
+prompt. A group whose prompt was seen in an earlier epoch is not probed if the records of that epoch
+are stronger evidence than a probe.
 
 A batch that takes all groups that run for it (ratio 1) has no stale token, and groups of similar
-length wait less for each other. With ``Staleness(0, rule="restart")`` the tokens of the probes
-are thrown away at the update, and what they say of their prompts is remembered by the prompts'
-keys. What is delivered is then drawn after it was chosen, so its lengths are not biased. Probes
-cost least in the tail of a batch (`probe_after`), where an engine has free slots.
+length wait less for each other. With ``Staleness(0, rule="restart")`` the tokens of the probes are
+discarded at the update, and their lengths are remembered under the prompts' keys. The delivered
+responses are then drawn after their groups were chosen, so their lengths are not biased. Probes
+cost least in the tail of a batch (`probe_after`), when an engine has free slots.
 
 The groups of a bucket end together, so batches are all short or all long.
 
-:func:`aprilsched.kernel.core.lengths.log_law.rest_of_groups` estimates what a group still needs.
-The rule was found by a search over schedules on the built-in workload (experiments/frontier).
+:func:`aprilsched.kernel.core.lengths.log_law.rest_of_groups` estimates how many more steps a group
+needs. The rule was found by a search over schedules on the built-in workload
+(experiments/frontier).
 """
 
 from __future__ import annotations
@@ -39,14 +41,15 @@ from aprilsched.kernel.values.checks import suggesting
 @suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthBuckets(Refill):
-    """Keeps more groups open than run, and runs those of similar expected length together. The
-    over-provision ratio says how many of them run."""
+    """Keeps more groups open than run, and runs those of similar expected length together.
+
+    The over-provision ratio determines how many of them run."""
 
     name: ClassVar[str] = "buckets"
     defers: ClassVar[bool] = True
 
     store: Annotated[float, AT_LEAST_1] = 5.0
-    """Number of batches of groups that are kept open."""
+    """Number of open groups, in batches."""
     probes: Annotated[int, AT_LEAST_0] = 1
     """Number of members of a deferred group that run once, as evidence of its length."""
     oldest: Annotated[int, AT_LEAST_1] = 16
@@ -54,17 +57,18 @@ class LengthBuckets(Refill):
     bounds the staleness of its tokens, except for the batches that it then takes."""
     probe_after: Annotated[float, SHARE_OR_0] = 0.0
     """Share of a batch's rollouts that have ended when the probes start; 0 starts them with the
-    batch. Probes that start late have less time, and take less of the others' time."""
+    batch. Late probes have less time, and take less time from other requests."""
 
     @property
     def tail_begins(self) -> float | None:
         return self.probe_after or None
 
     def launches(self, view: PoolView) -> int:
-        """Number of groups to open now.
+        """Return the number of groups to open now.
 
-        Within a batch this is 0 as long as a group is open. If none is left (all were rejected, or
-        did not have enough samples or tokens for the batch), the trainer would wait for ever.
+        Within a batch this is 0 as long as a group is open. If none is left, because all were
+        rejected or had too few samples or tokens for the batch, new groups open. Otherwise the
+        trainer would wait forever.
         """
         dry = view.batch_open and view.open_groups == 0
         if not (view.wave_due or dry):
@@ -73,8 +77,8 @@ class LengthBuckets(Refill):
 
     def members(self, groups: OpenGroups) -> NDArray[np.int64]:
         begun = groups.since_first_run >= 0
-        # At most half of a group is probed, or a lone sample, or a pair, would be run whole as
-        # its own probe.
+        # Probe at most half of a group. Otherwise a lone sample, or a pair, would run whole as its
+        # own probe.
         probes = np.where(begun | _known(groups), 0, np.minimum(self.probes, groups.sizes // 2))
         if groups.tail:
             return np.where(groups.running, groups.sizes, probes)
@@ -83,7 +87,7 @@ class LengthBuckets(Refill):
         overdue = begun & (groups.since_first_run >= self.oldest) & ~groups.running
         count = max(1, groups.wanted - int(groups.running.sum()))
         if groups.wanted <= groups.lacking:
-            # Every group that runs is waited for, so no more may run than the batch takes.
+            # The batch waits for every group that runs, so no more may run than it takes.
             overdue = oldest_of(overdue, groups.ages, count)
             count -= int(overdue.sum())
             waiting = np.flatnonzero(~groups.running & ~overdue)
@@ -100,8 +104,11 @@ class LengthBuckets(Refill):
 
 
 def _known(groups: OpenGroups) -> NDArray[np.bool_]:
-    """Whether earlier epochs say more of a group than a probe would, bool [G]: one sibling leaves
-    1 - w of what the group's level varies by, where w is the law's share."""
+    """Return whether earlier epochs are stronger evidence on a group than a probe, bool [G].
+
+    One finished sibling leaves 1 - w of the variance of the group's level, where w is the law's
+    share.
+    """
     if groups.levels is None:
         return np.zeros(len(groups.sizes), dtype=np.bool_)
     law = groups.law
@@ -110,7 +117,7 @@ def _known(groups: OpenGroups) -> NDArray[np.bool_]:
 
 
 def oldest_of(among: NDArray[np.bool_], ages: NDArray[np.int64], most: int) -> NDArray[np.bool_]:
-    """The oldest groups `among` these, at most `most`, bool [G]."""
+    """Return the oldest groups `among` these, at most `most`, bool [G]."""
     places = np.flatnonzero(among)
     chosen = np.zeros_like(among)
     chosen[places[np.argsort(-ages[places], kind="stable")[:most]]] = True
@@ -118,10 +125,10 @@ def oldest_of(among: NDArray[np.bool_], ages: NDArray[np.int64], most: int) -> N
 
 
 def window(rest: NDArray[np.float64], age: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """The `count` groups with neighbouring values of `rest` whose mean age is highest.
+    """Return the `count` groups with neighbouring values of `rest` whose mean age is highest.
 
     Args:
-        rest: what each group is expected to need still, float64 [G].
+        rest: number of steps that each group is expected to need still, float64 [G].
         age: number of batches since each group was opened, int64 [G].
         count: number of groups to choose.
 

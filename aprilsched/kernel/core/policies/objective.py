@@ -1,14 +1,13 @@
-"""What automatic scheduling wants: useful work for the time of whole steps.
+"""The objective of automatic scheduling: useful work per time of whole steps.
 
-A step is everything from one batch to the next: generation, the pause, the refit, the
-recomputation of contexts, and the trainer's own time as far as generation does not go on
-meanwhile. Its useful work is
+A step is everything from one batch to the next: generation, the pause, the refit, the recomputation
+of contexts, and the trainer's own time unless generation continues during it. Its useful work is
 
     sum over its tokens of w * exp(-k / usefulness_age), times (1 - distance_price * d)
 
-where w is the token's share of T_bound, k its age in versions, and d how much farther the
-lengths of the batch are from the drawn law than those of a batch drawn at random. A token beyond
-the bound on staleness has loss mask 0 and is of no use.
+where w is the token's share of T_bound, k its age in versions, and d the distance of the batch's
+lengths from the drawn law, beyond the distance of a batch drawn at random. A token beyond the bound
+on staleness has loss mask 0 and is worthless.
 """
 
 from __future__ import annotations
@@ -25,25 +24,24 @@ from aprilsched.kernel.values.checks import suggesting
 @suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Objective:
-    """What a stale token and a batch of unusual lengths cost a training run."""
+    """The cost of a stale token and of a batch of unusual lengths to a training run."""
 
     usefulness_age: Annotated[float, ABOVE_0] = 100.0
     """Age in versions at which a token is worth 1/e of a fresh one; ``math.inf`` if age costs
-    nothing. The default is the dearest price within the interval that experiments/learning measured
-    with decoupled PPO (1 % for each version), whose estimate is no cost at all. With PPO's clip
-    around the sampling policy it measured 17 (15 to 19), so give that for such a loss."""
+    nothing. The default is the highest price within the interval that experiments/learning measured
+    with decoupled PPO (1 % for each version); the estimated cost itself is 0. With PPO's clip
+    around the sampling policy it measured 17 (15 to 19), so set that for such a loss."""
     distance_price: Annotated[float, SHARE_OR_0] = 0.1
-    """Share of a batch's worth that is lost where its lengths are as far from the drawn law as
+    """Share of a batch's worth that is lost if its lengths are as far from the drawn law as
     possible (a distance of 1, beyond that of a batch drawn at random); 0 if that costs nothing.
-    experiments/learning could not tell a cost, so the default only decides between schedules that
+    experiments/learning could not detect a cost, so the default only decides between schedules that
     are otherwise nearly as good."""
     tolerance: Annotated[float, SHARE_OR_0] = 0.01
-    """Share of the useful work for each second that may be given up for fewer stale tokens. Optima
-    are flat: many schedules are as good as the best one within noise, with very different
-    staleness."""
+    """Share of the useful work per second that may be given up for fewer stale tokens. Optima are
+    flat: many schedules are as good as the best one within noise, with very different staleness."""
 
     def usefulness(self, tokens_by_age: Mapping[int, float], *, bound: int | None) -> float:
-        """Mean usefulness of the tokens, from 0 to 1; with none at all it is 1.
+        """Return the mean usefulness of the tokens, from 0 to 1; without tokens it is 1.
 
         Args:
             tokens_by_age: number of tokens by their age in versions.
@@ -56,6 +54,8 @@ class Objective:
         return sum(n * math.exp(-k / self.usefulness_age) for k, n in counts.items()) / total
 
     def share_left(self, distance: float, iid_distance: float) -> float:
-        """Share of a batch's worth that its lengths leave, by their distance from the drawn law and
-        that of a batch drawn at random."""
+        """Return the share of a batch's worth that remains, given the distance of its lengths.
+
+        `distance` is from the drawn law; `iid_distance` is the distance of a batch drawn at random.
+        """
         return 1 - self.distance_price * max(0.0, distance - iid_distance)

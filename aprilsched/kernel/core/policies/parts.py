@@ -1,7 +1,7 @@
-"""Chooses what the trainer takes next of a batch.
+"""Chooses the next part of a batch for the trainer.
 
-A batch reaches the trainer in parts; a whole batch has one. A part consists of units. Today a unit
-is a group with all its rollouts; nothing here depends on that.
+A batch reaches the trainer in parts; a whole batch has one. A part consists of units. A unit is
+currently a group with all its rollouts, but nothing here depends on that.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ class Part(Generic[U]):
 
     units: tuple[U, ...]
     last: bool
-    """The batch is complete with this part. A last part may be empty: what the batch waited for was
-    dropped."""
+    """Whether this part completes the batch. A last part may be empty, if the units that the batch
+    waited for were dropped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Supply(Generic[U]):
-    """What the rest of a batch can be made of."""
+    """The units that can complete a batch, and what it still lacks."""
 
     units: Sequence[U]
     """The available units, in the order in which the batch takes them."""
     measure: Callable[[U], int]
-    """Returns what a unit counts towards the batch."""
+    """Returns the amount that a unit counts towards the batch."""
     lacking: int
-    """What the batch still lacks."""
+    """Amount that the batch still lacks."""
     due: int = 0
     """Number of units, the first ones of `units`, that the batch must contain."""
     awaited: int = 0
     """Number of further units that the batch must contain and that are not available yet."""
     exact: bool = False
-    """The batch takes exactly what it lacks; otherwise at least that. Each unit counts 1."""
+    """Whether the batch takes exactly `lacking`; otherwise at least that. Each unit counts 1."""
     ends: bool = False
-    """No other units follow, so all of `units` are the rest of the batch."""
+    """Whether no other units follow, so that all of `units` are the rest of the batch."""
 
     def outstanding(self, chosen: int) -> int:
-        """Number of units that the batch must contain besides the first `chosen` ones."""
+        """Return the number of required units besides the first `chosen` ones."""
         return max(0, self.due - chosen) + self.awaited
 
     def accepts(self, chosen: int, lacking: int) -> bool:
-        """Whether the batch takes another unit after `chosen` ones, if it lacks `lacking` then.
+        """Return whether the batch takes another unit after `chosen` ones, if it lacks `lacking`.
 
-        An exact batch keeps places for outstanding units, so another unit may find none.
+        An exact batch reserves places for outstanding units, so another unit may find none.
         """
         if chosen < self.due:
             return lacking > 0 or not self.exact
         return lacking > (self.outstanding(chosen) if self.exact else 0)
 
     def completes(self, chosen: int, lacking: int) -> bool:
-        """Whether the batch is complete after the first `chosen` units."""
+        """Return whether the batch is complete after the first `chosen` units."""
         if self.ends and chosen == len(self.units):
             return True
         return lacking <= 0 and (self.exact or not self.outstanding(chosen))
@@ -66,7 +66,7 @@ def next_part(supply: Supply[U], *, whole: bool) -> Part[U] | None:
     """Return the part that the trainer may take next, or None if it has to wait.
 
     Args:
-        supply: what the rest of the batch can be made of.
+        supply: the units that can complete the batch.
         whole: the trainer takes the rest in one part; otherwise one unit at a time.
     """
     chosen, lacking = 0, supply.lacking

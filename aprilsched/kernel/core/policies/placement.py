@@ -16,12 +16,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 _LEFT_OVER = 4
-"""Entries of the heap for each engine, from which on it is made anew."""
+"""Entries of the heap for each engine, from which on it is rebuilt."""
 
 CONTEXT_LEAD_REQUESTS = 8
-"""How many requests more than the least loaded engine the engine may have that caches the context
-of earlier turns, or of prompts with one affinity. Another engine would prefill the whole
-context."""
+"""Largest lead in requests, over the least loaded engine, of the engine that caches the context of
+earlier turns or of prompts with one affinity. Another engine would prefill the whole context."""
 
 Placement: TypeAlias = Literal["prefix", "spread"]
 
@@ -30,9 +29,9 @@ class EngineLoads:
     """The engines that take requests now, with their loads.
 
     Invariant: the heap contains an entry for each engine with the load of the engine, or a smaller
-    one if :meth:`add_request` has raised it; the entry is corrected when it comes to the top.
-    Entries of greater loads, and those of engines that take no more requests, are left over and
-    thrown away there.
+    one if :meth:`add_request` has raised it; the entry is corrected when it reaches the top.
+    Entries with greater loads, or of engines that take no more requests, are obsolete and removed
+    there.
 
     Args:
         loads: number of open requests of each engine that takes requests.
@@ -40,13 +39,12 @@ class EngineLoads:
 
     def __init__(self, loads: Mapping[str, float]) -> None:
         self.loads = dict(loads)
-        """Their loads now, by name."""
+        """Current loads by engine name."""
         self._heap = [(load, name) for name, load in self.loads.items()]
         heapq.heapify(self._heap)
 
     def put(self, engine: str, load: float | None) -> None:
-        """Note that an engine takes requests and has this load, or, with None, that it takes no
-        more."""
+        """Set the load of an engine that takes requests; None if it takes no more requests."""
         if load is None:
             self.loads.pop(engine, None)
         elif self.loads.get(engine) != load:
@@ -66,7 +64,7 @@ class EngineLoads:
     def least(self, avoid: Collection[str] = ()) -> str | None:
         """Return the engine with the smallest load, or None if no engine takes requests.
 
-        Engines in `avoid` are chosen only if there is no other.
+        Engines in `avoid` are chosen only if all other engines are unavailable.
         """
         while self._heap:
             top = self._heap[0]
@@ -91,7 +89,7 @@ class Preference:
 
     engine: str
     max_lead: float
-    """How many requests more than the least loaded engine it may have."""
+    """Largest number of requests by which its load may exceed the least loaded engine's."""
 
 
 def preference_of(
@@ -106,17 +104,17 @@ def preference_of(
     """Return the engine that a request should go to, or None if it makes no difference.
 
     Args:
-        destination: the engine that a moved request is on its way to; empty if it was not moved.
+        destination: the engine that a moved request should reach; empty if it was not moved.
         avoid: names of engines that failed the request.
         context_engine: the engine that has the request's context in its cache; empty if none.
         members: number of rollouts of its group.
-        shares_context: the context is that of earlier turns, or of prompts with one affinity.
+        shares_context: whether earlier turns, or prompts with one affinity, share the context.
     """
     if destination and destination not in avoid:
         return Preference(engine=destination, max_lead=math.inf)
     if placement != "prefix" or not context_engine:
         return None
-    # A group stays on its engine while that has less than a group more to do than the others.
+    # A group stays on its engine while the engine leads the others by less than one group.
     lead = max(members, CONTEXT_LEAD_REQUESTS) if shares_context else members
     return Preference(engine=context_engine, max_lead=lead)
 
@@ -129,7 +127,7 @@ def choose_engine(
     Args:
         loads: the engines that take requests.
         preference: the engine that it should go to.
-        avoid: names of engines that failed the request. They are chosen only if there is no other.
+        avoid: names of engines that failed the request. They are the last resort.
     """
     least = loads.least(avoid)
     if least is None or preference is None or preference.engine in avoid:
@@ -141,12 +139,14 @@ def choose_engine(
 
 
 Place: TypeAlias = tuple[bool, bool, int, int]
-"""The sort key of a request that waits to be sent."""
+"""The sort key of a waiting request."""
 
 
 def place_of(*, training: bool, carried: bool, group_id: int, index: int) -> Place:
-    """Return the sort key of a request: evaluations first, which delay training only briefly, then
-    carried requests, then new ones (APRIL, CoPRIS).
+    """Return the sort key of a request.
+
+    Evaluations come first, because they delay training only briefly, then carried requests, then
+    new ones (APRIL, CoPRIS).
 
     Args:
         training: False for a request of an evaluation.
@@ -158,8 +158,9 @@ def place_of(*, training: bool, carried: bool, group_id: int, index: int) -> Pla
 
 
 def rank_of(*, training: bool, carried: bool) -> int:
-    """Return the priority of a request inside an engine that has priorities; lower ranks go first.
+    """Return the priority of a request inside an engine with priorities; lower ranks go first.
 
     It is 0 for an evaluation, 1 for a carried rollout and 2 for a new one. Ranks differ too little
-    to put a running request out of an engine's batch for another."""
+    to preempt a running request for another.
+    """
     return training + (training and not carried)

@@ -15,14 +15,15 @@ from aprilsched.kernel.values.checks import suggesting
 class Pool(Refill):
     """Keeps the same number of rollouts generating, and refills several groups together.
 
-    Refilling may end before a batch is full (a taper). A rollout that is started near the end of a
-    batch is interrupted soon, so with "recompute" it costs more prefill than it fills idle steps.
+    Refilling may end before a batch is full (a taper). A rollout that starts near the end of a
+    batch is soon interrupted, so with "recompute" its prefill costs more than the idle steps that
+    it fills.
     """
 
     name: ClassVar[str] = "pool"
 
     together: Annotated[int, AT_LEAST_1] = 4
-    """Number of groups that are started together. Starting them one by one costs a third of the
+    """Number of groups that start together. Starting them one by one costs a third of the
     throughput."""
     until: Annotated[float, SHARE] = 1.0
     """Share of a batch that is complete when its pool is no longer refilled."""
@@ -32,7 +33,7 @@ class Pool(Refill):
             return 0
         if not view.wave_due and view.batch_open and self._tapers(view):
             return 0
-        # An automatic schedule may have made the pool smaller than what is in it.
+        # An automatic schedule may have made the pool smaller than its current content.
         free = max(0, view.target_groups * view.group_size - view.in_flight)
         together = min(self.together, view.target_groups)
         return int(free // (together * view.group_size)) * together

@@ -1,13 +1,13 @@
 """Refill rules: when new groups are started, and which of the open groups run.
 
 Each request that arrives costs the running ones a prefill pass (19 ms for a 4B model, hazard 15 of
-``aprilsched doctor``), so single requests that arrive one after the other can cost a third of the
-throughput. All rules start whole groups, and many of them together.
+``aprilsched doctor``), so single requests in succession can cost a third of the throughput. All
+rules start whole groups, and many of them together.
 
-A new rule is a subclass of :class:`Refill` in a file of its own, and a line in
-:mod:`aprilsched.kernel.core.policies.kinds` if it shall have a name on the command line and in
-stores. Nothing else asks for a rule's type: the scheduler and the trials of automatic
-over-provisioning know :class:`Refill` alone.
+A new rule is a subclass of :class:`Refill` in a separate file, and a line in
+:mod:`aprilsched.kernel.core.policies.kinds` if it needs a name on the command line and in stores.
+No other code depends on a rule's type: the scheduler and the trials of automatic over-provisioning
+know :class:`Refill` alone.
 """
 
 from __future__ import annotations
@@ -24,49 +24,48 @@ from aprilsched.kernel.core.lengths.log_law import Levels, LogLaw
 UNBOUNDED = 2**31 - 1
 
 
-# Not frozen, because it is made at most events of a run, and a frozen one takes thrice as long.
+# Not frozen, because most events create one, and a frozen one takes three times as long.
 @dataclass(kw_only=True, slots=True)
 class PoolView:
-    """What a refill rule sees of the scheduler."""
+    """The scheduler as a refill rule sees it."""
 
     batch_groups: int
-    """Number of groups in a batch; if samples or tokens fill it, the number that it is expected to
-    take."""
+    """Number of groups in a batch; the expected number if samples or tokens fill it."""
     group_size: float
-    """Number of rollouts of a group; the mean if prompts have sizes of their own."""
+    """Number of rollouts of a group; the mean if prompts have different sizes."""
     target_groups: int
     """Number of groups that should be open for a batch, by the over-provision ratio."""
     open_groups: int
     """Number of groups that still generate."""
     ready_groups: int
     """Number of groups that are complete, not rejected and not delivered; if samples or tokens fill
-    a batch, the number of groups of the expected size that hold as much."""
+    a batch, the equivalent number of groups of the expected size."""
     in_flight: int
     """Number of rollouts that still generate."""
     put_aside: int = 0
     """Number of open groups that ran in an earlier batch and did not end in it. It is counted only
-    when a batch begins, and only for a rule that defers groups."""
+    when a batch starts, and only for a rule that defers groups."""
     wave_due: bool
-    """Whether a batch begins."""
+    """Whether a batch starts."""
     batch_open: bool
     """Whether the batch in work is not full yet."""
     asynchronous: bool
-    """Whether generation continues behind a full batch."""
+    """Whether generation continues after a full batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OpenGroups:
-    """What a rule that defers groups sees of the open groups when a batch begins.
+    """The open groups as a rule that defers groups sees them.
 
     Each array has one row for each group.
     """
 
     tokens: NDArray[np.int64]
-    """Number of tokens of each member so far, int64 [groups, members]; 0 for a member that was not
+    """Number of tokens of each member so far, int64 [groups, members]; 0 for a member that has not
     started."""
     finished: NDArray[np.bool_]
-    """Whether each member has finished, bool [groups, members]; also True where a smaller group has
-    no member."""
+    """Whether each member has finished, bool [groups, members]; also True for absent members of a
+    smaller group."""
     sizes: NDArray[np.int64]
     """Number of members of each group, int64 [groups]."""
     ages: NDArray[np.int64]
@@ -80,11 +79,11 @@ class OpenGroups:
     lacking: int = 0
     """Number of groups that the batch still takes."""
     tail: bool = False
-    """Whether the batch nears its end, and the rule is asked a second time."""
+    """Whether the batch nears its end, and this is the second call for it."""
     law: LogLaw
-    """The law of the lengths, as far as they are known."""
+    """The law of the lengths, as estimated so far."""
     levels: Levels | None = None
-    """What earlier epochs of the same prompts say of the groups; None for nothing."""
+    """Levels of the groups from earlier epochs of the same prompts; None if unknown."""
 
 
 class Refill(ABC):
@@ -96,29 +95,32 @@ class Refill(ABC):
     """Name of the rule in flags, config.toml and stores."""
     defers: ClassVar[bool] = False
     """Whether more groups are open than run. If so, a rollout waits with its tokens until
-    :meth:`members` starts it, and is called back when its batch is full."""
+    :meth:`members` starts it, and is aborted when its batch is full."""
     settles: ClassVar[bool] = False
-    """Whether every group comes to its end after a bounded number of batches, however many of those
-    that run for a batch do not end in it."""
+    """Whether every group ends after a bounded number of batches, even if many groups that run for
+    a batch do not end in it."""
 
     @property
     def tail_begins(self) -> float | None:
-        """Share of a batch's rollouts that have ended when :meth:`members` is asked a second time,
-        what shall run in the batch's tail; None if it is not."""
+        """Share of ended rollouts of a batch at which its tail starts, or None.
+
+        :meth:`members` is then called a second time, for the groups that run in the tail. With None
+        it is not.
+        """
         return None
 
     @abstractmethod
     def launches(self, view: PoolView) -> int:
-        """Number of groups to start now."""
+        """Return the number of groups to start now."""
 
     def members(self, groups: OpenGroups) -> NDArray[np.int64]:
-        """Number of members of each group that run now, from its first one on, int64 [groups].
+        """Return the number of members of each group that run now, from its first one on.
 
-        Only a rule that defers groups is asked this: when a batch begins, when its tail begins, and
-        when everything that was started has ended.
+        The result is int64 [groups]. Only a rule that defers groups gets this call: when a batch
+        starts, when its tail starts, and when everything that was started has ended.
         """
         raise NotImplementedError(f"{type(self).__name__} defers nothing")
 
     @abstractmethod
     def told(self, ratio: str) -> str:
-        """What the rule does with `ratio` batches of groups, in a few words."""
+        """Describe in a few words what the rule does with `ratio` batches of groups."""

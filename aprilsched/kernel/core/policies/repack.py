@@ -1,15 +1,15 @@
-"""Chooses the engine whose requests are gathered on others, so that it can take new weights.
+"""Chooses the engine whose requests move to other engines, so that it can take new weights.
 
 With rolling refits an engine finishes the rollouts of its version before it takes a newer one. As
-they end, the engines of an old version have less and less to do, while requests wait for engines of
-the newest version. The requests of the least loaded engine can then be moved to the other engines
-of the same version, which recompute their contexts once.
+they end, the engines of an old version have less and less work, while requests wait for engines of
+the newest version. The requests of the least loaded engine can then move to the other engines of
+the same version, which recompute their contexts once.
 
-Both sides are compared in seconds of an engine, as they are at this moment. Moving the requests now
-costs their contexts / prefill rate. Waiting for a while saves that cost for those that end in the
-while: a share of the cost equal to the while / the mean time that they need still. It costs the
-fixed part t0 of each step of the while, for the share of an engine that is missing elsewhere. So
-the requests are moved when
+Both options are compared by their current cost in engine seconds. Moving the requests now costs
+their contexts / prefill rate. Waiting for some time saves this cost for the requests that end in
+that time: a share equal to that time / the mean time that they still need. Waiting costs the fixed
+part t0 of each step in that time, for the share of an engine that is missing elsewhere. So the
+requests move if
 
     contexts / prefill rate < t0 * mean remaining tokens * missing share.
 """
@@ -24,8 +24,8 @@ from aprilsched.kernel.values.bounds import ABOVE_0, AT_LEAST_0
 from aprilsched.kernel.values.checks import suggesting
 
 LOOK_AGAIN = 0.05
-"""By how many engines the surplus of a version must have grown before the costs are compared
-again. Each comparison looks at all requests of an engine."""
+"""Number of engines by which the surplus of a version must grow before the costs are compared
+again. Each comparison visits all requests of an engine."""
 
 
 @suggesting()
@@ -52,9 +52,9 @@ class Load:
     requests: int
     """Number of its open requests."""
     room: int | None
-    """Number of requests that it runs at the same time; None if it does not say so."""
+    """Number of requests that it runs at the same time; None if not reported."""
     kv_tokens: int | None
-    """Number of tokens that its KV pool holds; None if it does not say so."""
+    """Capacity of its KV pool in tokens; None if not reported."""
     contexts: Callable[[], int]
     """Returns the number of tokens of the prompts and responses of its requests."""
     remaining: Callable[[], float]
@@ -63,7 +63,7 @@ class Load:
 
 
 def surplus(*, engines: int, requests: int, share: float) -> float:
-    """By how many engines those of one version are more than its requests need.
+    """Return by how many engines those of one version exceed what its requests need.
 
     Args:
         engines: number of engines of the version that take requests.
@@ -83,18 +83,19 @@ def is_worth_freeing(
     prices: Prices,
     needed: bool,
 ) -> bool:
-    """Whether the requests of an engine are to be moved to the others of its version now; otherwise
-    waiting is better.
+    """Return whether to move the requests of an engine to the others of its version now.
+
+    Otherwise waiting is better.
 
     Args:
-        least: the engine that has the fewest requests of those that take some of the version.
+        least: the engine with the fewest requests among those that take some of the version.
         others: returns the others.
         engines: number of these engines, at least 2.
         requests: number of requests of the version, open and waiting.
         share: mean number of requests, open and waiting, for each engine of the whole fleet.
         prices: what recomputing and waiting cost.
-        needed: requests wait that only an engine of the newest version can take, and none has it,
-            so that the cost does not matter.
+        needed: whether requests wait that only an engine of the newest version can take while no
+            engine has it, so that the cost does not matter.
     """
     missing = min(1.0, surplus(engines=engines, requests=requests, share=share))
     moving = least.contexts() / prices.prefill_tokens_per_s

@@ -1,4 +1,4 @@
-"""What automatic scheduling chooses: the policies that may change during a run."""
+"""The choice of automatic scheduling: the policies that may change during a run."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ RATIO = Bound(least=1, most=64, words="a ratio from 1 (wait for all) to 64")
 Pace: TypeAlias = Literal["synchronous", "asynchronous"]
 
 FIRST_RATIO = 1.5
-"""Near the flat part of every optimum that was measured, and never very stale."""
+"""Near the flat part of every measured optimum, and never very stale."""
 
 
 _DRIVEN = 0.9
-"""Share of a step that must be as long as the engines make it for its work alone to count."""
+"""Share of a step that the engines must determine for its work alone to count."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """What is expected of a batch under a schedule, in the mean over many batches.
+    """The expected results of a batch under a schedule, on average over many batches.
 
     Attributes:
-        step_seconds: seconds from one delivery to the next, without the trainer's own time where
-            the engines wait for the trainer.
+        step_seconds: seconds from one delivery to the next, without the trainer's own time if the
+            engines wait for the trainer.
         efficiency: T_bound / T, the bound on a batch's time over its time.
         off_policy_share: share of the delivered tokens that are older than the version that
             consumes them.
         mean_age: mean number of versions by which a delivered token is older; None if unknown.
         distance: distance of a batch's lengths from the drawn law; None if unknown.
-        driven: share of `step_seconds` that is as long as the engines make it; 0 where the trainer
-            alone decides how long a step takes.
-        correction: factor by which the engines of the trials were taken to be faster than modelled,
-            because of what earlier batches did (:mod:`aprilsched.planning.planner`).
+        driven: share of `step_seconds` that the engines determine; 0 if the trainer alone
+            determines the duration of a step.
+        correction: factor by which the trials assumed the engines to be faster than modelled,
+            learned from earlier batches (:mod:`aprilsched.planning.planner`).
         token_seconds: seconds of T_bound for each token, by the step-time model of the trials.
         read_seconds: seconds of T_bound for each context token that is read, by that model.
-        explained: work and time of a batch that are expected of the schedule that was in force,
-            over those of its own forecast, both without a correction: what was learned since then
-            of the lengths and of the trainer.
-        batches: number of batches whose lengths the trials had.
+        explained: work and time of a batch that are now expected of the previous schedule, over
+            those of its own forecast, both without a correction. It measures what was learned since
+            then about the lengths and the trainer.
+        batches: number of batches whose lengths were used in the trials.
     """
 
     step_seconds: float
@@ -65,16 +65,21 @@ class Forecast:
 
     @property
     def hidden(self) -> bool:
-        """Whether the trainer decides how long a step takes, so that the work of a step tells
-        nothing of the engines. With a trainer of 20 s, batches that took the trainer's time while
-        engines filled up with work made forecasts of 17 s for such steps. By their time alone,
-        batches that used such work up made forecasts of 3.3 s for steps of 3.8 s."""
+        """Whether the trainer determines the duration of a step.
+
+        Then the work of a step shows nothing about the engines. With a trainer of 20 s, batches
+        that took the trainer's time while engines filled up with work led to forecasts of 17 s for
+        such steps. Judged by their time alone, batches that used up such work led to forecasts of
+        3.3 s for steps of 3.8 s.
+        """
         return self.driven < _DRIVEN
 
     def bound_seconds(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> float | None:
-        """T_bound of these responses, in seconds, as the efficiency counts it
-        (:meth:`~aprilsched.planning.step_times.model.StepTimeModel.bound_seconds`, divided by the
-        number of engines); None if it is not known."""
+        """Return T_bound of these responses in seconds, as in the efficiency; None if unknown.
+
+        It is :meth:`~aprilsched.planning.step_times.model.StepTimeModel.bound_seconds`, divided by
+        the number of engines.
+        """
         if self.token_seconds is None or self.read_seconds is None:
             return None
         pairs = zip(prompt_lengths, lengths, strict=True)
@@ -84,15 +89,15 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """How much is started and when, with what this is expected to do.
+    """How many groups start and when, with the expected results.
 
     Attributes:
-        over_provision: how many groups are kept open.
+        over_provision: number of groups that are kept open, in batches.
         refill: when new groups are started.
-        pace: whether generation goes on while the trainer trains; None for the configured pace.
+        pace: whether generation continues while the trainer trains; None for the configured pace.
         placement: which engine a request goes to; None for the configured placement.
-        forecast: what is expected of its batches; None if that is not known.
-        why: the reason of the choice, as one sentence.
+        forecast: the expected results of its batches; None if unknown.
+        why: the reason for the choice, in one sentence.
     """
 
     over_provision: float
@@ -103,13 +108,15 @@ class Schedule:
     why: str = ""
 
     def target_groups(self, batch_groups: int) -> int:
-        """Groups to have open (generating, or ready and undelivered) for the next batch, which
-        takes `batch_groups` of them."""
+        """Return the number of groups to have open for the next batch, which takes `batch_groups`.
+
+        Open groups are generating, or ready and undelivered.
+        """
         # Guards against 1.1 * 10 = 11.000000000000002 rounding up to 12.
         return math.ceil(self.over_provision * batch_groups - 1e-9)
 
     def same_as(self, other: Schedule) -> bool:
-        """Whether both have the same policies, whatever is expected of them."""
+        """Return whether both have the same policies, whatever their forecasts."""
         return (
             self.over_provision == other.over_provision
             and self.refill == other.refill
@@ -119,14 +126,14 @@ class Schedule:
 
 
 def first_schedule(*, may_defer: bool, pace: Pace | None = None, waits: bool = False) -> Schedule:
-    """The schedule that is used until some lengths are known.
+    """Return the schedule that is used until some lengths are known.
 
     Args:
-        may_defer: length buckets are possible. Their many open groups take several batches to
-            open, so this begins at once.
-        pace: the pace with which it begins; None for the configured one.
-        waits: every batch must wait for all groups that it runs, because what they have at an
-            update is thrown away.
+        may_defer: whether length buckets are possible. Opening their many groups takes several
+            batches, so it starts at once.
+        pace: the initial pace; None for the configured one.
+        waits: whether every batch must wait for all groups that it runs, because their tokens are
+            discarded at an update.
     """
     buckets = LengthBuckets(store=4.0, probe_after=0.97) if waits else LengthBuckets()
     return Schedule(

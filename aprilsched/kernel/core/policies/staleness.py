@@ -6,12 +6,12 @@ which limits the number of outstanding groups, and a rule for rollouts that reac
 they are in flight:
 
 * ``finish``: a batch is not delivered without the groups that would be too stale afterwards.
-  As long as there is one update for each batch, admission guarantees that they fit.
+  With one update for each batch, admission guarantees that they fit.
 * ``mask``: tokens beyond the bound keep their place, with loss mask 0.
 * ``evict``: the whole group is dropped at the update. This censors long responses.
-* ``restart``: the tokens of the whole group are thrown away at the update, and its prompt is
-  generated again. Admission limits nothing then. It is only for schedules that run every group to
-  its end some time, because a prompt of long responses would otherwise begin again for ever.
+* ``restart``: the tokens of the whole group are discarded at the update, and its prompt is
+  generated again. Admission then imposes no limit. This rule requires a schedule that eventually
+  runs every group to completion; otherwise a prompt with long responses would restart forever.
 
 Tokens that pass the bound under ``finish`` nevertheless, because there were several updates between
 two batches, are masked.
@@ -31,26 +31,26 @@ StalenessRule: TypeAlias = Literal["mask", "evict", "finish", "restart"]
 @suggesting()
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """A bound on staleness, and what happens to the rollouts that would pass it."""
+    """A bound on staleness, and the treatment of rollouts that would pass it."""
 
     bound: Annotated[int, AT_LEAST_0] | None = None
     """Largest staleness of a delivered token with loss mask 1, in versions; None for no bound."""
     rule: StalenessRule = "mask"
-    """What happens to tokens that would pass the bound: "mask" gives them loss mask 0, "evict"
-    drops their groups at the update, "finish" delivers no batch without their groups, and "restart"
-    throws the tokens of their groups away at the update and generates the prompts again."""
+    """Treatment of tokens that would pass the bound: "mask" gives them loss mask 0, "evict" drops
+    their groups at the update, "finish" delivers no batch without their groups, and "restart"
+    discards the tokens of their groups at the update and generates the prompts again."""
 
     def admissible(
         self, *, batch_groups: int, outstanding: int, batches_since_update: int, wanted: bool
     ) -> int | None:
-        """Number of groups that may still be started; None if there is no bound, or if groups that
-        would pass it begin again.
+        """Return the number of groups that may still be started.
 
-        This is AReaL's gate, (bound + version + 1) * N minus the delivered groups and those in
-        flight, written relative to the last update. While the trainer waits for a batch, at least
-        one batch is admitted: a trainer that takes several batches under one version would
-        otherwise wait for ever. `outstanding` counts complete groups as usual groups, so it is
-        below a batch as long as no group is open and the batch is not full.
+        None without a bound, or if groups that would pass it restart. This is AReaL's gate, (bound
+        + version + 1) * N minus the delivered groups and those in flight, relative to the last
+        update. While the trainer waits for a batch, at least one batch is admitted. Otherwise a
+        trainer that takes several batches under one version would wait forever. `outstanding`
+        counts complete groups as usual groups, so it is below a batch while no group is open and
+        the batch is not full.
         """
         if self.bound is None or self.rule == "restart":
             return None
@@ -65,23 +65,31 @@ class Staleness:
         return self.rule == "finish"
 
     def due(self, oldest: int | None, version: int) -> bool:
-        """Whether a group whose oldest token is of version `oldest` must be in the batch that
-        `version` consumes, by the rule ``finish``."""
+        """Return whether the rule ``finish`` requires a group in the batch that `version` consumes.
+
+        `oldest` is the version of the group's oldest token.
+        """
         return self.finishes and self._reaches(oldest, version, self.bound)
 
     def evicts(self, oldest: int | None, version: int) -> bool:
-        """Whether a group whose oldest token is of version `oldest` is too stale for `version`, by
-        the rule ``evict``."""
+        """Return whether the rule ``evict`` drops a group at `version`.
+
+        `oldest` is the version of the group's oldest token.
+        """
         return self.rule == "evict" and self._passes(oldest, version)
 
     def restarts(self, oldest: int | None, version: int) -> bool:
-        """Whether a group whose oldest token is of version `oldest` begins again at `version`, by
-        the rule ``restart``."""
+        """Return whether the rule ``restart`` restarts a group at `version`.
+
+        `oldest` is the version of the group's oldest token.
+        """
         return self.rule == "restart" and self._passes(oldest, version)
 
     def oldest_unmasked(self, version: int) -> int | None:
-        """The oldest version whose tokens keep loss mask 1 in a batch that `version` consumes; None
-        if there is no bound."""
+        """Return the oldest version whose tokens keep loss mask 1 in a batch at `version`.
+
+        None without a bound.
+        """
         return None if self.bound is None else version - self.bound
 
     def _passes(self, oldest: int | None, version: int) -> bool:

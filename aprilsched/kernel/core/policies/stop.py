@@ -1,13 +1,14 @@
 """Stop rules: a batch is full when it has enough whole groups, samples or tokens.
 
-Gates, refill rules and ratios count groups. How many groups a batch takes, and how many groups the
-complete ones stand for, is computed here from the *usual* group: what one group is expected to
-count in the unit of the rule. This is exact for groups, and for samples if all prompts have the
-same group size.
+Gates, refill rules and ratios count groups. This module converts the unit of the rule to groups by
+the *usual* group, which is the expected amount of one group in that unit. The conversion yields the
+number of groups that a batch takes, and the number that the complete groups are equivalent to. It
+is exact for groups, and for samples if all prompts have the same group size.
 
 A new unit is one class here, which a configuration takes as a value. Everything that depends on the
-unit, automatic over-provisioning included, asks the class. It must be a sum over complete groups. A
-name for the command line and for files is a line of :mod:`aprilsched.kernel.core.policies.kinds`.
+unit, automatic over-provisioning included, calls the class. The amount must be a sum over complete
+groups. A name for the command line and for files is a line of
+:mod:`aprilsched.kernel.core.policies.kinds`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from aprilsched.kernel.values.checks import suggesting
 
 
 class GroupSize(Protocol):
-    """What the rule reads of a complete group."""
+    """A complete group as the rule sees it."""
 
     @property
     def members(self) -> Sequence[object]: ...
@@ -32,7 +33,7 @@ class GroupSize(Protocol):
 
 
 class Held(Protocol):
-    """What the rule reads of all complete groups."""
+    """All complete groups as the rule sees them."""
 
     @property
     def samples(self) -> int: ...
@@ -44,55 +45,56 @@ class Held(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stop(ABC):
-    """A batch is full when its groups hold at least `amount` of the rule's unit."""
+    """A batch is full when its groups contain at least `amount` of the rule's unit."""
 
     amount: Annotated[int, AT_LEAST_1]
     """Number of groups, rollouts or response tokens that fill a batch."""
 
     name: ClassVar[str]
     fixed_groups: ClassVar[bool] = False
-    """Every batch has the same number of groups."""
+    """Whether every batch has the same number of groups."""
     learns: ClassVar[bool] = False
-    """What a group counts becomes known during the run."""
+    """Whether the amount of a group becomes known only during the run."""
 
     @abstractmethod
     def usual_group(
         self, group_size: float, group_tokens: Callable[[], float | None]
     ) -> float | None:
-        """What one group is expected to count; None as long as that is not known.
+        """Return the expected amount of one group; None while unknown.
 
         Args:
-            group_size: number of rollouts of one prompt; the mean if prompts have sizes of their
-                own.
-            group_tokens: returns the mean number of tokens of a group, or None as long as no length
-                is known.
+            group_size: number of rollouts of one prompt; the mean if prompts have different sizes.
+            group_tokens: returns the mean number of tokens of a group, or None while no length is
+                known.
         """
 
     @abstractmethod
     def held(self, held: Held) -> int:
-        """What the complete groups count together."""
+        """Return the total amount of the complete groups."""
 
     @abstractmethod
     def measure(self, group: GroupSize) -> int:
-        """What one complete group counts."""
+        """Return the amount of one complete group."""
 
     def enough(self, held: Held, *, batches: float = 1) -> bool:
-        """Whether the complete groups are enough for so many batches."""
+        """Return whether the complete groups are enough for this number of batches."""
         return self.held(held) >= batches * self.amount
 
     def batch_groups(self, usual: float) -> int:
-        """Number of groups that a batch takes if each counts `usual`."""
-        # Guards against rounding up what is whole but for the last place.
+        """Return the number of groups that a batch takes if each counts `usual`."""
+        # Guards against rounding up a whole number with an error in the last place.
         return max(1, math.ceil(self.amount / usual - 1e-9))
 
     def as_groups(self, held: Held, usual: float) -> int:
-        """Number of usual groups that count as much as the complete ones. It is smaller than the
-        number that a batch takes if they are not enough for one."""
+        """Return the number of usual groups that are equivalent to the complete ones.
+
+        It is smaller than the number that a batch takes if the complete groups are not enough for
+        one.
+        """
         return math.floor(self.held(held) / usual + 1e-9)
 
     def take(self, groups: Sequence[GroupSize]) -> int | None:
-        """How many of `groups`, beginning with the first, make a batch; None if all of them are not
-        enough."""
+        """Return how many of `groups`, from the first one on, make a batch; None if too few."""
         held = 0
         for count, group in enumerate(groups, 1):
             held += self.measure(group)
@@ -112,7 +114,8 @@ class Groups(Stop):
     def usual_group(self, group_size: float, group_tokens: Callable[[], float | None]) -> float:
         return 1.0
 
-    # The same as those of the base, which calls `held` and `usual_group`, at most events of a run.
+    # Equivalent to the base methods, which would call `held` and `usual_group` at most events of a
+    # run.
 
     def batch_groups(self, usual: float) -> int:
         return self.amount

@@ -1,17 +1,17 @@
-"""What happens to the rollouts that still generate when their batch is full, or at an update.
+"""The treatment of rollouts that still generate when their batch is full, or at an update.
 
-Each behaviour is one entry of :data:`BEHAVIOURS`, and everything that depends on the behaviour asks
-that entry: the core (when engines are paused, what is called back, what a refit or a sleep waits
-for), the configuration (what may happen to the cached KV), the check of the engines when a run
-begins, and the report. So a new behaviour is one entry here and one name in :data:`StragglerRule`.
+Each behaviour is one entry of :data:`BEHAVIOURS`. All code that depends on the behaviour reads that
+entry: the core (when engines are paused, what is aborted, what a refit or a sleep waits for), the
+configuration (what may happen to the cached KV), the check of the engines when a run starts, and
+the report. So a new behaviour is one entry here and one name in :data:`StragglerRule`.
 
 ========  =============================================  ===========================
 rule      when a synchronous batch is full               at an update
 ========  =============================================  ===========================
 retract   engines paused, requests stay inside           KV flushed and recomputed
 in_place  engines paused, requests stay inside           KV kept: stale keys
-abort     requests come back with their tokens           sent again, to any engine
-run       nothing: they run on, nothing new is sent      waited for; none is mixed
+abort     requests return with their tokens              sent again, to any engine
+run       requests keep running, no new ones are sent    waited for; none is mixed
 ========  =============================================  ===========================
 """
 
@@ -29,36 +29,38 @@ CachedKV: TypeAlias = Literal["recompute", "keep", "apart"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Behaviour:
-    """One way to treat stragglers: everything that the rest of the program asks about it.
+    """One treatment of stragglers, with all properties that the rest of the program needs.
 
-    Requests that are always called back never wait inside an engine.
+    Requests that are always aborted never wait inside an engine.
     """
 
     told: str
-    """What happens to unfinished responses, as a sentence for a report."""
+    """Treatment of unfinished responses, as a sentence for a report."""
     kv: tuple[CachedKV, ...]
-    """What may happen to the cached KV at a refit; the first entry is what "auto" means."""
+    """Possible treatments of the cached KV at a refit; "auto" means the first entry."""
     waits_inside: bool
     """Whether requests wait inside their paused engine until the next batch, and during a refit.
-    Otherwise engines are left running, and a refit waits until they are empty."""
+    Otherwise engines keep running, and a refit waits until they are empty."""
     waits_asleep: bool = False
-    """Whether requests also wait inside while the memory is released, if the engine can do that."""
+    """Whether requests also wait inside while the memory is released, if the engine supports
+    that."""
     called_back: Literal["always", "for sleep", "never"] = "for sleep"
-    """When open requests are aborted to come back with their tokens: whenever no training rollout
-    should run, only before memory is released under them, or never, so that they are waited for."""
+    """When open requests are aborted to return with their tokens: whenever no training rollout
+    should run, only before memory is released under them, or never, so that their end is
+    awaited."""
     deferrable: bool = False
-    """Whether a rollout may be called back and wait for several batches, as with length buckets."""
+    """Whether a rollout may be aborted and wait for several batches, as with length buckets."""
 
     def pause_mode(self, kv: CachedKV) -> Literal["retract", "in_place"]:
-        """How engines are paused around a refit.
+        """Return how engines are paused around a refit.
 
-        After "retract" the cache can be flushed, so that no later request finds a prefix that older
-        weights computed. "in_place" is for requests that wait inside and keep their KV.
+        After "retract" the cache can be flushed, so that no later request finds a prefix computed
+        with older weights. "in_place" is for requests that wait inside and keep their KV.
         """
         return "in_place" if self.waits_inside and kv != "recompute" else "retract"
 
     def called_back_first(self) -> Behaviour:
-        """The behaviour with which no request waits inside an engine."""
+        """Return a variant of the behaviour with which no request waits inside an engine."""
         return replace(
             self,
             told=BEHAVIOURS["abort"].told,
@@ -69,12 +71,15 @@ class Behaviour:
 
     @property
     def needs_spans(self) -> bool:
-        """Whether the engines must tell the version of each token, because a request that waits
-        during a refit has tokens of several versions."""
+        """Whether the engines must report the version of each token.
+
+        They must if a request waits inside during a refit, because it then has tokens of several
+        versions.
+        """
         return self.waits_inside
 
     def needs_flush_while_paused(self, kv: CachedKV) -> bool:
-        """Whether the engines must be able to flush the cache while requests wait inside them."""
+        """Return whether engines must be able to flush the cache with requests waiting inside."""
         return self.waits_inside and kv == "recompute"
 
 
@@ -112,10 +117,9 @@ BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
         ),
     }
 )
-"""The behaviours, by their names in the configuration."""
+"""The behaviours by their names in the configuration."""
 
 
 def rules_that(holds: Callable[[Behaviour], bool]) -> tuple[StragglerRule, ...]:
-    """The names of the behaviours for which something holds, for an error that says what to
-    choose."""
+    """Return the names of the behaviours with a property, as the remedy in an error message."""
     return tuple(name for name, behaviour in BEHAVIOURS.items() if holds(behaviour))

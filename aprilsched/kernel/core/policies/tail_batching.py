@@ -1,19 +1,19 @@
 """Tail batching: groups race for their batch, and the losers share a batch without a race.
 
-A short batch starts more groups than it takes, by the over-provision ratio, and the first that
-are complete win. The others are put aside. As soon as a whole batch of them is put aside, the
-next batch is a long one: it runs the oldest of these groups, and waits for all of them. So the
-engines wait for long responses in one batch of several, and no prompt is lost.
+A short batch starts more groups than it takes, by the over-provision ratio, and the first complete
+groups win. The others are put aside. Once a whole batch of them is put aside, the next batch is a
+long one: it runs the oldest of these groups, and waits for all of them. So the engines wait for
+long responses in only one of several batches, and no prompt is lost.
 
-With ratio r, a batch of B groups puts (r - 1) B of them aside, so of 1 / (r - 1) + 1 batches one
-is long. A group that was put aside runs to its end at most ceil(1 / (r - 1)) + 2 batches later,
-unless groups are dropped or prompts end.
+With ratio r, a batch of B groups puts (r - 1) B of them aside, so of 1 / (r - 1) + 1 batches one is
+long. A group that was put aside finishes at most ceil(1 / (r - 1)) + 2 batches later, unless groups
+are dropped or prompts end.
 
-If the bound on staleness allows it, a group that was put aside keeps its tokens and goes on in
-its long batch. With ``Staleness(0, rule="restart")`` they are thrown away at the update, and all
-tokens of a batch are of its version (RollPacker, arXiv 2509.21009). The second response to a
-prompt is then drawn again, although the first one lost because it was long. This makes what is
-delivered too short for good; docs/bias.md says by how much.
+If the bound on staleness allows it, a group that was put aside keeps its tokens and continues in
+its long batch. With ``Staleness(0, rule="restart")`` they are discarded at the update, and all
+tokens of a batch are of its version (RollPacker, arXiv 2509.21009). The response is then drawn
+again, although the first one lost because it was long. This makes the delivered responses
+permanently too short; docs/bias.md quantifies the bias.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from aprilsched.kernel.values.checks import suggesting
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OnDemand(Refill):
-    """Starts every prompt that is there: the trainer or the clients decide how many there are."""
+    """Starts every available prompt: the trainer or the clients determine the number."""
 
     name: ClassVar[str] = "on_demand"
 
@@ -49,15 +49,16 @@ class OnDemand(Refill):
 @suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TailBatching(Refill):
-    """Lets groups race for their batch, and gathers the losers in batches without a race. The
-    over-provision ratio says how many groups race."""
+    """Lets groups race for their batch, and gathers the losers in batches without a race.
+
+    The over-provision ratio determines how many groups race."""
 
     name: ClassVar[str] = "tail"
     defers: ClassVar[bool] = True
     settles: ClassVar[bool] = True
 
     def launches(self, view: PoolView) -> int:
-        """Number of groups that join the race; 0 for a long batch.
+        """Return the number of groups that join the race; 0 for a long batch.
 
         Within a batch this is 0 as long as a group is open. If none is left, because all were
         rejected or had too few tokens for the batch, another race fills it.
@@ -76,7 +77,7 @@ class TailBatching(Refill):
         runs = groups.running.copy()
         if np.count_nonzero(aside) < lacking:
             _start(runs, ~aside, max(lacking, groups.wanted), groups.ages)
-        # In a race these are needed only where the prompts have ended.
+        # In a race these are needed only once the prompts have ended.
         _start(runs, aside, lacking, groups.ages)
         return np.where(runs, groups.sizes, 0)
 
@@ -87,5 +88,5 @@ class TailBatching(Refill):
 def _start(
     runs: NDArray[np.bool_], among: NDArray[np.bool_], most: int, ages: NDArray[np.int64]
 ) -> None:
-    """Let the oldest groups `among` those that do not run be run, until `most` groups run."""
+    """Start the oldest idle groups `among` these until `most` groups run."""
     runs |= oldest_of(among & ~runs, ages, max(0, most - int(np.count_nonzero(runs))))

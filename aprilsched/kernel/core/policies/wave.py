@@ -1,4 +1,4 @@
-"""One wave of groups at the begin of each batch."""
+"""One wave of groups at the start of each batch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from aprilsched.kernel.values.checks import suggesting
 @suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wave(Refill):
-    """Starts groups once, when a batch begins, as APRIL and slime do; carried rollouts count.
+    """Starts groups once, when a batch starts, as APRIL and slime do; carried rollouts count.
 
-    Within a batch it only replaces the groups that were rejected or failed, times the
-    over-provision ratio. It never starts a full extra wave.
+    Within a batch it only replaces rejected or failed groups, times the over-provision ratio. It
+    never starts a full extra wave.
     """
 
     name: ClassVar[str] = "wave"
@@ -29,7 +29,7 @@ class Wave(Refill):
             return 0
         short = view.batch_groups - have
         if view.open_groups == 0:
-            # Everything is in, and the batch is still not full.
+            # All groups have ended, and the batch is still not full.
             short = max(short, 1)
         if short <= 0:
             return 0

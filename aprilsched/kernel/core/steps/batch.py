@@ -1,15 +1,14 @@
 """Decides when a batch is full, when its parts are offered, and when it is delivered.
 
-A batch is *full* when enough is generated. A part of it is *offered* when that is scored and
-accepted, one part at a time (:func:`~aprilsched.kernel.core.policies.parts.next_part`). A whole
-batch is offered as one part. Between a full batch and its offer, the engines continue with the
-groups that are open beyond it (:func:`awaits_scores`). The batch is *delivered* when the trainer
-has taken its last part.
+A batch is *full* when enough is generated. A part is *offered* when it is scored and accepted, one
+part at a time (:func:`~aprilsched.kernel.core.policies.parts.next_part`). A whole batch is offered
+as one part. Between a full batch and its offer, the engines continue with the other open groups
+(:func:`awaits_scores`). The batch is *delivered* when the trainer has taken its last part.
 
-Between an offer and its delivery the trainer may give up its wait, a store may be slow, and a new
-version may come. For a new version the offer is withdrawn, and its groups, which have not left
-flight, are ready again. An update or a request for a whole batch ends a batch of which the trainer
-has some parts already: these are the batch.
+Between an offer and its delivery the trainer may stop waiting, a store may be slow, or a new
+version may arrive. A new version withdraws the offer, and its groups, which are still in flight,
+become ready again. If the trainer already has some parts of a batch, an update or a request for a
+whole batch ends the batch with these parts.
 """
 
 from __future__ import annotations
@@ -51,8 +50,11 @@ def _request(state: SchedulerState) -> None:
 
 
 def on_batch_withdrawn(state: SchedulerState, _: ev.BatchWithdrawn) -> None:
-    """Keep the batch in work. Otherwise a trainer that polls would start a wave at each call, and
-    pause the engines in between, where their requests lose their KV."""
+    """Keep the batch in work.
+
+    Otherwise a trainer that polls would start a wave on every call and pause the engines between
+    two calls, so their requests would lose their KV.
+    """
     state.tell(facts.BatchRequestWithdrawn())
     if state.delivery.batch_requested:
         state.delivery.demand = Demand.LEFT
@@ -63,14 +65,14 @@ def on_batches_acknowledged(state: SchedulerState, event: ev.BatchesAcknowledged
 
 
 def on_trainer_returned(state: SchedulerState, event: ev.TrainerReturned) -> None:
-    """Deliver again what the trainer does not have. Batches keep the order of their delivery."""
+    """Redeliver the batches that the trainer lacks, in the order of their first delivery."""
     delivery, has = state.delivery, set(event.groups)
     waiting = {batch.index: batch for batch in delivery.batches_again}
     ids = {
         index: {group.group_id for group in record.groups}
         for index, record in delivery.unacknowledged.items()
     }
-    # A batch that was taken in parts may have ended since, with the parts that were taken.
+    # A batch delivered in parts may have ended since, with only the parts taken so far.
     missing = [index for index in ids if index not in event.batches and not ids[index] <= has]
     works = [
         BatchInWork(known=waiting.get(index) or batch_again(delivery.unacknowledged[index]))
@@ -82,7 +84,7 @@ def on_trainer_returned(state: SchedulerState, event: ev.TrainerReturned) -> Non
     same = {group.group_id for group in taken} == delivery.fresh.taken.keys()
     if same and _taken_units(works) == _taken_units(delivery.redelivery):
         return
-    # The offer of a batch that is delivered again belongs to the first of those that wait.
+    # An offer of a redelivered batch belongs to the first batch in the queue, which changes here.
     withdraw_offer(state)
     delivery.redelivery = deque(works)
     delivery.fresh.taken = {g.group_id: g for g in _batch_of(state, taken).groups}
@@ -94,12 +96,12 @@ def _taken_units(works: Iterable[BatchInWork]) -> list[tuple[int, set[int]]]:
 
 
 def on_logprobs_reported(state: SchedulerState, event: ev.LogprobsReported) -> None:
-    """A report decides nothing; it becomes a fact, so that it is in the log and the summary."""
+    """Record the report as a fact for the log and the summary; it triggers no decision."""
     state.tell(facts.LogprobsCompared(comparison=event.comparison))
 
 
 def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
-    """Forget batches that need not be delivered again. Batches acknowledged before are ignored."""
+    """Forget batches that need no redelivery; ignore those already acknowledged."""
     batches = tuple(index for index in batches if index in state.delivery.unacknowledged)
     if batches:
         state.tell(facts.BatchesAcknowledged(batches=batches))
@@ -113,15 +115,18 @@ def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
 
 
 def handed_over(state: SchedulerState) -> tuple[int, ...]:
-    """Numbers of the batches that the trainer has and has not acknowledged, with the one of which
-    it has some groups. After a restart it has none of them until they are delivered again."""
+    """Return the numbers of the batches that the trainer has but has not acknowledged.
+
+    The batch of which it has some groups is included. After a restart the trainer has none of them
+    until they are redelivered.
+    """
     waiting = {batch.index for batch in state.delivery.batches_again}
     whole = tuple(index for index in state.delivery.unacknowledged if index not in waiting)
     return (*whole, state.in_flight.counters.batches) if state.delivery.fresh.taken else whole
 
 
 def full(state: SchedulerState) -> bool:
-    """Whether enough is generated for the present batch. Rewards may still be missing."""
+    """Return whether enough is generated for the current batch; rewards may be missing."""
     if not state.stop.enough(state.in_flight.ready):
         return False
     groups, version = state.in_flight.groups, state.weights.versions.trainer
@@ -129,10 +134,11 @@ def full(state: SchedulerState) -> bool:
 
 
 def awaits_scores(state: SchedulerState) -> bool:
-    """Whether the engines go on although the batch is full, on the synchronous pace: it waits for
-    rewards or verdicts, and more groups are open than it takes, whose tokens are kept.
+    """Return whether the engines keep running although a synchronous batch is full.
 
-    Engines that stood meanwhile lost half of their time with rewards of 20 s.
+    This holds while the batch waits for rewards or verdicts and more groups are open than it takes,
+    because the tokens of these groups are kept. Pausing the engines here costs half of the
+    throughput when rewards take 20 s.
     """
     caller = state.caller
     return (
@@ -145,7 +151,7 @@ def awaits_scores(state: SchedulerState) -> bool:
 
 
 def training_runs(state: SchedulerState) -> bool:
-    """Whether training rollouts should be generated now."""
+    """Return whether training rollouts should be generated now."""
     refits = state.weights.update is not None and state.weights.update.pauses
     if refits or state.fleet.sleep is not None or state.fleet.held:
         return False
@@ -157,8 +163,8 @@ def training_runs(state: SchedulerState) -> bool:
 def deliver_evaluations(state: SchedulerState) -> None:
     """Deliver every evaluation that has ended.
 
-    This waits while an external update is open, because the tokens may be of two versions until
-    every engine has said which version it has.
+    This waits while an external update is open: until every engine has reported its version, the
+    tokens may come from two versions.
     """
     update = state.weights.update
     if update is not None and update.external:
@@ -197,7 +203,7 @@ def offer(state: SchedulerState) -> None:
 
 
 def _may_offer(state: SchedulerState) -> bool:
-    """Whether looking at every ready group can find a part. This is asked after every event."""
+    """Return whether scanning the ready groups can find a part; called after every event."""
     delivery, accepted = state.delivery, state.in_flight.ready.accepted
     if not (
         state.stop.enough(accepted)
@@ -211,10 +217,10 @@ def _may_offer(state: SchedulerState) -> bool:
 
 
 def _supply(state: SchedulerState, work: BatchInWork) -> Supply[GroupRecord]:
-    """Return what the rest of the batch can be made of.
+    """Return the units that can complete the batch.
 
-    Units that it must contain come first, then those that the trainer may have, then the others in
-    the order of their completion.
+    Required units come first, then those that the trainer may already have, then the others in the
+    order of their completion.
     """
     must, version = state.delivery.must_deliver, state.weights.versions.trainer
     stop, groups = state.stop, state.in_flight.groups
@@ -251,7 +257,7 @@ def _show(state: SchedulerState, offered: Offered) -> None:
 
 
 def end_stream(state: SchedulerState) -> None:
-    """Deliver the parts that the trainer has of the fresh batch as a batch, which ends it."""
+    """Deliver the fresh batch with only the parts that the trainer has, which ends it."""
     delivery = state.delivery
     if not delivery.fresh.taken:
         return
@@ -265,7 +271,7 @@ def end_stream(state: SchedulerState) -> None:
 def _batch_of(
     state: SchedulerState, groups: Sequence[GroupRecord], *, redelivered: bool = False
 ) -> Batch:
-    """Return the fresh batch with these groups, as the trainer's version consumes it."""
+    """Return the fresh batch of these groups, as consumed at the trainer's version."""
     version = state.weights.versions.trainer
     return batch_of(
         groups,
@@ -278,14 +284,14 @@ def _batch_of(
 
 
 def _may_have(state: SchedulerState, groups: Iterable[GroupRecord]) -> bool:
-    """Whether the trainer may have the fresh batch, or some of `groups`, from before a restart."""
+    """Return whether the trainer may have parts of the batch, or `groups`, since a restart."""
     delivery = state.delivery
     lost = state.in_flight.counters.batches < delivery.first_new_batch
     return lost or any(group.group_id in delivery.fresh.seen for group in groups)
 
 
 def _close(state: SchedulerState, last: Sequence[GroupRecord]) -> Offered:
-    """Close the fresh batch with the groups of its `last` part; they are not ready for another."""
+    """Close the fresh batch with its `last` part, whose groups no other batch may take."""
     work = state.delivery.fresh
     groups = [*(state.in_flight.groups[unit] for unit in work.taken), *last]
     batch = _batch_of(state, groups, redelivered=_may_have(state, groups))
@@ -307,7 +313,7 @@ def _close(state: SchedulerState, last: Sequence[GroupRecord]) -> Offered:
         record=record,
         target_groups=state.plan.target_groups,
     )
-    # The next batch begins after it, and counts it among those before.
+    # The next batch starts after this one and counts it as an earlier batch.
     state.expectations.renew()
     retarget(state)
     state.plan.wave_pending = state.plan.wave_pending or state.asynchronous
@@ -315,10 +321,10 @@ def _close(state: SchedulerState, last: Sequence[GroupRecord]) -> Offered:
 
 
 def withdraw_offer(state: SchedulerState) -> None:
-    """Withdraw the offer, if there is one: its groups are ready again, before all others.
+    """Withdraw the offer, if any, and put its groups before all other ready groups.
 
-    The batch names the version that it is consumed at, and its masks follow from that version, so
-    it is wrong once a new version comes.
+    A batch names the version that consumes it, and its masks follow from that version. A new
+    version makes the batch wrong.
     """
     work = state.delivery.work
     offered = work.offer
@@ -361,7 +367,7 @@ def on_batch_taken(state: SchedulerState, event: ev.BatchTaken) -> None:
 def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) -> None:
     batch = offered.batch
     state.delivery.demand, state.delivery.fresh = Demand.NONE, BatchInWork()
-    # Before the groups leave flight, because their lengths are released then.
+    # This must precede the removal of the groups from flight, which releases their lengths.
     distances = state.expectations.distances(offered.groups, state.in_flight.training_groups())
     for group in offered.groups:
         state.in_flight.deliver(group)
@@ -398,7 +404,7 @@ def _tell_delivery(
 
 
 def masked_tokens(batch: Batch) -> int:
-    """Number of sampled tokens in the batch that are masked because they are too stale."""
+    """Return the number of sampled tokens in the batch that are masked as too stale."""
     return sum(rollout.masked for rollout in facts.delivered_rollouts(batch))
 
 
@@ -421,7 +427,7 @@ def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
 
 
 def _drained(state: SchedulerState) -> bool:
-    """Whether the prompts have ended and every group that is left is accepted."""
+    """Return whether the prompts have ended and every remaining group is accepted."""
     if not state.prompts.exhausted or state.prompts.stock or state.prompts.fetching:
         return False
     ready = state.in_flight.ready

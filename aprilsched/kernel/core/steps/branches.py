@@ -1,9 +1,9 @@
-"""Branches of a rollout: an episode may leave its former context, and go back to it.
+"""Branches of a rollout: an episode may leave its context and return to it later.
 
-A program that edits or compacts its history, or asks for several agents, asks for contexts that do
-not continue each other. Each context continues a branch, or leaves them all somewhere and begins
-one there. Up to that place both have the same tokens, with their log-probabilities and versions,
-and these are in the log once. At the end of the episode a rule says which branches stay.
+A program that edits or compacts its history, or runs several agents, requests contexts that do not
+extend each other. Each context extends an existing branch or forks a new one. Both sides of a fork
+share the tokens of their common prefix, with log-probabilities and versions, and the log contains
+these tokens once. At the end of the episode a rule decides which branches to keep.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ from aprilsched.types import BranchRule, Int32Array
 
 
 def take_branch(state: SchedulerState, rollout: RolloutRecord, input_ids: Int32Array) -> None:
-    """Let the branch be at work that the context `input_ids` continues; where it leaves all of
-    them, begin one. The branch that has most tokens in common with it counts."""
+    """Activate the branch that the context `input_ids` extends, or fork a new one.
+
+    The branch with the longest common prefix is extended or forked.
+    """
     branches = rollout.all_branches()
-    # The one at work first, and then the latest: of equal ones the episode means the last.
+    # The active branch first, then the latest: among equals the episode means the most recent one.
     others = [number for number in reversed(range(len(branches))) if number != rollout.branch]
     best, most, whole = rollout.branch, -1, False
     for number in (rollout.branch, *others):
@@ -46,13 +48,13 @@ def take_branch(state: SchedulerState, rollout: RolloutRecord, input_ids: Int32A
     rollout.log.go_on(branch.path)
     if branch.companions:
         rollout.log.companions = branch.companions
-        # New rows are saved for the branch at work, and it is another one now.
+        # New rows are saved for the active branch, which has just changed.
         rollout.rewritten = True
     state.in_flight.journal.change(rollout)
 
 
 def _same(rollout: RolloutRecord, branch: Branch, input_ids: Int32Array) -> int:
-    """With how many tokens of a branch `input_ids` begins."""
+    """Return how many leading tokens `input_ids` shares with a branch."""
     same = _common(branch.prompt_ids, input_ids)
     if same < len(branch.prompt_ids):
         return same
@@ -67,8 +69,10 @@ def _common(one: Int32Array, other: Int32Array) -> int:
 
 
 def _forked(rollout: RolloutRecord, of: Branch, input_ids: Int32Array, same: int) -> Branch:
-    """A branch that has the first `same` tokens of another one. If these end within its prompt, the
-    whole context is a prompt of its own."""
+    """Return a branch with the first `same` tokens of another one.
+
+    If these tokens end within its prompt, the whole context becomes a separate prompt.
+    """
     shared = same - len(of.prompt_ids)
     path: Path = ()
     left = max(0, shared)
@@ -86,8 +90,10 @@ def _forked(rollout: RolloutRecord, of: Branch, input_ids: Int32Array, same: int
 
 
 def settle(state: SchedulerState, rollout: RolloutRecord, rule: BranchRule) -> None:
-    """Keep those branches of a finished episode that the rule chooses, and count the tokens of the
-    others."""
+    """Keep the branches of a finished episode that the rule selects.
+
+    The tokens of the other branches are counted.
+    """
     if not rollout.branches:
         return
     ends = _ends(rollout, range(len(rollout.answered)))
@@ -107,13 +113,15 @@ def settle(state: SchedulerState, rollout: RolloutRecord, rule: BranchRule) -> N
 def forget(
     state: SchedulerState, rollout: RolloutRecord, asked: Collection[int], reason: Reason
 ) -> None:
-    """Keep of the turns that an episode was given only the `asked` ones, by their places among the
-    answered ones, with what stands before them."""
+    """Keep only the `asked` turns of an episode, with the tokens before them.
+
+    `asked` contains indices of answered turns.
+    """
     _keep(state, rollout, _ends(rollout, asked), reason)
 
 
 def _ends(rollout: RolloutRecord, turns: Collection[int]) -> dict[int, int]:
-    """The branches of these turns, each with the place in the log where its last turn ends."""
+    """Map the branch of each turn to the log position where the branch's last turn ends."""
     ends = {branch: end for _, end, _, branch in [rollout.answered[t] for t in sorted(turns)]}
     return dict(sorted(ends.items()))
 
@@ -121,7 +129,7 @@ def _ends(rollout: RolloutRecord, turns: Collection[int]) -> dict[int, int]:
 def _keep(
     state: SchedulerState, rollout: RolloutRecord, ends: dict[int, int], reason: Reason
 ) -> None:
-    """Keep only these branches, each up to its place in the log."""
+    """Keep only these branches, each up to its log position."""
     log, now = rollout.log, rollout.all_branches()
     paths = {number: clipped(now[number].path, end) for number, end in ends.items()}
     whole = joined(paths.values())
@@ -149,7 +157,7 @@ def _keep(
         rest.companions = kept[rollout.branch].companions
         rest.go_on(kept[rollout.branch].path)
     rest.truncate(rest.size, prompt=len(rollout.prompt_ids))
-    # Rows are saved by the numbers of their branches.
+    # Rows are saved under the numbers of their branches.
     rollout.rewritten = rollout.rewritten or bool(log.companions)
     sampled = log.sampled_tokens - rest.sampled_tokens
     discard(state, rollout, sampled, log.size - rest.size - sampled, reason)
@@ -157,7 +165,7 @@ def _keep(
 
 
 def _holder(paths: dict[int, Path], begin: int, end: int) -> int | None:
-    """The first of the paths that has all tokens of a turn of another branch."""
+    """Return the first path that contains all tokens of another branch's turn, or None."""
     for number, path in paths.items():
         if begin < end and any(a <= begin and end <= b for a, b in path):
             return number

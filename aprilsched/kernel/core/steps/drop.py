@@ -1,11 +1,10 @@
-"""Gives requests up after too many tries, and moves dropped groups to the ledger.
+"""Gives up requests after too many attempts, and moves dropped groups to the ledger.
 
-The number of tries of a request is bounded only here, and the last cause is kept. An attempt that
-failed without a token may be the request's own fault, so a few of these in a row are enough to give
-it up (``retries.attempts``). An attempt that broke off after new tokens, never reached its engine,
-or was lost with its engine is probably not the request's fault. Such interruptions have a higher
-bound of their own (``retries.interruptions``), because a request may also crash every engine that
-gets it.
+This is the only bound on the attempts of a request, and the last cause is kept. An attempt that
+failed without a token may be the request's own fault, so a few in a row are enough to give it up
+(``retries.attempts``). An attempt that broke off after new tokens, never reached its engine, or was
+lost with its engine is probably not the request's fault. Such interruptions have a separate, higher
+bound (``retries.interruptions``), because a request may also crash every engine that runs it.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from aprilsched.kernel.core.state.records import GroupRecord, RequestRecord, Rol
 from aprilsched.kernel.core.state.state import SchedulerState
 
 _IN_A_ROW = FAILURES - {Reason.VERSION_LOST}
-"""Reasons that count towards ``retries.failed_groups``. With a version all its episodes are lost at
-once."""
+"""Reasons that count towards ``retries.failed_groups``. A lost version does not, because all of its
+episodes are lost at once."""
 
 
 def abort(state: SchedulerState, request: RequestRecord) -> None:
-    """Call an open attempt back: its engine is told to abort it. A second call does nothing."""
+    """Abort an open attempt on its engine; a second call is a no-op."""
     if not request.aborting:
         state.in_flight.call_back(request)
         state.tell(facts.AttemptCalledBack(request_id=request.request_id))
@@ -41,9 +40,9 @@ def drop(
     *,
     culprit: int | None = None,
 ) -> None:
-    """Take a whole group out of flight and into the ledger.
+    """Move a whole group from flight to the ledger.
 
-    `culprit` is the rollout whose failure took its siblings along.
+    `culprit` is the rollout whose failure also drops its siblings.
     """
     for member in group.members:
         if member.request is not None and member.request.open:
@@ -74,10 +73,10 @@ def drop(
 def discard(
     state: SchedulerState, rollout: RolloutRecord, sampled: int, environment: int, reason: Reason
 ) -> None:
-    """Count tokens that were taken out of the log of a rollout, which goes on."""
+    """Count tokens that were removed from the log of a rollout that continues."""
     if not sampled and not environment:
         return
-    # The tokens that were saved are void.
+    # The saved tokens are no longer valid.
     rollout.rewritten = True
     state.in_flight.journal.change(rollout)
     state.in_flight.counters.tokens_discarded += sampled
@@ -93,7 +92,7 @@ def discard(
 
 
 def on_group_withdrawn(state: SchedulerState, group: GroupRecord, event: ev.GroupWithdrawn) -> None:
-    """Drop a group that nobody wants any more, unless its batch is with the trainer."""
+    """Drop a withdrawn group, unless the trainer already has its batch."""
     if group.evaluation_id is not None or group.offered:
         return
     if not state.delivery.fresh.involves(group.group_id):
@@ -101,8 +100,10 @@ def on_group_withdrawn(state: SchedulerState, group: GroupRecord, event: ev.Grou
 
 
 def refuse(state: SchedulerState, cause: str) -> None:
-    """Enter a prompt that cannot be used into the ledger. It counts as a failure, so that a source
-    of nothing but such prompts ends the run."""
+    """Record an unusable prompt in the ledger.
+
+    It counts as a failure, so a source that yields only such prompts ends the run.
+    """
     entry = state.in_flight.refuse(Reason.BAD_PROMPT, cause, now=state.now)
     state.announce(
         facts.PromptRefused(rollout_id=entry.rollout_id, group_id=entry.group_id, cause=cause)
@@ -112,7 +113,7 @@ def refuse(state: SchedulerState, cause: str) -> None:
 
 
 def _count_failure(state: SchedulerState, cause: str) -> None:
-    """Count a failed group, and give the run up after too many in a row.
+    """Count a failed group, and give up the run after too many in a row.
 
     Otherwise a reward function that always raises would use up every prompt, while the trainer
     waits forever.
@@ -125,7 +126,7 @@ def _count_failure(state: SchedulerState, cause: str) -> None:
 
 
 def count_rejection(state: SchedulerState) -> None:
-    """Count a group that `accept` refused, and give the run up after too many in a row."""
+    """Count a group that `accept` rejected, and give up the run after too many in a row."""
     state.prompts.consecutive_rejections += 1
     if state.prompts.consecutive_rejections == state.config.retries.rejected_groups:
         error = state.prompts.outcome.all_rejected(state.prompts.consecutive_rejections)
@@ -133,8 +134,10 @@ def count_rejection(state: SchedulerState) -> None:
 
 
 def count_failure(request: RequestRecord, config: SchedulerConfig, event: ev.Failed) -> str:
-    """Count a failed attempt. Returns why the request is given up, with the cause; empty if it is
-    tried again."""
+    """Count a failed attempt and return why the request is given up.
+
+    The result includes the cause; it is empty if the request is retried.
+    """
     if event.final:
         return f"{REFUSED} {request.attempt}: {event.cause}"
     if request.gained or event.unsent:
@@ -147,8 +150,10 @@ def count_failure(request: RequestRecord, config: SchedulerConfig, event: ev.Fai
 
 
 def count_interruption(request: RequestRecord, config: SchedulerConfig, cause: str) -> str:
-    """Count an attempt that broke off. Returns why the request is given up, with the cause; empty
-    if it is tried again."""
+    """Count an attempt that broke off and return why the request is given up.
+
+    The result includes the cause; it is empty if the request is retried.
+    """
     if request.gained:
         request.failures = 0
     request.interruptions += 1

@@ -1,10 +1,10 @@
-"""Handles engines that join, answer control calls, go on standby, come into use, and are lost, and
-the hold of a trainer that pauses and continues them by calls of its own.
+"""Handles engines that join, reply to control calls, enter or leave standby, and are lost.
 
-A held fleet is paused like one whose batch is full: requests wait inside the engines where the
-straggler policy lets them (``retract``, ``in_place``), are called back (``abort``), or
-run to their end (``run``). Running evaluations end first. An update that comes meanwhile is carried
-out, and the engines stay paused after it.
+It also handles the hold, in which a trainer pauses and resumes the engines by explicit calls. A
+held fleet is paused like one whose batch is full: requests wait inside the engines if the straggler
+policy allows it (``retract``, ``in_place``), are aborted (``abort``), or run to completion
+(``run``). Running evaluations finish first. An update that arrives during a hold is carried out,
+and the engines stay paused after it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def on_opened(state: SchedulerState, event: ev.Opened) -> None:
         )
     )
     if state.resumed and state.config.pace == "auto":
-        # The log of the prior run may end before the fact that names the pace.
+        # The log of the previous run may end before the fact that records the pace.
         tell_schedule(state, kept=True)
     for engine in event.engines:
         current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
@@ -48,7 +48,7 @@ def on_opened(state: SchedulerState, event: ev.Opened) -> None:
 
 
 def _finishes_rollouts(state: SchedulerState, version: int | None) -> bool:
-    """Whether rollouts of a resumed run go on under this older version (rolling refits)."""
+    """Return whether resumed rollouts continue under this older version (rolling refits)."""
     if not state.rolling or version is None or version > state.weights.versions.trainer:
         return False
     rollouts = state.in_flight.rollouts.values()
@@ -64,9 +64,9 @@ def _start(state: SchedulerState, version: int) -> None:
 
 
 def _adopt(state: SchedulerState, versions: set[int | None]) -> None:
-    """Adopt the engines' version if they all have one that is newer than the resumed run's.
+    """Adopt the engines' version if all share one that is newer than the resumed run's.
 
-    The prior run then ended during an update that every engine has taken.
+    The previous run then ended during an update that every engine has taken.
     """
     version = versions.pop() if len(versions) == 1 else None
     if version is not None and version > state.weights.versions.trainer:
@@ -74,7 +74,7 @@ def _adopt(state: SchedulerState, versions: set[int | None]) -> None:
 
 
 def on_engine_joined(state: SchedulerState, event: ev.EngineJoined) -> None:
-    """Add a new engine, or a lost one that is back. It is in use if it has the fleet's version."""
+    """Add a new or returning engine; it is in use if it has the fleet's version."""
     engine = event.info
     if state.fleet.control.of(engine.name) is not None:
         return
@@ -82,7 +82,7 @@ def on_engine_joined(state: SchedulerState, event: ev.EngineJoined) -> None:
         state.weights.update.refitting if state.weights.update is not None else frozenset[str]()
     )
     if state.weights.update is not None and engine.name not in refitting:
-        # The engine was lost before it was told to load the version, so it can be told now.
+        # The engine was lost before the load call was sent, so the call may still be sent.
         state.weights.update.answers.pop(engine.name, None)
     current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
     standby = not current or bool(refitting)
@@ -97,12 +97,12 @@ def _join(state: SchedulerState, engine: ev.EngineInfo, *, standby: bool) -> Non
     state.fleet.control.join(engine, standby=standby, now=state.now)
     state.fleet.health.join(engine.name, engine.max_running, state.now)
     if engine.stores_kv and state.cached_kv == "recompute" and state.behaviour.waits_inside:
-        # A request that waits inside keeps its cache key, and would find older keys under it.
+        # A request that waits inside keeps its cache key, and would find older KV under it.
         state.behaviour = state.behaviour.called_back_first()
 
 
 def promote(state: SchedulerState, engine: str) -> None:
-    """Bring an engine on standby into use, because it has the fleet's version."""
+    """Put a standby engine into use, because it has the fleet's version."""
     control = state.fleet.control.standby.pop(engine)
     control.catching_up = False
     control.broken_connection, control.version_seen_at = "", state.now
@@ -160,7 +160,7 @@ def on_engine_lost(state: SchedulerState, event: ev.EngineLost) -> None:
 
 
 def lose(state: SchedulerState, engine: str, cause: str) -> None:
-    """Quarantine an engine. Its requests go on elsewhere with all tokens known so far."""
+    """Quarantine an engine; its requests continue elsewhere with all tokens known so far."""
     control = state.fleet.control
     if control.of(engine) is None:
         return
@@ -171,13 +171,13 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
     del control.standby[engine]
     state.weights.adapters.pop(engine, None)
     note_loss(state, engine, cause)
-    # Its requests are back before the shell ends its streams.
+    # The requests must be back in the queue before the shell closes the engine's streams.
     state.commands.append(lost)
     _count_interruptions(state, broken, f"{engine} was lost: {cause}")
 
 
 def demote(state: SchedulerState, engine: str, cause: str) -> None:
-    """Put an engine on standby: it answers, but does not have the fleet's weights."""
+    """Put an engine on standby: it responds, but lacks the fleet's weights."""
     lost = facts.EngineLost(engine=engine, cause=cause, standby=True)
     state.tell(lost)
     _leave(state, engine, cause)
@@ -185,8 +185,10 @@ def demote(state: SchedulerState, engine: str, cause: str) -> None:
 
 
 def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord]:
-    """Take an engine out of use. Its record moves to those on standby. Returns the requests that
-    it had."""
+    """Take an engine out of use and return the requests that it had.
+
+    Its record moves to the engines on standby.
+    """
     control = state.fleet.control.engines.pop(engine, None)
     if control is not None:
         state.fleet.control.standby[engine] = control
@@ -206,8 +208,9 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord
 def _count_interruptions(state: SchedulerState, requests: list[RequestRecord], cause: str) -> None:
     """Count an interruption of each request, and lose the members whose request is given up.
 
-    This comes after all requests are back, because siblings of a dropped rollout must not be called
-    back from the engine that is gone."""
+    This must follow the return of all requests to the queue, because siblings of a dropped rollout
+    must not be aborted on an engine that is gone.
+    """
     for request in requests:
         exhausted = count_interruption(request, state.config, cause)
         if exhausted and request.request_id in state.in_flight.requests:

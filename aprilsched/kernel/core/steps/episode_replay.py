@@ -1,11 +1,12 @@
 """Replays the known turns of episodes after a restart.
 
-A coroutine cannot be saved, so after a restart an episode runs again from the start. As long as
-it asks for the same turns with the same contexts, it is given the saved answers without
-generating, as durable workflows replay their history. An unfinished turn continues from its
-tokens. If the episode asks for something else, the tokens from there on are discarded and
-counted. An episode with branches may ask for its known turns in any order, because programs come
-back as they like; those that it has not asked for are discarded at its end.
+A coroutine cannot be saved, so after a restart an episode runs again from the start. As long as it
+requests the same turns with the same contexts, it gets the saved answers without generation, as
+durable workflows replay their history. An unfinished turn continues from its tokens. If the episode
+requests something else, all later tokens are discarded and counted.
+
+An episode with branches may request its known turns in any order, because the order of its calls
+may change. Turns that it has not requested are discarded at its end.
 """
 
 from __future__ import annotations
@@ -25,8 +26,11 @@ from aprilsched.types import NO_VERSION, Int32Array
 def known_turn(
     state: SchedulerState, rollout: RolloutRecord, event: ev.TurnRequested
 ) -> tuple[int | None, int | None]:
-    """What is known of the turn that the episode asks for: its place among the answered ones, or
-    where the output begins of one that was not finished; None and None if nothing is."""
+    """Return what is known of the turn that the episode requests.
+
+    The first value is the index of an answered turn; the second is the log position where the
+    output of an unfinished turn starts. Both are None if nothing is known.
+    """
     replay = rollout.replay
     if replay is None:
         return None, None
@@ -46,28 +50,28 @@ def known_turn(
     if not event.branch or not open_turns:
         forget_rest(state, rollout)
     else:
-        # What comes now is added behind the last answer.
+        # Later tokens are appended after the last answer.
         replay.partial = None
         truncate_to_answered(state, rollout, Reason.RESTARTED)
     return None, None
 
 
 def context_of(rollout: RolloutRecord, begin: int, number: int) -> Int32Array:
-    """The context of an output of a branch that begins at this place of the log."""
+    """Return the context of a branch's output that starts at this log position."""
     branch = rollout.all_branches()[number]
     response = rollout.log.along(clipped(branch.path, begin))
     return np.concatenate((branch.prompt_ids, response))
 
 
 def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
-    """Discard the rest of the known turns: the episode asks for something else, or ends earlier."""
+    """Discard the remaining known turns: the episode takes another course or ends earlier."""
     replay, rollout.replay = rollout.replay, None
     if replay is not None:
         forget(state, rollout, replay.asked, Reason.RESTARTED)
 
 
 def keep_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
-    """Keep the known turns that the program of an episode has not asked for again."""
+    """Keep the known turns that the episode has not requested again."""
     rollout.replay = None
     rollout.turns = len(rollout.answered)
     truncate_to_answered(state, rollout, Reason.RESTARTED)
@@ -76,9 +80,9 @@ def keep_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
 def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
     """Discard tokens so that a request for `limit` tokens has at least one token to generate.
 
-    The output of the request is known from `begin` on. An engine cannot be asked for no tokens, and
-    only with the last one it reports how the response ended. All tokens may be known because the
-    process ended between the last token of a request and its end, or because the episode asks for
+    The output of the request is known from `begin` on. An engine cannot generate zero tokens, and
+    it reports the finish reason only with the last token. All tokens may be known because the
+    process ended between the last token of a request and its end, or because the episode requests
     fewer tokens this time.
     """
     if rollout.log.size - begin >= limit:
@@ -86,13 +90,15 @@ def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: 
 
 
 def truncate_to_answered(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
-    """Discard everything after the last turn that the episode was given, including tokens of the
-    environment, because the episode may say something else now."""
+    """Discard everything after the last turn that the episode received.
+
+    This includes tokens of the environment, because the episode may now send other ones.
+    """
     truncate(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
 
 
 def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
-    """Discard all tokens after the first `size`, and count them."""
+    """Discard and count all tokens after the first `size`."""
     log = rollout.log
     if log.size == size:
         return

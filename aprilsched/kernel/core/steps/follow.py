@@ -1,16 +1,16 @@
-"""Follows versions that somebody else loads without a word to the scheduler (``follow_weights``).
+"""Follows versions that another client loads without notice to the scheduler (``follow_weights``).
 
-A newer version than the trainer's is shown by the engine's answer when it is asked or watched, by
-the label on its tokens, or by the spans of a response. The first engine that shows one begins an
-update of its own kind: nothing is paused, and every engine is asked until it has the version or a
-minute has passed. Two things keep one engine from leading the fleet astray:
+A version newer than the trainer's shows in three places: in an engine's reply when it is queried or
+watched, in the label on its tokens, and in the spans of a response. The first engine that shows one
+starts an update of a separate kind: nothing is paused, and every engine is queried until it has the
+version or a minute has passed. Two rules keep one engine from misleading the fleet:
 
-- At least half of the engines must have moved. Otherwise those that have moved stand by, and the
-  others go on as they were.
-- An older version is never followed. It is that of a server that was restarted.
+- At least half of the engines must have moved. Otherwise those that have moved enter standby, and
+  the others continue unchanged.
+- An older version is never followed, because it comes from a restarted server.
 
-An engine that moves later comes into use when it shows the fleet's version. A pause that somebody
-else makes counts as no silence of the engine, for as long as an update may take.
+An engine that moves later comes into use when it shows the fleet's version. A pause by another
+client does not count as silence of the engine, for as long as an update may take.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aprilsched.kernel.core.steps.refit import begin
 
 
 def follow(state: SchedulerState, engine: str, version: int | None) -> bool:
-    """Take it that `engine` has shown `version`; returns whether the fleet follows it now."""
+    """Note that `engine` has shown `version`; return whether the fleet follows it now."""
     control, update = state.fleet.control.of(engine), state.weights.update
     newer = version is not None and version > state.weights.versions.trainer
     if control is None or version is None or not (newer and state.config.follow_weights):
@@ -50,7 +50,7 @@ def on_version_seen(state: SchedulerState, event: ev.VersionSeen) -> None:
 
 
 def _note_pause(state: SchedulerState, control: EngineControl, event: ev.VersionSeen) -> None:
-    """Note whether somebody else has paused an engine that should run."""
+    """Note whether another client has paused an engine that should run."""
     if event.paused is None:
         return
     state.note_work(control.name)
@@ -61,7 +61,7 @@ def _note_pause(state: SchedulerState, control: EngineControl, event: ev.Version
 
 
 def _join_in(state: SchedulerState, control: EngineControl) -> None:
-    """Bring an engine on standby into use, which has moved to the fleet's version by now."""
+    """Put a standby engine into use that has moved to the fleet's version."""
     free = control.name in state.fleet.control.standby and not control.catching_up
     full = state.weights.adapter is None and not control.inconsistent
     if free and full and state.weights.update is None and state.fleet.sleep is None:

@@ -1,8 +1,8 @@
 """Finds silent and slow engines at each tick (:mod:`aprilsched.kernel.core.state.engine_health`).
 
-Both are lost like an engine whose connection broke: their requests go on elsewhere with their
-tokens, and the engine may come back later. An engine that cannot be compared with another one is
-never lost for being slow, because going on slowly is better than not going on.
+Both are lost like an engine whose connection broke: their requests continue elsewhere with their
+tokens, and the engine may rejoin later. An engine that cannot be compared with another one is never
+lost for being slow, because slow progress is better than none.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ def on_tick(state: SchedulerState, _: ev.Tick) -> None:
 
 
 def _is_paused_elsewhere(state: SchedulerState, control: EngineControl) -> bool:
-    """Whether somebody else has paused the engine, for no longer than an update may take."""
+    """Return whether another client has paused the engine, no longer than an update takes."""
     since = control.paused_elsewhere
     return since is not None and state.now - since < state.config.timeouts.refit_s
 
 
 def _stalled(state: SchedulerState, engine: str, health: EngineHealth) -> bool:
-    """Whether the engine is silent for longer than the timeout and the prefill of all requests that
-    it has not answered yet."""
+    """Return whether the engine is silent for longer than it may be.
+
+    It may be silent for the timeout plus the prefill of all requests that it has not answered yet.
+    """
     context = sum(
         request.rollout.computed_tokens
         for request in state.in_flight.open_requests(engine)
@@ -58,7 +60,7 @@ def _compare_rates(
     state: SchedulerState, engine: str, health: EngineHealth, window: Window
 ) -> None:
     if not window.rate:
-        return  # a silent engine has a timeout of its own
+        return  # a silent engine has a separate timeout
     share, usual = state.config.health.slow_share, health.usual_at(window.octave)
     if window.fair is None or usual is None or window.fair >= share * usual:
         health.slow, health.reported = 0, False
@@ -67,7 +69,7 @@ def _compare_rates(
     others = [name for name in state.fleet.control.engines if name != engine]
     median = state.fleet.health.median(others, state.now)
     if median is not None and window.fair >= share * median:
-        # The whole fleet is slow, or has a load that it did not have before.
+        # The whole fleet is slow, or under a new load.
         health.slow = 0
         health.learn(window)
         return

@@ -1,6 +1,6 @@
 """Starts new groups: over-provisioning, the refill rule, the staleness gate and back-pressure.
 
-Evaluations begin here too.
+Evaluations start here too.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def on_evaluation_withdrawn(state: SchedulerState, event: ev.EvaluationWithdrawn
 
 
 def begin_evaluations(state: SchedulerState) -> None:
-    """Start the evaluations that were asked for, unless an update is under way.
+    """Start the requested evaluations, unless an update is under way.
 
-    It waits for the evaluations before it, and those after it are of its version. Where they began
-    before the engines were paused, a trainer that evaluated often kept an update waiting for ever.
+    The update waits for earlier evaluations, and later ones use its version. If evaluations could
+    start before the engines are paused, a trainer that evaluates often would keep an update waiting
+    forever.
     """
     if state.weights.update is not None:
         return
@@ -68,7 +69,7 @@ def begin_evaluations(state: SchedulerState) -> None:
 
 
 def launch_again(state: SchedulerState, group: GroupRecord) -> None:
-    """Generate the prompt of a dropped group of an evaluation again, in its place."""
+    """Generate the prompt of a dropped evaluation group again, in its place."""
     if group.evaluation_id is None or group.evaluation_id not in state.evaluations.running:
         return
     groups = state.evaluations.running[group.evaluation_id]
@@ -78,10 +79,10 @@ def launch_again(state: SchedulerState, group: GroupRecord) -> None:
 
 
 def begin_again(state: SchedulerState, group: GroupRecord, cause: str) -> None:
-    """Throw the tokens of a group away, and generate its prompt again.
+    """Discard the tokens of a group, and generate its prompt again.
 
-    The new group has the age of the former one, so a rule that defers groups puts it aside, or
-    runs it, as it would have done with the former one.
+    The new group inherits the age of the old one, so a rule that defers groups defers or runs it as
+    it would have done with the old one.
     """
     drop(state, group, Reason.BEGUN_AGAIN, cause)
     size = group.size + group.lost
@@ -103,11 +104,11 @@ def on_prompts_arrived(state: SchedulerState, event: ev.PromptsArrived) -> None:
 
 
 def launch(state: SchedulerState) -> None:
-    """Start the groups that the refill rule asks for, as far as there are prompts."""
+    """Start the groups that the refill rule requests, as far as prompts are available."""
     if not state.fleet.control.engines or state.given_up or not _may_launch(state):
         return
     count = _count(state)
-    # Most events start nothing, and the prompts at hand are counted one by one.
+    # Most events start nothing, and the available prompts are counted one by one.
     missing = state.prompts.missing(count) if count else 0
     if missing:
         if not state.prompts.fetching:
@@ -144,7 +145,7 @@ def _count(state: SchedulerState) -> int:
     view = _pool_view(state)
     count = state.plan.schedule.refill.launches(view)
     if count and state.stop.learns:
-        # The number of groups that a batch takes can be estimated better now than when it began.
+        # The number of groups per batch can be estimated better now than at the start of the batch.
         retarget(state)
         view = _pool_view(state)
         count = state.plan.schedule.refill.launches(view)
@@ -170,7 +171,7 @@ def admitted(
     batches_since_update: int,
     wanted: bool,
 ) -> int:
-    """How many of the `count` groups that the refill rule asks for the staleness gate admits."""
+    """Return how many of the `count` requested groups the staleness gate admits."""
     if count:
         admissible = staleness.admissible(
             batch_groups=view.batch_groups,
@@ -179,7 +180,7 @@ def admitted(
             wanted=wanted,
         )
         if admissible is not None and count > admissible:
-            # A wave that the gate has cut short stays pending: the next update admits the rest.
+            # A wave that the gate cuts short stays pending: the next update admits the rest.
             return admissible
     plan.wave_pending = plan.wave_pending and count > prompts.usable and not prompts.exhausted
     return count
@@ -218,7 +219,7 @@ def _launch_group(
     evaluation_id: int | None,
     before: GroupRecord | None = None,
 ) -> GroupRecord:
-    """Launch a group; `before` is the group of the same prompt in whose place it comes."""
+    """Launch a group; `before` is the group of the same prompt that it replaces."""
     episodes = state.caller.episodes
     group = state.in_flight.add_group(
         prompt,
@@ -249,8 +250,11 @@ def _asked(prompts: Iterable[Prompt | RefusedPrompt]) -> list[dict[str, Any]]:
 
 
 def _samplings(prompt: Prompt, default: SamplingParams, count: int) -> tuple[SamplingParams, ...]:
-    """Parameters of `count` rollouts. A prompt that has its own for each rollout may have fewer,
-    because none can be made up for further ones."""
+    """Return the sampling parameters of `count` rollouts.
+
+    A prompt with separate parameters for each rollout may yield fewer, because none can be invented
+    for further rollouts.
+    """
     sampling = prompt.sampling
     if isinstance(sampling, tuple):
         return sampling[:count]

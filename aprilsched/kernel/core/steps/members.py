@@ -1,12 +1,12 @@
-"""Decides what becomes of a group one of whose members is lost (``retries.member``).
+"""Decides what happens to a group that loses a member (``retries.member``).
 
-A member is lost by the infrastructure: the attempts of its request are used up, no engine can
+A member is lost to the infrastructure: the attempts of its request are used up, no engine can
 continue it, or user code raised :class:`~aprilsched.errors.MemberLost`. An episode that fails after
-engines refused its turn is lost too. A refused request of one turn, and any other error of user
-code, would fail in the same way again, so it drops its group.
+engines refused its turn is lost too. A refused request of one turn, or any other error of user
+code, would fail again in the same way, so it drops the whole group.
 
-The lost member leaves its group as a group of its own, which is dropped. So every rollout and every
-token is in the ledger, and what still arrives for it belongs to nobody.
+The lost member is split off into a separate group, which is dropped. So the ledger contains every
+rollout and every token, and late answers for the lost member affect no other group.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from aprilsched.kernel.core.steps.turns import start_episode
 
 
 def lose_member(state: SchedulerState, rollout: RolloutRecord, reason: Reason, cause: str) -> None:
-    """Take a lost member out of its group, and let another one take its place if the rule says so.
-    If the group cannot go on, it is dropped with `reason`."""
+    """Remove a lost member from its group, and replace it if the rule allows that.
+
+    A group that cannot continue is dropped with `reason`.
+    """
     group, retries = rollout.group, state.config.retries
     generates = rollout.state in GENERATING
     again = retries.member == "again" and generates and rollout.again < retries.regenerations
@@ -62,7 +64,7 @@ def _launch_again(state: SchedulerState, group: GroupRecord, lost: RolloutRecord
 
 
 def _complete(state: SchedulerState, group: GroupRecord, *, was_complete: bool) -> None:
-    """Go on with a group that waits for no other member than the one that has left it."""
+    """Continue with a group that was waiting only for the lost member."""
     if group.evaluation_id is None:
         state.in_flight.ready.add(group)
         if not was_complete:
@@ -94,7 +96,7 @@ def on_reward_failed(state: SchedulerState, group: GroupRecord, event: ev.Reward
         return
     retries = state.config.retries
     if retries.member == "again" and rollout.again < retries.regenerations:
-        # Its response is there, so the function is asked about it again.
+        # The response is complete, so only the reward function is called again.
         rollout.again += 1
         ask_for_reward(state, rollout)
     else:

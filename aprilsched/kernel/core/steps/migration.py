@@ -1,19 +1,20 @@
-"""Moves requests from an engine whose KV pool is full to one with room (``dispatch.migrate``).
+"""Moves requests from engines with a full KV pool to engines with room (``dispatch.migrate``).
 
-An engine whose pool is full lets requests wait, or retracts them: they lose their keys and are
-computed again later. A request that waits there loses nothing by moving, because its context is
-prefilled once, here or there. So those move that have no token of this attempt yet, and of the
-others those with the fewest tokens, as many as the engine has too many tokens for. A request
-keeps its tokens, moves once, and goes only where the tokens that it is expected to need still
-have room too, because a pool that would be full a moment later is no better.
+An engine with a full pool queues requests or retracts them: they lose their KV, which is recomputed
+later. A queued request loses nothing by moving, because its context is prefilled once, here or
+there. Requests without a token of the current attempt therefore move first, then those with the
+fewest tokens, until they cover the engine's surplus of tokens. A request keeps its tokens and moves
+once. Its new engine must also have room for the tokens that it is expected to need, because a pool
+that fills up a moment later does not help.
 
-It is not worth it where prefilling the context takes longer than decoding what is expected to
-come, and where every pool is full: then nothing moves. Rolling refits move requests on their own.
+Nothing moves if prefilling the context takes longer than decoding the expected rest, or if every
+pool is full. Rolling refits move requests separately.
 
-How full a pool is, its engine says (:class:`~aprilsched.kernel.core.messages.events.LoadSeen`), as
-far as it reports its load: what siblings share is in the pool once, and other clients may use it
-too. What has come and gone since is counted by the contexts of open requests, and so is everything
-on engines that do not report it. Where requests wait, as many move as wait there, and none comes.
+Engines that report their load also report how full their pool is
+(:class:`~aprilsched.kernel.core.messages.events.LoadSeen`): the pool contains what siblings share
+once, and other clients may use it too. Changes since the report are estimated from the contexts of
+open requests, and so is the whole load of engines without reports. If requests wait on an engine,
+that number of requests moves away, and none moves there.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from aprilsched.kernel.core.steps.batch import training_runs
 from aprilsched.kernel.core.steps.drop import abort
 
 _CROWDED = 0.8
-"""Share of a pool from which an engine may let requests wait. SGLang leaves room for what the
-running ones will need."""
+"""Pool share from which an engine may queue requests. SGLang reserves room for the future tokens of
+running requests."""
 _LOOK_S = 1.0
-"""Seconds between two looks at an engine. A pool fills in many seconds, and a look at every chunk
-of a full engine would take more time than all else."""
+"""Seconds between two checks of an engine. A pool takes many seconds to fill, and a check on every
+chunk of a full engine would take more time than everything else."""
 _FULL = 0.95
-"""Share of a pool from which it is filled no further from outside. What its own requests generate
-next needs the rest."""
+"""Pool share from which no more requests are sent to an engine. Its current requests need the rest
+for their next tokens."""
 _FRESH_S = 3.0
-"""Seconds for which a report counts. An engine that is paused reports nothing."""
+"""Seconds for which a report is valid. A paused engine sends no reports."""
 
 
 def on_load_seen(state: SchedulerState, event: ev.LoadSeen) -> None:
@@ -49,7 +50,7 @@ def on_load_seen(state: SchedulerState, event: ev.LoadSeen) -> None:
 
 
 def note_crowding(state: SchedulerState, engine: str) -> None:
-    """Look at an engine that has got tokens."""
+    """Check the pool of an engine that has received tokens."""
     control = state.fleet.control.engines.get(engine)
     if control is None or control.kv_tokens is None:
         return
@@ -63,7 +64,7 @@ def note_crowding(state: SchedulerState, engine: str) -> None:
 
 
 def migrate(state: SchedulerState) -> None:
-    """Call requests of crowded engines back, each for an engine that has room."""
+    """Abort requests on crowded engines, each to be sent to an engine with room."""
     crowded, state.fleet.crowded = state.fleet.crowded, set()
     if not crowded or not training_runs(state):
         return
@@ -74,7 +75,7 @@ def migrate(state: SchedulerState) -> None:
             continue
         surplus = _filled(state, engine) - control.kv_tokens
         requests = [r for r in state.in_flight.open_requests(engine) if not r.aborting]
-        # What was called back already gives its room soon.
+        # Requests that are already aborted will free their room soon.
         surplus -= sum(
             r.rollout.computed_tokens for r in state.in_flight.open_requests(engine) if r.aborting
         )
@@ -89,11 +90,11 @@ def migrate(state: SchedulerState) -> None:
             if request.moved or not request.rollout.group.in_training:
                 continue
             rest = float(state.expectations.work([request])[0])
-            # It moves only if prefilling its context takes less time than decoding the rest.
+            # Moving pays only if prefilling the context takes less time than decoding the rest.
             prefill = request.rollout.computed_tokens / prices.prefill_tokens_per_s
             if prefill >= rest * prices.step_seconds:
                 continue
-            # Most looks move nothing, and this one looks at every engine.
+            # Most checks move nothing, and this one visits every engine.
             rooms = _rooms(state) if rooms is None else rooms
             _, roomiest = max(zip(rooms.values(), rooms, strict=True), default=(0.0, ""))
             needed = request.rollout.computed_tokens + rest
@@ -108,20 +109,19 @@ def migrate(state: SchedulerState) -> None:
 
 
 def _report(state: SchedulerState, engine: str) -> PoolReport | None:
-    """What the engine has reported just now of its pool."""
+    """Return the engine's latest pool report, or None if it is no longer valid."""
     report = state.fleet.pools.get(engine)
     return None if report is None or state.now - report.at > _FRESH_S else report
 
 
 def _filled(state: SchedulerState, engine: str) -> int:
-    """Number of tokens in the engine's pool: those that it has reported, and what has come and gone
-    since."""
+    """Return the number of tokens in the engine's pool: its last report plus changes since."""
     held, report = state.in_flight.held_on[engine], _report(state, engine)
     return held if report is None else report.used + held - report.held
 
 
 def _rooms(state: SchedulerState) -> dict[str, float]:
-    """Number of tokens that each engine can take, with those that are on their way to it."""
+    """Return how many tokens each engine can take, less those on their way to it."""
     rooms: dict[str, float] = {}
     in_flight = state.in_flight
     for name, control in state.fleet.control.engines.items():

@@ -1,16 +1,16 @@
-"""Handles outages, in which no engine is in use: what is waited for, and what the trainer is told.
+"""Handles outages, in which no engine is in use: what to wait for, and what to report.
 
 Nothing in flight is lost in an outage. Requests wait with the tokens known so far, and an update
-waits for an engine that can take it. Once an engine is back with the fleet's version, everything
-goes on. Otherwise the outage ends in one of two ways:
+waits for an engine that can take it. The run continues once an engine returns with the fleet's
+version. Otherwise the outage ends in one of two ways:
 
-- There is no engine for ``health.fleet_wait_s``: the fleet is given up.
-- Engines are back without the fleet's weights, and these weights cannot be published again: the
-  calls that wait for tokens end with an error that says to publish a version, and the scheduler
+- No engine returns within ``health.fleet_wait_s``: the fleet is given up.
+- Engines return without the fleet's weights, and these weights cannot be published again: calls
+  that wait for tokens end with an error whose remedy is to publish a version, and the scheduler
   continues after that.
 
-An evaluation has one version. If its engines are gone and only an update can continue the run,
-the evaluation is abandoned, because otherwise each of the two would wait for the other.
+An evaluation has one version. If its engines are gone and only an update can continue the run, the
+evaluation is abandoned. Otherwise the evaluation and the update would wait for each other.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from aprilsched.kernel.core.state.weights import UpdatePhase
 from aprilsched.kernel.core.steps.drop import drop
 
 _SAY_AGAIN_S = 60.0
-"""Seconds after which the caller is told again that the fleet is waited for."""
+"""Seconds after which the caller is reminded that the scheduler waits for the fleet."""
 _REJOIN_S = 10.0
-"""Seconds after the loss or the return of an engine in which another may come back with the
-version."""
+"""Seconds after the loss or return of an engine in which another may return with the version."""
 _KEPT = 8
-"""Number of the latest causes that are kept; a fleet may have hundreds of engines."""
+"""Number of recent causes to keep; a fleet may have hundreds of engines."""
 
 
 def note_loss(state: SchedulerState, engine: str, cause: str) -> None:
@@ -47,12 +46,12 @@ def note_join(state: SchedulerState, engine: str) -> None:
 
 
 def stranded(state: SchedulerState) -> bool:
-    """Whether nothing can be generated before the trainer publishes a version."""
+    """Return whether nothing can be generated before the trainer publishes a version."""
     return state.weights.update is None and state.fleet.sleep is None and _needs_update(state)
 
 
 def attend(state: SchedulerState) -> None:
-    """Note the beginning and the end of an outage, and tell the caller about it while it lasts."""
+    """Detect the start and the end of an outage, and report it while it lasts."""
     if state.fleet.control.engines:
         state.fleet.outage = None
         return

@@ -22,7 +22,7 @@ from aprilsched.kernel.core.steps.verification import awaits_answers, verify
 
 
 def place(state: SchedulerState) -> None:
-    """Send waiting requests to engines. Nothing is ever sent to a paused engine (hazard 4)."""
+    """Send waiting requests to engines, but never to a paused one (hazard 4)."""
     queue, index, fleet = state.in_flight.queue, state.fleet.index, state.fleet
     if not queue or goal(state).kind != "run":
         fleet.verifying_since = None
@@ -60,7 +60,7 @@ def place(state: SchedulerState) -> None:
 
 
 def _served_versions(state: SchedulerState) -> set[int | None] | None:
-    """Return the versions of waiting requests that some engine may take; None for all of them."""
+    """Return the versions of waiting requests that some engine may take; None for all."""
     if not state.rolling:
         return None
     served: set[int | None] = {k.version for k in state.fleet.index.kinds if not k.leaves}
@@ -68,7 +68,7 @@ def _served_versions(state: SchedulerState) -> set[int | None] | None:
 
 
 def _preference(state: SchedulerState, request: RequestRecord) -> Preference | None:
-    """Return the engine that the request should go to; None if it makes no difference."""
+    """Return the preferred engine of a request, or None if it makes no difference."""
     rollout = request.rollout
     return preference_of(
         state.placement,
@@ -81,7 +81,7 @@ def _preference(state: SchedulerState, request: RequestRecord) -> Preference | N
 
 
 def _full(state: SchedulerState, engine: str | None = None) -> set[str]:
-    """Return the engines that would refuse a request now, or only `engine` if it is one."""
+    """Return the engines, or only `engine`, that would refuse a request now."""
     admissions = state.fleet.admissions
     names = admissions if engine is None else admissions.keys() & {engine}
     opened = state.in_flight.open
@@ -89,10 +89,11 @@ def _full(state: SchedulerState, engine: str | None = None) -> set[str]:
 
 
 def _cache_key(state: SchedulerState, engine: str) -> str | None:
-    """Return the key of the KV that a request to the engine may find; None if all of it.
+    """Return the key of the KV that a request may find on the engine; None for all of it.
 
-    The key names one load of weights into one engine and not only a version: a restarted server or
-    another client may have computed KV with other weights under the same version before that shows.
+    The key names one load of weights into one engine, not just a version. A restarted server or
+    another client may have computed KV with other weights under the same version before this is
+    detected.
     """
     versions, stores = state.weights.versions, state.fleet.control.engines[engine].stores_kv
     if state.cached_kv == "apart" or (state.cached_kv == "recompute" and stores):

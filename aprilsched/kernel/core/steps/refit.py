@@ -1,17 +1,18 @@
 """Carries a refit from the trainer's new version to the last engine that reports it.
 
-- An engine that does not report the new version afterwards goes on standby, where the next refit
-  reaches it. If no engine has the new version and all still have the old one, generation goes on
-  under the old version, and the trainer is told why.
-- A full refit reaches paused engines only. An adapter is loaded into engines that run. Requests
-  that were sent under the old adapter end under it, and then it is unloaded.
-- An external version was brought into the engines by somebody else, in a pause that the scheduler
-  did not see. Nothing is paused for it. The engines report which version sampled each token of the
-  requests that it met. An evaluation that it met is generated again, since it is of one version.
-- An engine on standby catches up alone, once for each version, where the fleet's version can be
+- An engine that does not report the new version enters standby, where the next refit reaches it.
+  If no engine has the new version and all still have the old one, generation continues under the
+  old version, and the trainer gets the reason.
+- A full refit reaches paused engines only. An adapter is loaded into running engines. Requests sent
+  under the old adapter finish under it, and then it is unloaded.
+- An external version is loaded by another client, in a pause that the scheduler did not see.
+  Nothing is paused for it. The engines report which version sampled each token of the affected
+  requests. An affected evaluation is generated again, because an evaluation has one version.
+- An engine on standby catches up alone, once for each version, if the fleet's version can be
   published again. Otherwise it waits for the trainer's next version.
-- With rolling refits a new version is the trainer's at once, and engines in use catch up alone too,
-  each when it has no rollouts of an older version (:mod:`aprilsched.kernel.core.steps.rolling`).
+- With rolling refits a new version becomes the trainer's at once, and engines in use catch up alone
+  too, each once it has no rollouts of an older version
+  (:mod:`aprilsched.kernel.core.steps.rolling`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from aprilsched.kernel.core.steps.launch import begin_again, launch_again
 
 
 def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> None:
-    # What the trainer itself says counts more, also where it says the same.
+    # A request by the trainer takes precedence, even for the same version.
     end_following(state, f"version {event.version} was asked for meanwhile")
-    # Where no engine has the fleet's version, as after a restart, it may be published once more.
+    # If no engine has the fleet's version, as after a restart, it may be published once more.
     again = event.version == state.weights.versions.trainer and not state.fleet.control.engines
     if state.weights.update is not None or (
         event.version <= state.weights.versions.trainer and not again
@@ -60,20 +61,22 @@ def _kind_of(state: SchedulerState, event: ev.UpdateRequested) -> UpdateKind:
         return UpdateKind.EXTERNAL
     if event.adapter:
         return UpdateKind.ADAPTER
-    # Engines that sleep take the version together, because nothing runs in them.
+    # Sleeping engines take the version together, because nothing runs in them.
     if state.rolling and event.republishable and state.fleet.sleep is None:
         return UpdateKind.ROLLING
     return UpdateKind.PAUSING
 
 
 def on_parts_follow(state: SchedulerState, _: ev.PartsFollow) -> None:
-    """Note it for the store. Only a process that goes on after this one has to know."""
+    """Record for the store that parts follow; only a later process needs to know."""
     state.weights.in_parts = True
 
 
 def end_following(state: SchedulerState, cause: str) -> None:
-    """Give up an update that the trainer has not requested, if there is one. Engines that have its
-    version show it again."""
+    """Cancel an update that the trainer has not requested, if there is one.
+
+    Engines that have its version will show it again.
+    """
     update = state.weights.update
     if update is not None and update.kind is UpdateKind.FOLLOWED:
         state.weights.update = None
@@ -81,7 +84,7 @@ def end_following(state: SchedulerState, cause: str) -> None:
 
 
 def begin(state: SchedulerState, update: Update) -> None:
-    """Begin an update; there must be none under way."""
+    """Start an update; none may be under way."""
     end_stream(state)
     state.tell(
         facts.UpdateBegun(
@@ -103,7 +106,7 @@ def begin(state: SchedulerState, update: Update) -> None:
 
 
 def on_update_withdrawn(state: SchedulerState, event: ev.UpdateWithdrawn) -> None:
-    """End an update that the trainer gave up. An update whose weights are being loaded goes on."""
+    """End an update that the trainer gave up, unless its weights are already being loaded."""
     update = state.weights.update
     if (
         update is not None
@@ -142,9 +145,11 @@ def on_refitted(state: SchedulerState, event: ev.Refitted) -> None:
 
 
 def _asked(update: Update | None, event: ev.Refitted) -> bool:
-    """Is this answer waited for? What an engine answers that was lost and is back, it was asked
-    before, and counts for nothing. So does an answer to a version that was followed until the
-    trainer asked for another."""
+    """Return whether the update waits for this reply.
+
+    The reply of an engine that was lost and has returned is to an earlier call, and does not count.
+    Neither does a reply about a followed version once the trainer has requested another one.
+    """
     return (
         update is not None
         and (update.kind is UpdateKind.FOLLOWED) == event.followed
@@ -154,14 +159,16 @@ def _asked(update: Update | None, event: ev.Refitted) -> bool:
 
 
 def _note_consistency(control: EngineControl, event: ev.Refitted, wanted: int) -> None:
-    """Note whether the engine's weights are inconsistent. Only the wanted version, loaded without
-    an error, makes inconsistent weights consistent again."""
+    """Note whether the engine's weights are inconsistent.
+
+    Only the wanted version, loaded without an error, makes them consistent again.
+    """
     took = event.version == wanted and not event.cause
     control.inconsistent = not took and (control.inconsistent or event.version is None)
 
 
 def advance(state: SchedulerState) -> None:
-    """Take the update to its next phase, if its conditions are met."""
+    """Advance the update to its next phase, if its conditions are met."""
     update = state.weights.update
     if update is None:
         return
@@ -172,8 +179,8 @@ def advance(state: SchedulerState) -> None:
         if not state.evaluations.running:
             _roll_over(state, update)
     elif update.phase is UpdatePhase.WAITING:
-        # An evaluation has one version, so it ends first. So do requests that cannot wait inside
-        # a paused engine, or that would have their adapter on another model.
+        # An evaluation has one version, so it ends first. So do requests that cannot wait inside a
+        # paused engine, or whose adapter would be on another model.
         inside = update.kind is UpdateKind.ADAPTER or (
             state.behaviour.waits_inside and not state.weights.leaves_adapters
         )
@@ -183,11 +190,11 @@ def advance(state: SchedulerState) -> None:
 
 
 def _stop_catching_up(state: SchedulerState) -> None:
-    """Let the update have the engines on standby that are not being refitted: the version that they
-    were about to catch up with will soon be out of date.
+    """Release the standby engines that are not being refitted to the update.
 
-    While the update waits for an evaluation, this would be too early: other engines may start to
-    catch up then, and would keep the update waiting forever once its other engines are lost.
+    The version that they were about to load will soon be out of date. While the update waits for an
+    evaluation, this would be too early: other engines may start to catch up then, and would keep
+    the update waiting forever once its other engines are lost.
     """
     if state.weights.adapter is not None:
         return
@@ -198,7 +205,7 @@ def _stop_catching_up(state: SchedulerState) -> None:
 
 
 def refit(state: SchedulerState) -> None:
-    """Load the new version, once all engines that should get it are ready."""
+    """Load the new version once all engines that should get it are ready."""
     update = state.weights.update
     if update is None or update.phase is not UpdatePhase.PREPARING:
         return
@@ -209,7 +216,7 @@ def refit(state: SchedulerState) -> None:
     if update.kind is UpdateKind.ADAPTER:
         targets = [control for control in targets if _has_base(state, control)]
     if not targets:
-        # While there is no engine, or while one is catching up, the update waits.
+        # The update waits while it has no engine, or while one is catching up.
         if there and not any(control.catching_up for control in there):
             _finish(
                 state,
@@ -221,7 +228,7 @@ def refit(state: SchedulerState) -> None:
     for control in targets:
         if update.pauses:
             state.fleet.control.enter(control, Mode.REFITTING)
-        # An answer from before, noted when the engine went on standby, does not count.
+        # An earlier reply, noted when the engine entered standby, does not count.
         update.answers.pop(control.name, None)
     update.enter(UpdatePhase.LOADING)
     update.refitting = frozenset(control.name for control in targets)
@@ -239,24 +246,24 @@ def refit(state: SchedulerState) -> None:
 
 
 def _is_ready(state: SchedulerState, update: Update, control: EngineControl) -> bool:
-    """Whether an engine can be told to load the version, or takes no part."""
+    """Return whether an engine is ready to load the version, or takes no part."""
     fleet = state.fleet.control
     if fleet.of(control.name) is not control:
         return True  # it is lost
     if control.catching_up:
-        # An engine in use is being refitted alone, and takes part after that.
+        # An engine in use that is being refitted alone takes part after that.
         return control.name not in fleet.engines
     if update.external:
-        # While it is asked for its version, the answer may be the version from before.
+        # While a version query is open, its reply may name the previous version.
         return control.mode is not Mode.VERIFYING
     return update.kind is UpdateKind.ADAPTER or fleet.refittable(control)
 
 
 def all_stop(state: SchedulerState) -> bool:
-    """Whether a sleep or an update stops all engines together, so that none is refitted alone.
+    """Return whether a sleep or an update stops all engines, so that none is refitted alone.
 
-    With rolling refits each engine still is as long as the two wait for evaluations: they may need
-    an engine that takes the version that they are of.
+    With rolling refits, engines are still refitted alone while the sleep or update waits for
+    evaluations, because these may need an engine that takes their version.
     """
     update, sleep = state.weights.update, state.fleet.sleep
     if not state.rolling:
@@ -266,8 +273,11 @@ def all_stop(state: SchedulerState) -> bool:
 
 
 def catch_up(state: SchedulerState) -> None:
-    """Bring engines to the fleet's version, each of them alone: those on standby, and with rolling
-    refits those in use that have finished the rollouts of an older version."""
+    """Bring engines to the fleet's version, each of them alone.
+
+    These are engines on standby and, with rolling refits, engines in use that have finished the
+    rollouts of an older version.
+    """
     if all_stop(state) or not state.weights.republishable:
         return
     for control in _paused_alone(state) if state.rolling else ():
@@ -280,7 +290,7 @@ def catch_up(state: SchedulerState) -> None:
             _begin_catch_up(state, control)
         if begins and state.weights.adapter is not None:
             continue
-        # An engine that failed is paused and flushed already, and no event follows.
+        # An engine that failed is already paused and flushed, and no event follows.
         if control.catching_up and state.fleet.control.refittable(control):
             state.fleet.control.enter(control, Mode.REFITTING)
             _refit_alone(state, control)
@@ -295,7 +305,7 @@ def _paused_alone(state: SchedulerState) -> list[EngineControl]:
 
 def _begin_catch_up(state: SchedulerState, control: EngineControl) -> None:
     if state.weights.adapter is None:
-        # The fleet control gives the next calls, which pause and flush it.
+        # The fleet control issues the next calls, which pause and flush the engine.
         control.catching_up = True
         state.fleet.control.touch(control.name)
     elif _has_base(state, control):
@@ -304,7 +314,7 @@ def _begin_catch_up(state: SchedulerState, control: EngineControl) -> None:
 
 
 def _has_base(state: SchedulerState, control: EngineControl) -> bool:
-    """Whether the engine has the full model that the fleet's adapters belong to."""
+    """Return whether the engine has the full model that the fleet's adapters belong to."""
     return control.base == state.weights.base and not control.inconsistent
 
 
@@ -360,7 +370,7 @@ def _conclude(state: SchedulerState, update: Update) -> None:
             demote(state, engine, f"refit to version {update.version} failed: {why}")
     if not took:
         if update.external:
-            # An engine may have had the weights for a while, and sampled for an evaluation.
+            # An engine may have had the weights for a while and used them for evaluation tokens.
             _evaluate_again(state, update)
         _finish(state, update, cause="; ".join(f"{engine}: {why}" for engine, why in failed))
         return
@@ -373,7 +383,7 @@ def _conclude(state: SchedulerState, update: Update) -> None:
 
 
 def _roll_over(state: SchedulerState, update: Update) -> None:
-    """Make the version the trainer's. Each engine takes it alone, in :func:`catch_up`."""
+    """Make the version the trainer's; each engine takes it alone, in :func:`catch_up`."""
     versions = state.weights.versions
     changes = update.version != versions.trainer
     versions.trainer = update.version
@@ -381,8 +391,7 @@ def _roll_over(state: SchedulerState, update: Update) -> None:
     if changes:
         state.delivery.batches_since_update = 0
     state.stragglers.looked.clear()
-    # `in_parts` stays as it is, because parts are loaded from now on, into one engine after the
-    # other.
+    # `in_parts` stays as it is: from now on, parts are loaded into one engine after the other.
     state.in_flight.counters.updates += 1
     acknowledge(state, update.acknowledges)
     _finish(state, update)
@@ -390,7 +399,7 @@ def _roll_over(state: SchedulerState, update: Update) -> None:
 
 
 def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -> bool:
-    """Whether too few engines have moved to a version that is followed. Then those stand by."""
+    """Return whether too few engines have moved to a followed version; these stand by."""
     there = list(state.fleet.control.all())
     if took and 2 * len(took) >= len(there):
         return False
@@ -403,13 +412,12 @@ def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -
                     f"{cause} where the fleet has {state.weights.base}, so it was loaded by mistake"
                 )
                 demote(state, control.name, why)
-        # One that joined later was not asked.
+        # An engine that joined later was not queried.
         elif update.answers.get(control.name, (None,))[0] == state.weights.versions.trainer:
             _uncross(state, control.name, update)
         elif control.name in state.fleet.control.engines:
             demote(state, control.name, f"it did not say which version it has: {cause}")
-    # What those that have moved, or had moved for a while, sampled for an evaluation is not of its
-    # version.
+    # Engines that have moved, now or earlier, sampled evaluation tokens of the wrong version.
     _evaluate_again(state, update)
     _finish(state, update, cause=cause)
     return True
@@ -418,13 +426,13 @@ def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -
 def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> None:
     """Make the version the fleet's, and note it for every engine that took it."""
     old, adapter = state.weights.versions.trainer, update.kind is UpdateKind.ADAPTER
-    # In the order of names: the cache keys are numbered, and a run must repeat exactly.
+    # Sort by name: the cache keys are numbered, and a run must repeat exactly.
     for engine in sorted(took & state.fleet.control.engines.keys()):
         state.weights.versions.note(engine, update.version)
         control = state.fleet.control.engines[engine]
         control.version_seen_at, control.broken_connection = state.now, ""
         if update.external:
-            # Whoever loaded the version has let the engine continue.
+            # The client that loaded the version has resumed the engine.
             control.continued_elsewhere = control.mode is not Mode.RUNNING
             state.fleet.control.touch(engine)
         if not adapter:
@@ -436,8 +444,8 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
     state.weights.versions.publish(update.version)
     state.weights.republishable = update.republishable
     if adapter:
-        # Before an engine comes into use with it: its full model is still the one from before, and
-        # would be taken for a model of this version, which no later adapter belongs to.
+        # This must precede the use of an engine with this version. Otherwise its unchanged full
+        # model would be taken for a model of this version, which no later adapter belongs to.
         state.weights.adapter = update.version
     for engine in sorted(took & state.fleet.control.standby.keys()):
         promote(state, engine)
@@ -461,7 +469,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
 
 
 def _cross(state: SchedulerState, request: RequestRecord, update: Update) -> None:
-    """Note that `update` met the open attempt of `request`."""
+    """Note that `update` reached the engine during the open attempt of `request`."""
     request.crossed = True
     if not update.labelled and request.rollout.log.exact:
         request.rollout.log.exact = False
@@ -469,13 +477,15 @@ def _cross(state: SchedulerState, request: RequestRecord, update: Update) -> Non
 
 
 def _keeps_keys(state: SchedulerState, control: EngineControl, update: Update) -> bool:
-    """Whether the requests in the engine went on with keys of the older weights. Of a pause that
-    somebody else has made, only the setting says whether the cache was flushed in it."""
+    """Return whether the engine's requests continued with KV of the older weights.
+
+    If another client made the pause, only the setting shows whether the cache was flushed.
+    """
     return state.cached_kv != "recompute" if update.external else control.keeps_keys
 
 
 def _uncross(state: SchedulerState, engine: str, update: Update) -> None:
-    """Note that external weights did not reach the engine, so its requests are of one version."""
+    """Note that external weights did not reach the engine, so its requests have one version."""
     for request in state.in_flight.open_requests(engine):
         if request.request_id in update.met:
             request.crossed = request.unsure = False
@@ -483,7 +493,7 @@ def _uncross(state: SchedulerState, engine: str, update: Update) -> None:
 
 
 def _evaluate_again(state: SchedulerState, update: Update) -> None:
-    """Restart the running evaluations, because their responses would have two versions."""
+    """Restart the running evaluations, because their responses would mix two versions."""
     cause = f"version {update.version} was loaded during the evaluation"
     for groups in state.evaluations.running.values():
         for group in list(groups):
@@ -514,7 +524,7 @@ def _finish(
 
 
 def _enforce_bound(state: SchedulerState) -> None:
-    """Drop the groups that are too stale now, or let them begin again."""
+    """Drop or restart the groups that are too stale now."""
     gate, version = state.staleness, state.weights.versions.trainer
     cause = f"older than {gate.bound} versions at version {version}"
     for group in list(state.in_flight.training_groups()):

@@ -1,16 +1,16 @@
-"""Decides when a new schedule is chosen (automatic scheduling), and puts it into force.
+"""Decides when to choose a new schedule (automatic scheduling), and puts it into force.
 
-The choice takes a simulation, so the shell makes it (:mod:`aprilsched.planning`). The core says
-when, and on what evidence. A schedule is asked for after the first batch, and each further time
-after three times as many batches, because an estimate improves only with the square root of the
-evidence. It is also asked for as soon as lengths have drifted from those that were planned for, and
-then on recent evidence only.
+The choice takes a simulation, so the shell makes it (:mod:`aprilsched.planning`). The core decides
+when, and on what evidence. It requests a schedule after the first batch, and then each time the
+number of batches has tripled, because an estimate improves only with the square root of the
+evidence. It also requests one as soon as the lengths have drifted from the planned ones, and then
+on recent evidence only.
 
-A schedule may name another pace (``pace="auto"``). It is put into force in the event that brings
-it, whatever the engines do: the goal of the engines, the launching of groups and the stop of a
-batch are decided from the state in each event, and every decision of one pace leaves a state from
-which the other pace goes on. Only the begin of a wave is an event of its own: on the asynchronous
-pace a batch begins when the one before it is offered, on the synchronous pace when it is requested.
+A schedule may name another pace (``pace="auto"``). It takes effect in the event that brings it,
+whatever the engines do: the goal of the engines, the launch of groups and the stop of a batch are
+decided from the state in each event, and every decision of one pace leaves a state from which the
+other pace can continue. Only the start of a wave is a separate event: on the asynchronous pace a
+batch starts when the previous one is offered, on the synchronous pace when it is requested.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from aprilsched.kernel.core.steps.stragglers import release_all
 from aprilsched.kernel.core.steps.target import retarget
 
 _LATER = 3
-"""The next schedule is asked for after this many times as many batches as the last one."""
+"""Factor by which the number of batches grows between two requests for a schedule."""
 _RECENT_BATCHES = 8
-"""Number of batches whose groups are recent evidence."""
+"""Number of batches whose groups count as recent evidence."""
 _DRIFT = 0.3
 """Relative change of the recent groups' median length that makes a schedule out of date.
 
-With a coefficient of variation of 1, the first responses of eight batches of 32 groups give the
-median to 7 %. It is the median because the delivered mean depends on the schedule, and the mean of
-the law depends on responses that have not ended."""
+With a coefficient of variation of 1, the first responses of eight batches of 32 groups yield the
+median to 7 %. The delivered mean would not do, because it depends on the schedule; nor would the
+mean of the law, which depends on unfinished responses."""
 
 _DRIFT_TRAINING = 1 / 3
 """Relative change of the trainer's time that makes a schedule out of date."""
 _LEAST_OF_STEP = 0.05
-"""A change of the trainer's time by less than this share of a whole step changes no schedule."""
+"""Share of a whole step; a smaller change of the trainer's time changes no schedule."""
 
 
 def measure(state: SchedulerState) -> None:
-    """Note whether the trainer trains, for its times."""
+    """Note whether the trainer trains, to measure its times."""
     times, delivery = state.times, state.delivery
     if times.trained is None:
         return
@@ -68,7 +68,7 @@ def measure(state: SchedulerState) -> None:
 
 
 def plan(state: SchedulerState) -> None:
-    """Ask for a new schedule if there is enough new evidence."""
+    """Request a new schedule if there is enough new evidence."""
     batches = state.in_flight.counters.batches
     if not state.config.automatic or state.plan.requested or batches == state.plan.checked_at:
         return
@@ -90,12 +90,12 @@ def plan(state: SchedulerState) -> None:
         groups = recent
     size = None if state.prompts.sizes_vary else state.config.group_size
     if size is not None:
-        # After a resume with larger groups, groups of the earlier size say too little.
+        # After a resume with larger groups, the previous, smaller groups are weak evidence.
         groups = [group for group in groups if len(group.tokens) >= size]
     ended = [group for group in groups if group.complete]
-    # Without the groups that were deferred after their probe, those that a rule runs first would
-    # be all that is known, and these are the short ones. A probe that was thrown away says
-    # nothing that the group in its place does not say.
+    # Without the groups deferred after their probe, only those that a rule runs first would be
+    # known, and these are the short ones. A discarded probe adds nothing to the evidence of the
+    # group that replaces it.
     running = {group_lengths(group).launched for group in state.in_flight.training_groups()}
     open_groups = [
         group
@@ -137,7 +137,7 @@ def plan(state: SchedulerState) -> None:
 
 
 def on_planned(state: SchedulerState, event: ev.Planned) -> None:
-    """Put the chosen schedule into force; None keeps the present one."""
+    """Put the chosen schedule into force; None keeps the current one."""
     state.plan.requested = False
     if event.schedule is None:
         return
@@ -149,10 +149,10 @@ def on_planned(state: SchedulerState, event: ev.Planned) -> None:
 
 
 def fitting(state: SchedulerState, schedule: Schedule) -> Schedule | str:
-    """The schedule with the pace that it has in this run, or why it cannot be in force."""
+    """Return the schedule with its pace in this run, or why it cannot be in force."""
     config, refill = state.config, schedule.refill
     if config.pace == "auto":
-        # A planner that knows nothing of paces leaves the present one as it is.
+        # A planner without knowledge of paces keeps the current one.
         schedule = replace(schedule, pace=schedule.pace or state.plan.schedule.pace)
     elif schedule.pace not in (None, config.pace):
         return f"its pace is {schedule.pace}, and the configured one is {config.pace}"
@@ -179,8 +179,10 @@ def fitting(state: SchedulerState, schedule: Schedule) -> Schedule | str:
 
 
 def stay_synchronous(state: SchedulerState) -> None:
-    """Keep the pace synchronous from now on, where it is chosen during the run: what the trainer
-    has borrowed the engines' memory for would wait for engines that generate."""
+    """Keep the pace synchronous from now on, if the pace is chosen during the run.
+
+    Otherwise a trainer that borrows the engines' memory would wait for engines that generate.
+    """
     state.fleet.lent = True
     if state.config.pace == "auto" and state.asynchronous:
         why = "synchronous from now on: the engines lend their memory to the trainer"
@@ -194,15 +196,15 @@ def _put_into_force(state: SchedulerState, schedule: Schedule) -> None:
     waited = not state.asynchronous
     state.plan.schedule = schedule
     if waited and state.asynchronous and not state.collecting:
-        # The batch in work has begun with the offer of the one before it. On the synchronous pace
-        # it would have begun with the trainer's request.
+        # The batch in work started with the offer of the previous one. On the synchronous pace it
+        # would start with the trainer's request.
         state.plan.wave_pending = True
     tell_schedule(state, kept=kept)
     retarget(state)
 
 
 def tell_schedule(state: SchedulerState, *, kept: bool) -> None:
-    """Tell listeners which schedule is in force, and whether it is the one that was in force."""
+    """Report the schedule in force to listeners, and whether it is unchanged."""
     schedule = state.plan.schedule
     state.tell(
         facts.ScheduleChanged(
@@ -216,9 +218,12 @@ def tell_schedule(state: SchedulerState, *, kept: bool) -> None:
 
 
 def _paces(state: SchedulerState) -> tuple[Pace, ...]:
-    """The paces that a schedule may name. As long as nothing is known of the trainer, it is taken
-    for one that trains: to generate meanwhile costs little if it does not, and to wait for it took
-    the first ten batches 4 to 9 % longer if it does."""
+    """Return the paces that a schedule may name.
+
+    As long as nothing is known of the trainer, assume that it trains: generating during that time
+    costs little if it does not, while waiting for it made the first ten batches 4 to 9 % longer if
+    it does.
+    """
     if state.config.pace != "auto":
         return ()
     if state.fleet.lent:
@@ -229,23 +234,29 @@ def _paces(state: SchedulerState) -> tuple[Pace, ...]:
 
 
 def _places(state: SchedulerState) -> bool:
-    """Whether a schedule may name the placement. The contexts of earlier turns, and of prompts with
-    one affinity, are on one engine, and with rolling refits only some engines take new groups."""
+    """Return whether a schedule may name the placement.
+
+    The contexts of earlier turns, and of prompts with one affinity, are on one engine, and with
+    rolling refits only some engines take new groups.
+    """
     dispatch, caller = state.config.dispatch, state.caller
     kept = caller.episodes or state.in_flight.affinity_engines or state.rolling or dispatch.migrate
     return dispatch.placement == "auto" and not kept
 
 
 def _begun(state: SchedulerState) -> list[GroupLengths]:
-    """Lengths of the groups of which a member has begun, in the order of their launch."""
+    """Return the lengths of the groups with a started member, in the order of their launch."""
     groups = [group_lengths(group) for group in state.in_flight.training_groups()]
     groups = [*state.expectations.observed.cohort(), *groups]
     return sorted((g for g in groups if g.tokens.any()), key=lambda group: group.launched)
 
 
 def _median(groups: list[GroupLengths]) -> float | None:
-    """The median length of one response of each group. Length buckets run the siblings of some
-    groups and not of others, depending on their length."""
+    """Return the median length of one response per group.
+
+    Length buckets run the siblings of some groups and not of others, depending on their length, so
+    all responses together would be biased.
+    """
     tokens = np.array([group.tokens[0] for group in groups], dtype=np.int64)
     finished = np.array([group.finished[0] for group in groups], dtype=np.bool_)
     if not finished.any():
@@ -262,10 +273,13 @@ def _drifted(state: SchedulerState, recent: list[GroupLengths]) -> bool:
 
 
 def _other_times(state: SchedulerState, training: float | None) -> tuple[float, float, float]:
-    """How long the trainer trains before it has the last group of a batch, how long a reward takes,
-    and for how long a response is in gaps between its turns, in seconds."""
+    """Return the trainer's time, the reward time and the gap time of a response, in seconds.
+
+    The trainer's time is how long it trains before it has the last group of a batch. The gap time
+    is how long a response is in gaps between its turns.
+    """
     calls = state.calls
-    # Without leaving out what is far above the median: tools have heavy tails.
+    # Keep values far above the median: the times of tools have heavy tails.
     rewards, gap, end = (
         float(np.mean(times.last)) if times.last else 0.0
         for times in (calls.rewards, calls.gaps, calls.ends)
@@ -274,9 +288,11 @@ def _other_times(state: SchedulerState, training: float | None) -> tuple[float, 
 
 
 def _takes_otherwise(state: SchedulerState, training: float | None) -> bool:
-    """Whether the trainer, rewards or tools take another time than was planned for. Then another
-    pace or another ratio may be the best, and how many groups share the time in which the trainer
-    trains on some of them already."""
+    """Return whether the trainer, rewards or tools take another time than planned.
+
+    Then another pace or another ratio may be the best, or another number of groups that share the
+    time in which the trainer already trains on some of them.
+    """
     if training is None:
         return False
     now = [*_other_times(state, training)]

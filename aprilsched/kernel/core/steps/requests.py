@@ -1,6 +1,6 @@
-"""Handles what comes back for a request: tokens, its end, its interruption, its failure.
+"""Handles the results of a request: tokens, its end, its interruption, its failure.
 
-An attempt that was closed before, because its engine was lost, may still send something. Such late
+An attempt that was closed earlier, because its engine was lost, may still send tokens. Such late
 answers are ignored, so that no token is counted twice.
 """
 
@@ -21,7 +21,7 @@ from aprilsched.kernel.core.steps.turns import end_turn, refuse_turn, take_back
 from aprilsched.kernel.core.steps.wrong_versions import disown, foreign_version
 
 _MOST_FAILURES = 3
-"""Failed attempts in a row, without one that went well, after which an engine is lost."""
+"""Failed attempts in a row, without a successful one, after which an engine is lost."""
 
 
 def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progress) -> None:
@@ -61,7 +61,7 @@ def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progres
         counters.tokens_discarded += tokens
         state.in_flight.ledger.late_tokens(dropped, tokens)
         return
-    # Nearly every chunk has the expected label, so the comparison is made here first.
+    # Nearly every chunk has the expected label, so this comparison comes first.
     label, foreign = event.label, None
     same = label is None or label == request.version
     if label is not None and not same:
@@ -88,8 +88,10 @@ def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progres
 
 
 def _note_mixed_keys(state: SchedulerState, request: RequestRecord) -> None:
-    """Note that the engine sampled under another version than the one that the cache key of the
-    attempt names. A tier that survives flushes may have given it keys of both."""
+    """Note that the engine sampled under another version than the attempt's cache key names.
+
+    A tier that survives flushes may have received KV of both versions under this key.
+    """
     log, control = request.rollout.log, state.fleet.control.engines[request.engine]
     if control.stores_kv and request.adapter is None and not log.stale_keys:
         log.stale_keys = True
@@ -97,11 +99,11 @@ def _note_mixed_keys(state: SchedulerState, request: RequestRecord) -> None:
 
 
 def _note_reported_version(state: SchedulerState, request: RequestRecord, label: int) -> None:
-    """Note the tokens of the attempt under the version that the engine reports.
+    """Record the tokens of the attempt under the version that the engine reports.
 
-    If that version is older than the one that the attempt was sent under, the process was
-    restarted before it took the attempt, so all tokens of the attempt have that version. A newer
-    version was loaded while the attempt ran, so the chunk may have tokens from before.
+    If that version is older than the one at dispatch, the process was restarted before it took the
+    attempt, so all tokens of the attempt have that version. A newer version was loaded during the
+    attempt, so the chunk may contain older tokens.
     """
     if request.adapter is not None or label > request.sent_version:
         request.rollout.log.exact = False
@@ -111,11 +113,11 @@ def _note_reported_version(state: SchedulerState, request: RequestRecord, label:
 
 
 def _note_newer_version(state: SchedulerState, request: RequestRecord) -> None:
-    """Note that an update under way has met the attempt, which the label on its tokens shows.
+    """Note that an update under way reached the attempt, as the label on its tokens shows.
 
-    It may have been sent after the update began, and the engine may say afterwards that it has the
-    old version, because somebody took the weights back. Only the spans can tell the versions of
-    its tokens then; if the engine is lost, nobody can.
+    The attempt may have been sent after the update started, and the engine may report the old
+    version afterwards, because another client restored the old weights. Then only the spans show
+    the versions of its tokens; if the engine is lost, they stay unknown.
     """
     if request.adapter is None:
         request.crossed = True
@@ -135,7 +137,7 @@ def on_finished(state: SchedulerState, request: RequestRecord, event: ev.Finishe
         return
     request.rollout.finish_reason = event.reason
     if state.rolling and request.rollout.log.mixed and request.rollout.state is not State.RETURNING:
-        # The engine had another version than it should have, and no rollout may have two.
+        # The engine had another version than it should, and no rollout may mix two.
         state.in_flight.requeue(request)
         return
     end_turn(state, request)
@@ -160,8 +162,10 @@ def on_interrupted(state: SchedulerState, request: RequestRecord, event: ev.Inte
 
 
 def _note_busy(state: SchedulerState, request: RequestRecord, event: ev.Interrupted) -> bool:
-    """Note that an engine has no room for a request now. Returns whether it has been so for too
-    long, and is taken for one that fails."""
+    """Note that an engine has no room for a request; return whether it counts as failing.
+
+    An engine counts as failing if it has had no room for too long.
+    """
     engine, fleet = request.engine, state.fleet
     in_flight = state.in_flight.open[engine]
     if engine not in fleet.admissions:
@@ -186,8 +190,10 @@ def _close(
     event: ev.Finished | ev.Interrupted,
     cause: str = "",
 ) -> int | None:
-    """Close an attempt that came back. Returns the first version in its spans that it cannot have
-    been sampled under; None if there is none."""
+    """Close an attempt that has returned, and return the first impossible version in its spans.
+
+    A version is impossible if the attempt cannot have been sampled under it. None if there is none.
+    """
     spans = event.spans
     if any(span.version != request.sent_version for span in spans or ()):
         _note_mixed_keys(state, request)
@@ -247,35 +253,36 @@ def on_failed(state: SchedulerState, request: RequestRecord, event: ev.Failed) -
 
 
 def _note_broken_connection(state: SchedulerState, engine: str, cause: str) -> None:
-    """Let the engine be asked for its version before it gets another request: a server that died
-    and was restarted at once answers with the weights that it was first started with."""
+    """Let the engine be queried for its version before it gets another request.
+
+    A server that died and was restarted at once serves the weights that it was first started with.
+    """
     control = state.fleet.control.engines.get(engine)
     if control is not None:
         state.fleet.control.note_broken_connection(control, cause)
 
 
 def _another_may_take_it(state: SchedulerState, request: RequestRecord) -> bool:
-    """Whether another engine should try a refused request.
+    """Return whether another engine should try a refused request.
 
     An engine that lost its key or its adapters, or whose proxy is broken, refuses every request,
-    and faster than the others answer. It alone would end the run.
+    and does so faster than the others answer. It alone would end the run.
     """
     return request.refusal is None and bool(state.fleet.control.engines.keys() - request.avoid)
 
 
 def _serves_others(state: SchedulerState, engine: str) -> bool:
-    """Whether the engine generates for other requests now.
+    """Return whether the engine generates for other requests now.
 
-    What fails then is the request's fault, unless another engine takes it: one client whose request
-    fails everywhere would otherwise put every engine out of use, with all requests in them. Streams
-    that stand still have a timeout of their own.
+    If so, a failure is the request's fault, unless another engine takes the request. Otherwise one
+    client whose request fails everywhere would put every engine out of use, with all requests in
+    them. Stalled streams have a separate timeout.
     """
     return any(request.gained for request in state.in_flight.open_requests(engine))
 
 
 def _note_success(state: SchedulerState, request: RequestRecord) -> None:
-    """Begin a new row of failures: the engine has begun to answer a request that was sent after the
-    last one."""
+    """Reset the failure count once the engine answers a request sent after the last failure."""
     control = state.fleet.control.engines.get(request.engine)
     if control is not None and request.sent > control.last_failure:
         control.consecutive_failures, control.suspect = 0, False
@@ -290,8 +297,8 @@ def _count_engine_failure(
     attempts that were open at the same time count once: a moment without network, or a trainer that
     blocks the event loop until every connection has timed out, must not cost the whole fleet.
 
-    Without `proven` the requests may be at fault, so the engine is not lost yet: it has to generate
-    something of the scheduler's own before it gets another request.
+    Without `proven` the requests may be at fault, so the engine is not lost yet: it must first
+    generate tokens for a probe of the scheduler before it gets another request.
     """
     control = state.fleet.control.engines.get(engine)
     if control is None or sent <= control.last_failure:

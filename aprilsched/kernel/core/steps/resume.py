@@ -1,14 +1,14 @@
 """Restores a saved scheduler in a new process, so that the run continues.
 
-Everything that only a process can hold is gone: attempts, calls of reward functions, episodes and
+State that exists only in a process is gone: attempts, calls of reward functions, episodes and
 evaluations. Rollouts that were generating wait to be sent again with their tokens. Unknown rewards
-and answers of the accept function are asked for again. Evaluations belonged to their callers, so
+and answers of the accept function are requested again. Evaluations belonged to their callers, so
 their rollouts are in the ledger.
 
-The settings may differ from those of the saved run. So everything that follows from settings is
-made from the present ones: which rollouts are deferred, the schedule and how many groups it keeps
-open, and which groups have to be scored and accepted. A state
-from which only the settings of the prior run could continue would never change again.
+The settings may differ from those of the saved run. Therefore everything that follows from settings
+is derived from the current ones: which rollouts are deferred, the schedule and how many groups it
+keeps open, and which groups have to be scored and accepted. Otherwise the state could continue only
+under the settings of the previous run and could never change again.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ _STATES = {
 
 
 def restore(state: SchedulerState, saved: Saved) -> None:
-    """Bring a saved scheduler into `state`, before its first event.
+    """Load a saved scheduler into `state`, before its first event.
 
     Raises:
-        ConfigError: if the saved run cannot go on under the present settings.
+        ConfigError: if the saved run cannot continue under the current settings.
     """
     if saved.run.episodes != state.caller.episodes:
         had = "had" if saved.run.episodes else "had not"
@@ -90,19 +90,19 @@ def restore(state: SchedulerState, saved: Saved) -> None:
         if group_id in delivered and group.complete:
             continue
         if group_id in delivered or _left(saved, group):
-            # The trainer's batch is damaged and cannot be delivered again: the group is open again.
+            # The trainer's batch is damaged and cannot be redelivered, so the group is open again.
             _take_back(state, group)
         _open_scores(state, saved.run, group)
         _enter(state, group)
         state.expectations.note_prompts(group)
-        # A group without a size of its own says nothing about the present configuration.
+        # A group without an explicit size shows nothing about the current configuration.
         size = state.config.group_size
         state.prompts.note_size(group.prompt.group_size or size, size)
     for group_id in saved.run.ready:
         if group_id in groups and groups[group_id].complete:
             state.in_flight.ready.add(groups[group_id])
     # Complete groups that are not on the list: their batch is damaged, or they were completed after
-    # the list was made.
+    # the list was written.
     for group in state.in_flight.training_groups():
         if group.complete and group not in state.in_flight.ready:
             state.in_flight.ready.add(group)
@@ -117,7 +117,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
 
 
 def call_again(state: SchedulerState) -> None:
-    """Ask again for the rewards, answers and episodes that the prior run had asked for."""
+    """Request again the open rewards, accept answers and episodes of the previous run."""
     for group in state.in_flight.training_groups():
         state.tell(launched(group, restored=True, tokens=state.tells_tokens))
         for member in group.members:
@@ -165,7 +165,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.plan.wave_pending = run.wave_pending
     state.plan.target_groups = run.target_groups
     _restore_schedule(state, saved.schedule)
-    # The schedule was the best under the settings and engines of the prior run, so it is checked at
+    # The schedule was the best under the settings and engines of the previous run, so check it at
     # once.
     state.plan.checked_at = -1
     state.expectations.note_limit(run.longest)
@@ -175,7 +175,7 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
 
 
 def _restore_schedule(state: SchedulerState, schedule: Schedule | None) -> None:
-    """Put the schedule of the prior run into force, if it may be in force in this process."""
+    """Put the schedule of the previous run into force, if this process allows it."""
     if schedule is None or not state.config.automatic:
         return
     if state.config.pace != "auto":
@@ -186,7 +186,7 @@ def _restore_schedule(state: SchedulerState, schedule: Schedule | None) -> None:
 
 
 def _now(saved: Saved, group: SavedGroup) -> GroupState:
-    """What has become of the group since it was launched."""
+    """Return the saved state of the group, or the state at its launch."""
     return saved.group_states.get(group.group_id) or GroupState(group_id=group.group_id)
 
 
@@ -235,7 +235,7 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
 
 
 def _restore_branches(rollout: RolloutRecord, known: RolloutState) -> None:
-    """Give a rollout its branches again, without their rows."""
+    """Restore the branches of a rollout, without their rows."""
     log, size = rollout.log, rollout.log.size
     prompts: list[Int32Array] = []
     for number, saved in enumerate(known.branches):
@@ -243,7 +243,7 @@ def _restore_branches(rollout: RolloutRecord, known: RolloutState) -> None:
         prompts.append(own)
         path = clipped(saved.path, size)
         if number == known.branch:
-            # What came after this record was saved belongs to the last part of its path.
+            # Tokens that arrived after this record was saved belong to the last part of its path.
             *before, (begin, _) = saved.path
             path = (*clipped(tuple(before), size), *(((begin, size),) if begin < size else ()))
             log.go_on(path)
@@ -254,8 +254,7 @@ def _restore_branches(rollout: RolloutRecord, known: RolloutState) -> None:
 
 
 def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> None:
-    """Find the members whose reward counts under the present settings; the others are scored
-    again."""
+    """Find the members whose reward counts under the current settings; rescore the others."""
     generated = [m for m in group.members if m.state not in GENERATING]
     if state.caller.reward_scope == "none":
         for member in generated:
@@ -283,7 +282,7 @@ def _rollout(
 ) -> RolloutRecord:
     runs = _runs(known, tokens)
     covered = known.runs[-1][0] if known.runs else 0
-    # There are fewer tokens than the finished response had: they are the beginning of it.
+    # Fewer tokens than in the finished response: these are its first ones.
     cut_short = known.stage is not Stage.GENERATING and len(tokens.token_ids) < covered
     stage = Stage.GENERATING if cut_short else known.stage
     prompt = group.prompt.input_ids
@@ -352,7 +351,7 @@ def _request(
 
 
 def _runs(known: RolloutState, tokens: SavedTokens) -> list[SavedRun]:
-    """The runs that the engine reported; for tokens beyond them, those of their slices."""
+    """Return the runs that the engine reported; for tokens beyond them, those of their slices."""
     size = len(tokens.token_ids)
     runs: list[SavedRun] = []
     for end, version, engine in (*known.runs, *tokens.runs):
@@ -404,13 +403,15 @@ def _restore_batch(
     state.delivery.redelivery.append(BatchInWork(known=batch_again(record)))
     state.delivery.unacknowledged[batch.index] = record
     if len(members) < len(batch.group_ids):
-        # Another restart would take the others for delivered, once they are complete again.
+        # Another restart would count the others as delivered once they are complete again.
         state.in_flight.journal.deliver(record)
 
 
 def _left(saved: Saved, group: GroupRecord) -> bool:
-    """Whether the group was in a batch whose record is damaged: otherwise a complete group is on
-    the list of those that are ready."""
+    """Return whether the group was in a batch whose record is damaged.
+
+    Any other complete group is on the list of ready groups.
+    """
     if group.group_id in saved.run.ready:
         return False
     states = [saved.rollouts.get(member.rollout_id) for member in group.members]
@@ -429,8 +430,8 @@ def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> N
     in_flight = state.in_flight
     members = {group.group_id: group.members for group in saved.groups}
     for group_id, cause in saved.damaged.items():
-        # If the group cannot be read, its rollouts are those that name it. The first one has the id
-        # that follows the group's.
+        # If the group cannot be read, its rollouts are those that name it. The first rollout's id
+        # follows the group's id.
         known = [s.rollout_id for s in saved.rollouts.values() if s.group_id == group_id]
         named = [m.rollout_id for m in members.get(group_id, ())] or known or [group_id + 1]
         for rollout_id in named:

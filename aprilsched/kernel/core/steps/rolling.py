@@ -1,17 +1,17 @@
 """Frees engines of older versions, so that each takes the newest one alone (rolling refits).
 
-A rollout has one version: that of its first token. It is *booked* for that version, and a request
-with tokens is sent only to an engine that has it. A rollout without tokens is sent to an engine of
-the trainer's version. So an engine of an older version gets nothing new. It becomes free when its
-last response has ended, or when its requests are moved to other engines of its version
-(:mod:`aprilsched.kernel.core.policies.repack`). They are aborted before any pause and come back
-with their tokens. Then :func:`aprilsched.kernel.core.steps.refit.catch_up` brings the engine to the
-newest version, whichever that is by then. The other engines run on meanwhile.
+A rollout is booked for one version, which is that of its first token. A request with tokens is sent
+only to an engine of this version, and a rollout without tokens only to an engine of the trainer's
+version. So an engine of an older version gets no new rollouts. It becomes free when its last
+response has ended, or when its requests are moved to other engines of its version
+(:mod:`aprilsched.kernel.core.policies.repack`). Such requests are aborted before any pause and
+return with their tokens. Then :func:`aprilsched.kernel.core.steps.refit.catch_up` brings the engine
+to the version that is newest by then, while the other engines keep running.
 
 An engine of an old version stays as long as rollouts of that version may need it: those that wait
-to be sent, and episodes between two turns. If the last engine of a version is lost all the same,
-its rollouts begin again under the newest version, and their tokens are in the ledger. An episode
-has acted on its tokens, so it is a lost member (:mod:`aprilsched.kernel.core.steps.members`).
+to be sent, and episodes between two turns. If the last engine of a version is lost nevertheless,
+its rollouts restart under the newest version, and their tokens are in the ledger. An episode has
+acted on its tokens, so it is a lost member (:mod:`aprilsched.kernel.core.steps.members`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from aprilsched.kernel.core.steps.refit import all_stop
 
 
 def roll(state: SchedulerState) -> None:
-    """Begin rollouts again that no engine can continue, and free engines of older versions."""
+    """Restart rollouts that no engine can continue, and free engines of older versions."""
     if not state.rolling:
         return
     _begin_again(state)
@@ -42,7 +42,7 @@ def roll(state: SchedulerState) -> None:
 
 def _begin_again(state: SchedulerState) -> None:
     versions, queue = state.weights.versions, state.in_flight.queue
-    # Engines of older versions will take the trainer's, so rollouts of that version only wait.
+    # Engines of older versions will take the trainer's, so rollouts of that version just wait.
     older = queue.versions() - {None, versions.trainer}
     if not older or not versions.engines:
         return
@@ -67,7 +67,7 @@ def _restart(state: SchedulerState, request: RequestRecord) -> None:
 
 
 def _leave_to_the_fleet(state: SchedulerState) -> None:
-    """Let a sleep, or an update of all engines, have the engines that are not being refitted."""
+    """Release the engines that are not being refitted to a sleep or an update of all engines."""
     index = state.fleet.index
     index.refresh()
     leaving = [
@@ -86,7 +86,7 @@ def _free(state: SchedulerState) -> None:
     for version in sorted(set(versions.present) - {versions.trainer}):
         busy = len(index.busy(version))
         idle, leaving = _of(state, version, leaves=False), _of(state, version, leaves=True)
-        # While an engine of this version is busy, that it is needed makes no difference.
+        # While an engine of this version is busy, it stays anyway.
         needed = not busy and bool(idle or leaving) and _is_needed(state, version)
         if needed and not idle:
             # The engine that should have taken its rollouts is lost.
@@ -97,8 +97,8 @@ def _free(state: SchedulerState) -> None:
         for control in leaving:
             if control.mode is Mode.RUNNING and not state.in_flight.open[control.name]:
                 fleet.touch(control.name)
-        # Before a sleep nothing is sent but evaluations, and the sleep waits for these. So what
-        # waits for this version begins again, if no other engine can have theirs.
+        # Before a sleep only evaluations are sent, and the sleep waits for them. So rollouts that
+        # wait for this version restart if no other engine can take the evaluations' version.
         stuck = idle and not training_runs(state) and _wants_newest(state)
         for control in index.in_order(idle)[int(needed and not busy and not stuck) :]:
             _go(state, control)
@@ -107,8 +107,7 @@ def _free(state: SchedulerState) -> None:
 
 
 def _of(state: SchedulerState, version: int, *, leaves: bool) -> list[EngineControl]:
-    """The engines of a version that are not being refitted: those that leave, or the idle ones of
-    the others."""
+    """Return the leaving or the idle engines of a version that are not being refitted."""
     return [
         control
         for kind, controls in state.fleet.index.kinds.items()
@@ -119,8 +118,7 @@ def _of(state: SchedulerState, version: int, *, leaves: bool) -> list[EngineCont
 
 
 def _is_needed(state: SchedulerState, version: int) -> bool:
-    """Whether rollouts that no staying engine generates at the moment can go on only under this
-    version."""
+    """Return whether rollouts that are not on a staying engine need this version."""
     in_flight = state.in_flight
     if version in in_flight.queue.versions() or state.fleet.index.requests[version, True]:
         return True
@@ -131,8 +129,7 @@ def _is_needed(state: SchedulerState, version: int) -> bool:
 
 
 def _gather(state: SchedulerState, version: int, busy: int) -> None:
-    """Move the requests of one of the `busy` engines to the others of its version, if that is worth
-    it."""
+    """Move the requests of one `busy` engine to others of its version, if that pays off."""
     in_flight, looked, index = state.in_flight, state.stragglers.looked, state.fleet.index
     fleet = state.fleet.control.engines
     requests = index.requests[version, False] + index.requests[version, True]
@@ -162,8 +159,10 @@ def _gather(state: SchedulerState, version: int, busy: int) -> None:
 
 
 def _wants_newest(state: SchedulerState) -> bool:
-    """Whether requests of an evaluation wait for an engine of the trainer's version, and none has
-    it or is about to."""
+    """Return whether evaluation requests need the trainer's version and no engine will have it.
+
+    An engine will have it if it has the version already or is about to load it.
+    """
     versions, control = state.weights.versions, state.fleet.control
     if state.in_flight.queue.first(training=False) is None:
         return False
@@ -190,8 +189,11 @@ def _load(state: SchedulerState, control: EngineControl) -> Load:
 
 
 def _go(state: SchedulerState, control: EngineControl) -> None:
-    """Let an engine go to the newest version, as soon as it has no open requests. Where that
-    version cannot be published again, as after a restart, the engine stands by for the next."""
+    """Let an engine take the newest version as soon as it has no open requests.
+
+    If that version cannot be published again, as after a restart, the engine stands by for the next
+    one.
+    """
     if state.weights.republishable:
         control.catching_up = True
         state.fleet.control.touch(control.name)

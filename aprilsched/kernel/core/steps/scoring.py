@@ -14,7 +14,7 @@ from aprilsched.types import Score
 
 
 def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -> None:
-    """Finish a rollout that is generated to its end; `score` is its episode's, if it has one."""
+    """Finish a fully generated rollout; `score` comes from its episode, if it returned one."""
     group = rollout.group
     state.in_flight.finish(rollout)
     state.tell(facts.RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
@@ -24,7 +24,7 @@ def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -
         group.complete_at = state.now
     scope = state.caller.reward_scope
     if score is not None:
-        # Before the reward function is asked: it may need what the episode tells.
+        # This precedes the reward call, because the reward function may need the episode's results.
         rollout.attach(score)
     if scope == "none" or rollout.reward is not None:
         _score(state, rollout)
@@ -35,14 +35,14 @@ def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -
 
 
 def ask_for_reward(state: SchedulerState, rollout: RolloutRecord) -> None:
-    """Ask the reward function about one rollout."""
+    """Call the reward function for one rollout."""
     group = rollout.group
     state.tell(facts.RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
     state.commands.append(do.ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
 
 
 def ask_for_rewards(state: SchedulerState, group: GroupRecord) -> None:
-    """Ask the reward function about a whole group."""
+    """Call the reward function for a whole group."""
     state.tell(facts.RewardRequested(group_id=group.group_id))
     state.commands.append(do.ScoreGroup(group=group_of(group)))
 
@@ -86,9 +86,8 @@ def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
 
 
 def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
-    """Ask the user's accept function about a group that is scored, or accept it if there is
-    none."""
-    # An evaluation returns every response, so the accept function is not asked.
+    """Call the user's accept function for a scored group, or accept it if there is none."""
+    # An evaluation returns every response, so the accept function is not called.
     if state.caller.accepts and group.evaluation_id is None:
         state.tell(facts.VerdictRequested(group_id=group.group_id))
         state.commands.append(do.Filter(group=group_of(group)))
@@ -97,7 +96,7 @@ def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
 
 
 def _note_scored(state: SchedulerState, group: GroupRecord) -> None:
-    """Note how long it took until a group was accepted or refused."""
+    """Record how long it took until a group was accepted or rejected."""
     if group.complete_at is not None and group.evaluation_id is None:
         state.calls.rewards.add(state.now - group.complete_at)
 

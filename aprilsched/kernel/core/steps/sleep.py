@@ -1,9 +1,9 @@
 """Lets the engines sleep: they release their memory for the trainer and take it back later.
 
-Stragglers come first: where every engine can release memory while requests wait in a pause, they
-stay inside it (retract). Otherwise they are called back with their tokens and sent again later.
-Weights that were released and not kept by the server must be refitted before anything is
-generated: an engine that wakes without a refit goes on standby.
+Stragglers are handled first: if every engine can release memory while requests wait in a pause,
+they stay inside it (retract). Otherwise they are aborted, return with their tokens and are sent
+again later. Weights that were released and not kept by the server must be refitted before
+generation: an engine that wakes without a refit enters standby.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def on_woken(state: SchedulerState, event: ev.Woken) -> None:
 
 
 def advance_sleep(state: SchedulerState) -> None:
-    """Take the sleep to its next phase, if its conditions are met."""
+    """Advance the sleep to its next phase, if its conditions are met."""
     sleep = state.fleet.sleep
     if sleep is None:
         return

@@ -71,8 +71,7 @@ def full_snapshot(state: SchedulerState) -> Snapshot:
 
 
 def take_checkpoint(state: SchedulerState, *, without: Collection[int]) -> Snapshot:
-    """Return a full snapshot for the trainer's own checkpoint, in which the offered batch is not
-    taken.
+    """Return a full snapshot for the trainer's checkpoint, with the offered batch not taken.
 
     Args:
         without: numbers of the batches that the trainer has learned from; they are left out.
@@ -116,8 +115,11 @@ def take_full(state: SchedulerState) -> Snapshot:
 
 
 def _arrived(journal: Journal) -> TokenPage | None:
-    """The tokens to save: those that arrived since the last snapshot, without the rollouts that
-    have left, and all tokens of the rollouts that are rewritten."""
+    """Return the tokens to save.
+
+    These are the tokens since the last snapshot, without the rollouts that have left, and all
+    tokens of the rewritten rollouts.
+    """
     again = [rollout for rollout in journal.changed.values() if rollout.rewritten]
     journal.arrived.forget(journal.gone.union(rollout.rollout_id for rollout in again))
     _add_all(journal.arrived, again)
@@ -125,7 +127,7 @@ def _arrived(journal: Journal) -> TokenPage | None:
 
 
 def _new_rows(journal: Journal) -> list[SavedRows]:
-    """The rows to save: the new ones, and all rows of the rollouts that are rewritten."""
+    """Return the rows to save: the new ones, and all rows of the rewritten rollouts."""
     found = [rows for each in journal.changed.values() if each.rewritten for rows in _rows(each)]
     for rollout, begin in journal.rows_from.values():
         if not rollout.rewritten:
@@ -134,8 +136,10 @@ def _new_rows(journal: Journal) -> list[SavedRows]:
 
 
 def _rows(rollout: RolloutRecord, begin: Mapping[str, int] | None = None) -> Iterator[SavedRows]:
-    """The rows of the rollout's companions; with `begin` those of the branch at work, from these
-    rows on."""
+    """Return the rows of the rollout's companions.
+
+    With `begin`, return only rows of the active branch, from these rows on.
+    """
     for number, name, log in _companions(rollout):
         if begin is not None and number != rollout.branch:
             continue
@@ -151,7 +155,7 @@ def _rows(rollout: RolloutRecord, begin: Mapping[str, int] | None = None) -> Ite
 
 
 def _companions(rollout: RolloutRecord) -> Iterator[tuple[int, str, CompanionLog]]:
-    """The rows of each branch by its number and the name of the companion."""
+    """Return the rows of each branch, with its number and the name of the companion."""
     if rollout.log.companions:
         for number, branch in enumerate(rollout.all_branches()):
             for name, log in branch.companions.items():
@@ -159,7 +163,7 @@ def _companions(rollout: RolloutRecord) -> Iterator[tuple[int, str, CompanionLog
 
 
 def _held(rollouts: Iterable[RolloutRecord]) -> TokenPage | None:
-    """A page with all tokens of these rollouts."""
+    """Return a page with all tokens of these rollouts."""
     builder = PageBuilder()
     _add_all(builder, rollouts)
     return builder.page()
@@ -268,10 +272,10 @@ def _batch(batch: DeliveredBatch) -> SavedBatch:
 
 
 def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
-    """The data of the run itself.
+    """Return the data of the run itself.
 
-    The offered batch counts as `taken`, because the trainer may take it before the next snapshot;
-    after a restart it is given the same batch again.
+    The offered batch counts as `taken`, because the trainer may take it before the next snapshot.
+    After a restart the trainer gets the same batch again.
     """
     in_flight = state.in_flight
     groups = () if state.delivery.offer is None else state.delivery.offer.groups
@@ -305,7 +309,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
 
 
 def _counters(state: SchedulerState) -> Counters:
-    """The counters as they are when the offered batch is taken."""
+    """Return the counters as they are once the offered batch is taken."""
     counters = replace(state.in_flight.counters)
     if state.delivery.offer is not None:
         counters.batches += 1
@@ -319,7 +323,7 @@ def _counters(state: SchedulerState) -> Counters:
 def _seen_groups(state: SchedulerState) -> tuple[int, ...]:
     """Return the groups of the fresh batch that the trainer has or is offered.
 
-    Once its last part is offered, the batch is saved as a whole.
+    Once its last part is offered, the whole batch is saved.
     """
     work = state.delivery.fresh
     if work.offer is not None and work.offer.part.last:

@@ -10,10 +10,10 @@ from aprilsched.kernel.core.steps.drop import abort
 
 
 def interrupt(state: SchedulerState) -> None:
-    """Call all open requests back when no training rollout should run, if the rule requires it.
+    """Abort all open requests if no training rollout should run and the rule requires it.
 
-    This precedes any pause: a request that is aborted after a retract comes back without the
-    tokens that were not streamed yet (hazard 1).
+    This precedes any pause: a request that is aborted after a retract returns without the tokens
+    that were not streamed yet (hazard 1).
     """
     in_flight = state.in_flight
     # Memory cannot be released under requests, unless the engine can hold them in a pause.
@@ -35,7 +35,7 @@ def interrupt(state: SchedulerState) -> None:
 
 
 def steer(state: SchedulerState) -> None:
-    """Give the next control call of every engine that has not reached the goal."""
+    """Issue the next control call of every engine that has not reached the goal."""
     calls = state.fleet.control.reconcile(
         goal(state), idle=lambda name: not state.in_flight.open[name]
     )
@@ -48,7 +48,7 @@ def goal(state: SchedulerState) -> Goal:
     if state.stragglers.calling_back:
         return RUN
     if update is not None and update.pauses:
-        # Until an update may pause the engines, it waits for the requests in them to end.
+        # Until an update may pause the engines, it waits for their requests to finish.
         if update.phase is UpdatePhase.WAITING:
             return RUN
         return Goal(kind="refit", away=sleep.away_in_refit if sleep else frozenset())

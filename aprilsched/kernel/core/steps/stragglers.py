@@ -1,11 +1,11 @@
 """Defers stragglers and chooses the groups that run, if more are open than run (length buckets).
 
-The request of a deferred rollout neither waits to be sent nor is with an engine. When a batch is
-full or an update starts, everything is called back and deferred. When the next batch starts, the
-members that the rule chooses become eligible.
+The request of a deferred rollout is neither queued nor on an engine. When a batch is full or an
+update starts, everything is aborted and deferred. When the next batch starts, the members that the
+rule chooses become eligible.
 
-Engines are paused only once the requests that were called back have returned: a request that is
-aborted after a retract returns without the tokens that were not streamed yet (hazard 1).
+Engines are paused only once the aborted requests have returned: a request that is aborted after a
+retract returns without the tokens that were not streamed yet (hazard 1).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aprilsched.kernel.core.steps.drop import abort
 
 
 def defer_stragglers(state: SchedulerState) -> None:
-    """Call all training requests back and defer them, once for each stop of the generation."""
+    """Abort and defer all training requests, once for each stop of the generation."""
     _forget_returned(state)
     if not state.plan.schedule.refill.defers:
         return
@@ -55,8 +55,11 @@ def _forget_returned(state: SchedulerState) -> None:
 
 
 def choose_groups(state: SchedulerState) -> None:
-    """Choose the groups that run, when a batch begins, when all chosen groups have ended, and when
-    the tail of the batch begins, if the refill rule asks for that."""
+    """Choose the groups that run, if the refill rule defers groups.
+
+    This happens when a batch starts, when all chosen groups have ended, and when the tail of the
+    batch starts, if the rule requires that.
+    """
     refill = state.plan.schedule.refill
     if not refill.defers or not training_runs(state):
         return
@@ -66,7 +69,7 @@ def choose_groups(state: SchedulerState) -> None:
     tail = not begins and state.in_flight.generating <= state.plan.tail_below
     if not (begins or tail):
         return
-    # The choice is made again, among more groups, when a source that is dry gives more prompts.
+    # Once an exhausted source yields prompts again, the choice is repeated among more groups.
     supplied = state.in_flight.training >= state.plan.target_groups
     state.plan.choice_pending = state.prompts.dry and not supplied
     groups = [group for group in state.in_flight.training_groups() if not group.complete]
@@ -90,8 +93,7 @@ def _tail_below(state: SchedulerState, refill: Refill, groups: list[GroupRecord]
 
 
 def defer_all(state: SchedulerState) -> None:
-    """Defer everything, because the batch is full. Requests that are with engines are called back
-    by the caller."""
+    """Defer everything, because the batch is full; the caller aborts requests on engines."""
     for group in state.in_flight.training_groups():
         for member in group.members:
             if member.eligible and member.state in GENERATING:
@@ -102,7 +104,7 @@ def defer_all(state: SchedulerState) -> None:
 
 
 def release_all(state: SchedulerState) -> None:
-    """Make everything eligible, because the refill rule does not defer any more."""
+    """Make everything eligible, because the refill rule no longer defers groups."""
     for group in state.in_flight.training_groups():
         _release(state, group.members)
 
@@ -135,11 +137,11 @@ def _view(state: SchedulerState, groups: list[GroupRecord], *, tail: bool) -> Op
 
 
 def _runs(group: GroupRecord) -> bool:
-    """Whether a member of the group runs.
+    """Return whether a member of the group runs.
 
-    A member that is being called back does not count. A trainer that takes two batches under one
-    version asks for the second batch while the probes of the first are called back, and otherwise
-    all groups of these probes would run.
+    A member that is being aborted does not count. A trainer that takes two batches under one
+    version requests the second batch while the probes of the first are being aborted. Otherwise all
+    groups of these probes would run.
     """
     requests = (m.request for m in group.members if m.state in (State.RUNNING, State.HELD))
     return any(request is not None and not request.aborting for request in requests)

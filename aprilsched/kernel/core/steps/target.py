@@ -1,8 +1,7 @@
 """Decides how many groups are kept open for the batch in work, and how many groups it takes.
 
-If a batch is full by tokens, the number of groups that it takes is estimated from the lengths seen
-so far, where unfinished responses are censored. Until a response has finished, the estimate is
-``batch_groups``.
+If tokens fill a batch, the number of groups that it takes is estimated from the lengths so far,
+with unfinished responses censored. Until a response has finished, the estimate is ``batch_groups``.
 """
 
 from __future__ import annotations
@@ -13,14 +12,17 @@ from aprilsched.kernel.core.state.state import SchedulerState
 
 
 def retarget(state: SchedulerState) -> None:
-    """Decide how many groups are kept open for the next batch, which begins now, or again in the
-    middle of a batch, because it may take more or fewer groups than was estimated."""
+    """Decide how many groups are kept open for a batch.
+
+    This happens when the batch starts, and again in the middle of it, because it may take more or
+    fewer groups than estimated.
+    """
     state.plan.usual_group = _usual_group(state)
     state.plan.target_groups = state.plan.schedule.target_groups(state.batch_groups)
 
 
 def _usual_group(state: SchedulerState) -> float:
-    """What one group is expected to count towards a batch."""
+    """Return what one group is expected to count towards a batch."""
     size = state.prompts.usual_size
 
     def group_tokens() -> float | None:
@@ -32,8 +34,10 @@ def _usual_group(state: SchedulerState) -> float:
 
 
 def _newest(state: SchedulerState) -> list[GroupLengths]:
-    """The open groups that were launched last. The estimate is of so many responses, and a pool
-    that is refilled asks for it all the time."""
+    """Return the open groups that were launched last.
+
+    About `DEFAULT_WINDOW` responses suffice, and a refilled pool needs the estimate often.
+    """
     newest: list[GroupLengths] = []
     responses = 0
     for group in reversed(state.in_flight.groups.values()):

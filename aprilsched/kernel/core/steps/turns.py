@@ -1,8 +1,8 @@
-"""Handles the turns of rollouts: a plain rollout has one, an episode as many as it asks for.
+"""Handles the turns of rollouts: a plain rollout has one, an episode any number.
 
-An episode may withdraw a turn, for example by a timeout around its call. The request is then called
-back, and its tokens are *undecided*: they are kept if the episode says so. Otherwise they are
-dropped and counted as soon as the episode continues.
+An episode may withdraw a turn, for example by a timeout around its call. The request is then
+aborted, and its tokens are *undecided*: they are kept if the episode requests that. Otherwise they
+are dropped and counted as soon as the episode continues.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
 
 
 def end_turn(state: SchedulerState, request: RequestRecord) -> None:
-    """End the turn of a request that has run to its end."""
+    """End the turn of a finished request."""
     rollout = request.rollout
     withdrawn = rollout.state is State.RETURNING
     rollout.move(Move.END_TURN)
@@ -82,7 +82,7 @@ def _note_answered(rollout: RolloutRecord, begin: int) -> None:
 
 
 def refuse_turn(state: SchedulerState, request: RequestRecord, cause: str) -> None:
-    """End the turn of a request that engines refuse. Its episode goes on behind the turn before."""
+    """End the turn of a refused request; its episode continues after the previous turn."""
     rollout = request.rollout
     rollout.move(Move.END_TURN)
     state.in_flight.forget(request)
@@ -96,7 +96,7 @@ def refuse_turn(state: SchedulerState, request: RequestRecord, cause: str) -> No
 
 
 def take_back(state: SchedulerState, request: RequestRecord) -> None:
-    """Take back a request that was interrupted before its end. Its rest waits to be sent again."""
+    """Take back a request that was interrupted before its end, and requeue the rest."""
     whole = request.remaining <= 0 and not (state.rolling and request.rollout.log.mixed)
     if request.rollout.group.dropped is not None:
         state.in_flight.forget(request)
@@ -133,15 +133,17 @@ def on_turn_requested(
 
 
 def _note_gap(state: SchedulerState, rollout: RolloutRecord, gaps: Durations) -> None:
-    """Note how long an episode took from the answer to its last turn until now."""
+    """Record the time that an episode took since the answer to its last turn."""
     if rollout.answered_at is not None and rollout.group.evaluation_id is None:
         gaps.add(state.now - rollout.answered_at)
     rollout.answered_at = None
 
 
 def _tell_begun(state: SchedulerState, rollout: RolloutRecord, before: int) -> None:
-    """Tell listeners that an episode asks for a turn; the response had `before` tokens before
-    it."""
+    """Report to listeners that an episode requests a turn.
+
+    The response had `before` tokens before this turn.
+    """
     state.tell(
         facts.TurnBegun(
             rollout_id=rollout.rollout_id,
@@ -203,7 +205,7 @@ def on_episode_finished(
         if rollout.replay is not None:
             forget_rest(state, rollout)
         if state.rolling and rollout.log.mixed:
-            # A turn that the episode withdrew, and kept, met an engine with other weights.
+            # A turn that the episode withdrew and kept ran on an engine with other weights.
             cause = "an engine had another version than the one that its first turn was of"
             drop(state, rollout.group, Reason.VERSION_LOST, cause, culprit=rollout.rollout_id)
             return
@@ -215,8 +217,7 @@ def on_episode_finished(
 
 
 def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
-    """Withdraw a turn that is answered already: the episode was cancelled before it got the
-    answer."""
+    """Withdraw an answered turn: the episode was cancelled before it received the answer."""
     if rollout.refused:
         _hand_back(state, rollout, rollout.log.size)
         return
@@ -236,8 +237,7 @@ def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
 
 
 def _hand_back(state: SchedulerState, rollout: RolloutRecord, begin: int) -> None:
-    """Answer a withdrawn turn, whose request is back. The episode decides whether its tokens
-    stay."""
+    """Answer a withdrawn turn whose request is back; the episode decides about its tokens."""
     rollout.undecided = begin
     _resolve(state, rollout, begin, rollout.log.size, rollout.finish_reason, withdrawn=True)
 

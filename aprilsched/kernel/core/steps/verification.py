@@ -1,7 +1,7 @@
-"""Asks engines that may have restarted unnoticed for their version, before they get a request.
+"""Queries engines that may have restarted unnoticed for their version, before they get a request.
 
-A restarted server answers with the weights that it was first started with, as if nothing had
-happened. So an engine is unverified once it was idle for a while, or once a connection to it broke.
+A restarted server serves the weights that it was first started with, without any sign of the
+restart. So an engine is unverified once it was idle for a while, or once a connection to it broke.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ TRUSTED_IDLE_S = 1.0
 
 
 def verify(state: SchedulerState, *, full: Set[str]) -> set[str]:
-    """Ask unverified engines that requests need for their version; return all unverified ones.
+    """Query the unverified engines that requests need; return all unverified engines.
 
     Args:
-        full: names of the engines that get nothing now, which are not asked.
+        full: names of the engines that get no requests now, which are not queried.
     """
     unverified = [control for control in _unverified(state) if control.name not in full]
     for control in _needed(state, unverified, full):
@@ -35,12 +35,12 @@ def verify(state: SchedulerState, *, full: Set[str]) -> set[str]:
 
 
 def awaits_answers(state: SchedulerState) -> bool:
-    """Whether nothing is sent before some engine has answered."""
+    """Return whether nothing is sent before some engine has replied."""
     state.fleet.index.refresh()
     modes = {kind.mode for kind in state.fleet.index.kinds if not kind.leaves}
     update = state.weights.update
     if state.rolling and (update is None or update.kind is UpdateKind.ROLLING):
-        # An engine that continues alone, after its refit, delays no other one.
+        # An engine that resumes alone after its refit delays no other engine.
         return Mode.VERIFYING in modes
     # Otherwise the first engine that continues after a pause would get the whole wave, or, if it
     # took only its share, all carried requests, which have the longest contexts.
@@ -50,9 +50,9 @@ def awaits_answers(state: SchedulerState) -> bool:
 def _unverified(state: SchedulerState) -> list[EngineControl]:
     """Return the engines that take requests and may have restarted unnoticed."""
     index = state.fleet.index
-    # An engine that has answered since the first one was asked is not asked again. The answers of a
-    # large fleet take longer than the trusted time, so it would be asked forever, and nothing would
-    # be sent.
+    # An engine that has replied since the first query is not queried again. The replies of a large
+    # fleet take longer than the trusted time, so otherwise it would be queried forever, and nothing
+    # would be sent.
     since = math.inf if state.fleet.verifying_since is None else state.fleet.verifying_since
     found = [
         control
@@ -80,8 +80,8 @@ def _needed(
 ) -> list[EngineControl]:
     """Return the unverified engines that waiting requests need.
 
-    In a large fleet some engines are always idle. Asking all of them would take more time than all
-    tokens, and would delay every request until the slowest has answered.
+    In a large fleet some engines are always idle. Querying all of them would take more time than
+    all tokens, and would delay every request until the slowest has replied.
     """
     queue, trainer = state.in_flight.queue, state.weights.versions.trainer
     if len(queue) >= len(unverified):
@@ -92,8 +92,8 @@ def _needed(
         if kind.idle and not kind.leaves:
             idle.setdefault(kind.version, set()).update(controls.keys() - full)
     versions = state.weights.versions.engines
-    # With rolling refits an engine takes only requests of its version. Counted as one that is ready
-    # for others, it would keep them waiting forever.
+    # With rolling refits an engine takes only requests of its version. If it counted as ready for
+    # other requests, it would keep them waiting forever.
     for version in sorted({versions[control.name] for control in unverified}):
         own = (version, None) if version == trainer else (version,)
         waiting = [

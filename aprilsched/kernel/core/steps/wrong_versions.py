@@ -1,19 +1,19 @@
-"""Finds engines that do not have the version that they should have, and puts them on standby.
+"""Finds engines that have another version than they should, and puts them on standby.
 
-A server that is restarted comes back with the weights that it was first started with. Somebody
-else may also load weights without the scheduler. Four things show a wrong version:
+A restarted server serves the weights that it was first started with. Another client may also load
+weights without the scheduler. Four things show a wrong version:
 
-- the engine's answer when it is asked: before the first request after a time without requests,
-  and after a connection to it broke;
-- another process that answers then, which the shell reports as a failed call;
+- the engine's reply to a version query, which is sent before the first request after a time without
+  requests, and after a connection to the engine broke;
+- a reply to this query by another process, which the shell reports as a failed call;
 - the label on the tokens that the engine streams;
 - the spans at the end of a response.
 
-Where ``follow_weights`` is set, the fleet follows a newer version
-(:mod:`aprilsched.kernel.core.steps.follow`). Otherwise the engine is on standby until it is brought
-to the fleet's version, and its requests continue elsewhere with the tokens known so far. The tokens
-in question get the version that the engine reports. An evaluation is of one version, so its
-group with such tokens is dropped, and the prompt is generated again.
+With ``follow_weights`` the fleet follows a newer version
+(:mod:`aprilsched.kernel.core.steps.follow`). Otherwise the engine is on standby until it gets the
+fleet's version, and its requests continue elsewhere with the tokens known so far. The tokens in
+question get the version that the engine reports. An evaluation has one version, so its group with
+such tokens is dropped, and the prompt is generated again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def on_verified(state: SchedulerState, event: ev.Verified) -> None:
 def _stand_by_or_follow(
     state: SchedulerState, engine: str, version: int | None, cause: str
 ) -> bool:
-    """Put the engine on standby, unless the fleet follows it; returns whether it does."""
+    """Put the engine on standby unless the fleet follows it; return whether the fleet does."""
     followed = follow(state, engine, version)
     if not followed:
         _stand_by(state, engine, version, cause)
@@ -62,8 +62,7 @@ def _stand_by_or_follow(
 def foreign_version(
     state: SchedulerState, request: RequestRecord, versions: Iterable[int]
 ) -> int | None:
-    """The first of the `versions` that the attempt cannot have been sampled under; None if there is
-    none."""
+    """Return the first version that the attempt cannot have been sampled under, or None."""
     oldest, newest = _possible(state, request)
     for version in versions:
         if not oldest <= version <= newest:
@@ -72,8 +71,7 @@ def foreign_version(
 
 
 def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
-    """Follow an engine that sampled under a `version` that it should not have, or put it on
-    standby.
+    """Follow an engine that sampled under a wrong `version`, or put it on standby.
 
     The attempt of `request` is still open, or was closed in this event.
     """
@@ -81,7 +79,7 @@ def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
     cause = f"it has sampled under version {version} {_wanted(state, engine)}"
     if _stand_by_or_follow(state, engine, version, cause):
         return  # An evaluation is generated again when the fleet has the version.
-    # This comes after the engine is out of use, so that nothing is called back from it.
+    # The engine must be out of use first, so that nothing is aborted on it.
     if group.evaluation_id is not None and group.dropped is None:
         cause = f"{engine} had version {version}, which is not that of the evaluation"
         drop(state, group, Reason.OTHER_VERSION, cause)
@@ -89,8 +87,7 @@ def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
 
 
 def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
-    """The oldest and the newest version that an engine may have reported since the attempt was
-    sent."""
+    """Return the oldest and newest version that the engine may have reported since dispatch."""
     if request.adapter is not None:
         # A label is the version of the full model, which stays the same under its adapters.
         return state.weights.base, state.weights.base
@@ -98,8 +95,8 @@ def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
     if state.rolling and (update is None or update.kind is UpdateKind.ROLLING):
         # An engine is refitted only when it has no requests.
         return request.sent_version, request.sent_version
-    # An update that waits, for an evaluation to end for example, has loaded nothing yet. Somebody
-    # else may have loaded weights under the same number.
+    # An update that waits, for an evaluation to end for example, has loaded nothing yet. Another
+    # client may have loaded weights under the same number.
     loads = update is not None and (update.external or request.engine in update.refitting)
     if update is not None and loads and update.kind is not UpdateKind.ADAPTER:
         newest = max(newest, update.version)
@@ -107,7 +104,7 @@ def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
 
 
 def _expected(state: SchedulerState, control: EngineControl) -> int:
-    """The version of the full model that the engine should have."""
+    """Return the version of the full model that the engine should have."""
     if not state.rolling:
         return state.weights.base
     return state.weights.versions.engines.get(control.name, state.weights.base)
