@@ -40,7 +40,7 @@ class ConnectionDropped(EngineError):
 
 
 class Answer(NamedTuple):
-    """The status and body of a call, and what it says of a later one."""
+    """The status and body of a call, and its consequence for later calls."""
 
     status: int
     body: bytes

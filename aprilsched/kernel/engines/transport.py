@@ -27,8 +27,8 @@ from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.sockets import Connector, generation_socket, inflow_of, probed_socket
 
 _KEEPALIVE_SECONDS = 2.0
-"""It is below the 5 s after which uvicorn (of SGLang and vLLM) closes an idle connection. One that
-is reused at that moment fails after the request was sent, and nobody knows whether it arrived."""
+"""Below the 5 s after which uvicorn (of SGLang and vLLM) closes an idle connection. A connection
+reused at that moment fails after the request was sent, so its arrival would be unknown."""
 _CONTROL_CONNECTIONS = 32
 _BUFFER_BYTES = 2**16
 """Buffer of one connection; reading pauses at twice this size. There are thousands of them."""

@@ -40,8 +40,8 @@ class Bound:
 
 
 MAX_WHOLE = 2**53
-"""Largest whole number of a setting without an upper bound: larger ones are no exact floats, and
-overflow those of NumPy."""
+"""Largest integer of a setting without an upper bound: larger ones are not exact as floats, and
+overflow NumPy integers."""
 AT_LEAST_0 = Bound(least=0, words="0 or more")
 AT_LEAST_1 = Bound(least=1, words="1 or more")
 ABOVE_0 = Bound(above=0, words="a number above 0")

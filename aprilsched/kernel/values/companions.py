@@ -343,8 +343,9 @@ class CompanionLog:
         self.foreign = [(a, min(b, tokens)) for a, b in self.foreign if a < tokens]
 
     def whole(self, *, prompt: int, sampled: NDArray[np.bool_]) -> CompanionRows:
-        """The rows of a rollout with so many prompt tokens, and of those response tokens of which
-        `sampled`, bool [T], says whether a policy sampled them."""
+        """Return the rows of a rollout with `prompt_tokens` prompt tokens and T response tokens.
+
+        `sampled`, bool [T], is True for each response token that a policy sampled."""
         tokens = len(sampled)
         per_context = self.companion.per == "context"
         wanted = max(0, prompt + tokens - 1) if per_context else tokens

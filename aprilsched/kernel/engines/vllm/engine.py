@@ -1,11 +1,11 @@
 """One vLLM server over HTTP, and fleets of such servers.
 
 - A pause is ``mode=keep``. It returns when no further step samples, and with ``clear_cache`` every
-  running request has given up its KV (0.32; its help says that this is ignored).
+  running request has given up its KV (0.32; its help text claims that this is ignored).
 - vLLM moves the weights of a model to the meta device before it reads a checkpoint, so a load that
-  fails leaves none, and the next token ends the process. The folder from before is loaded again.
+  fails leaves none, and the next token ends the process. The previous folder is loaded again.
 - A server that was put to sleep continues by itself as soon as its last part is awake. Its cache is
-  therefore woken by :meth:`VLLMEngine.resume`, when nothing stands between it and the next token.
+  therefore woken by :meth:`VLLMEngine.resume`, when the server is ready for the next token.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         return self._transfer == group
 
     async def begin_update(self) -> None:
-        """Begin an update by transfer; an update that a failure left open is closed first."""
+        """Start an update by transfer; an update that a failure left open is closed first."""
         if self._open_update:
             await self._load("finish_weight_update", accept=(200, _BAD_REQUEST, _FAILED))
         self._open_update, self._loaded = "a transfer", None
@@ -271,7 +271,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         await self._transport.call("POST", "v1/load_lora_adapter", body, timeout=timeout)
 
     async def unload_adapter(self, name: str) -> None:
-        """Remove a LoRA adapter; requests that run with it go on."""
+        """Remove a LoRA adapter; requests that run with it continue."""
         await self._transport.call(
             "POST",
             "v1/unload_lora_adapter",
