@@ -108,9 +108,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     `affinity` is equal for requests that share a prompt prefix. `adapter` names the LoRA adapter
     to sample with. Cached KV is shared only between requests of equal `cache_key`. `companions`
     lists the data to return in addition to the tokens, each with the first context position whose
-    row is missing (unused for a companion of tokens). `media` are the prompt's media, whose placeholders
-    in `input_ids` the engine expands. If the engine has priorities, requests with a lower `rank`
-    should run first.
+    row is missing (unused for a companion of tokens). `media` are the prompt's media, whose
+    placeholders in `input_ids` the engine expands. If the engine has priorities, requests with a
+    lower `rank` should run first.
     """
 
     request_id: str

@@ -177,10 +177,10 @@ class ResponseReader:
         start: int,
         spare: int | None,
     ) -> Rows:
-        """Return the rows from `start` to the last forwarded position (the one before the last token).
+        """Return the rows from `start` to the last forwarded position.
 
-        `values` reads the server's data, whose rows start at position `first`. At most `spare` rows
-        may follow; with None there may be any number of rows."""
+        That position excludes the last token. `values` reads the server's data, whose rows start at
+        position `first`. At most `spare` rows may follow; None allows any number of rows."""
         upto = max(start, self._context + self.held - 1)
         try:
             rows = fitting(values().reshape(-1, *companion.shape), companion.dtype)

@@ -1,5 +1,5 @@
-"""Calls the caller's functions, so that whatever they raise becomes an ordinary exception, and says
-what they fail with.
+"""Calls the caller's functions, turns anything they raise into an ordinary exception, and reports
+their failures.
 
 A CancelledError, StopIteration or SystemExit from the caller's code would end the scheduler's own
 tasks without any message. So these become a CallbackError here.
@@ -111,7 +111,7 @@ async def called(
     if not done:
         await _leave(task, what)
         raise Overdue
-    # The task may be cancelled before it begins, by code that cancels every task it finds.
+    # The task may be cancelled before it starts, by code that cancels every task it finds.
     result, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
     if error is not None:
         raise ordinary(what, error)
@@ -166,7 +166,7 @@ def check_callable(what: str, function: object, *parameters: str) -> None:
 
 
 class WrongResult(Exception):
-    """The caller's function returned something else than it should; the text says what."""
+    """The caller's function returned a wrong result; the text describes it."""
 
 
 class Failures:

@@ -101,8 +101,10 @@ class EngineControls(Part):
             await engine.wake(tags)
 
     async def watch_pauses(self, judges: Callable[[], bool]) -> None:
-        """Ask every engine that is paused here, once a second, whether it still is; it is left out
-        while nothing is known of whoever may continue it (`judges`)."""
+        """Ask every engine that is paused here, once a second, whether it still is.
+
+        The check is skipped while `judges` is False: who may continue the engine is then unknown.
+        """
         while True:
             await asyncio.sleep(_WATCH_S)
             names = [name for name in self._pauses if name in self._engines and judges()]

@@ -90,7 +90,7 @@ class _Comparison:
             start, end = segment.start, segment.end
             age = self._batch.version - segment.version
             if not certain or age < 0:
-                # Somebody other than the trainer loaded a newer version than the batch's.
+                # Another client, not the trainer, loaded a newer version than the batch's.
                 self._skipped += int(np.count_nonzero(usable[start:end]))
                 continue
             here = differences[start:end][usable[start:end]]

@@ -26,7 +26,7 @@ _UNHEARD = (LoadSeen, VersionSeen)
 
 
 class EventLoop:
-    """Feeds the core, tells the listeners, and has commands carried out; `clock` gives the time."""
+    """Feeds the core, notifies the listeners, and has commands executed; `clock` gives the time."""
 
     def __init__(
         self, core: Scheduler, listeners: Sequence[AnyListener], *, clock: Callable[[], float]

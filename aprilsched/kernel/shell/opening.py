@@ -76,7 +76,7 @@ async def check_engines(
     # Before the first pause, which stops the requests of others, and after which SGLang's figures
     # are old.
     await say_who_is_there(engines)
-    # All are waited for, because a fleet that is closed meanwhile could not continue them.
+    # All are waited for, because a fleet that is closed earlier could not continue them.
     for failure in await asyncio.gather(
         *(_flush(engine, config) for engine in engines), return_exceptions=True
     ):

@@ -50,7 +50,7 @@ class RefitReport:
 
 
 class Refits(Part):
-    """Carries out refits, and the removal of adapters that are not used any more."""
+    """Carries out refits, and the removal of adapters that are no longer used."""
 
     def __init__(
         self,
@@ -105,8 +105,10 @@ class Refits(Part):
         self._fleets = self.publisher
 
     async def conclude(self, publisher: ConcludingPublisher) -> None:
-        """Tell a publisher that the call of its update is over, or let it be told at the end of the
-        publishing, which goes on after a cancelled call."""
+        """Notify a publisher that the call of its update is over.
+
+        If it still publishes, which continues after a cancelled call, it is notified at the end of
+        the publishing."""
         if publisher in self._publishing:
             self._concluding.append(publisher)
             return

@@ -202,10 +202,10 @@ class RolloutScheduler(AsyncScheduler):
 
         Args:
             prompts: at least one.
-            group_size: responses of each prompt that has no group size of its own.
+            group_size: responses to each prompt without a group size.
 
         Raises:
-            ConfigError: if there is no prompt, if one cannot be used, or if `group_size` is 0.
+            ConfigError: if `prompts` is empty, if a prompt cannot be used, or if `group_size` is 0.
         """
         self._check_open()
         chosen = checked_evaluation(prompts, group_size, self.config.policies.companions)
@@ -280,7 +280,7 @@ class RolloutScheduler(AsyncScheduler):
 
     @property
     def restores(self) -> bool:
-        """Whether it begins with a checkpoint."""
+        """Whether it starts from a checkpoint."""
         return self._session.durability.restores
 
     def acknowledge(self, *batches: int) -> None:
@@ -338,7 +338,7 @@ class RolloutScheduler(AsyncScheduler):
         await self._session.durability.checkpoint(Path(path), acknowledge=acknowledge)
 
     def restore(self, path: Path | str) -> None:
-        """Begin with the state of a checkpoint. Call it before the ``async with`` block.
+        """Start from the state of a checkpoint. Call it before the ``async with`` block.
 
         The prompts must be the same as when :meth:`checkpoint` was called, from the first one;
         prompts that were launched are skipped. The content of a store is replaced. Engines with
@@ -346,7 +346,7 @@ class RolloutScheduler(AsyncScheduler):
         this case.
 
         Raises:
-            StoreError: if there is no checkpoint, or if it cannot be read.
+            StoreError: if the checkpoint is missing or cannot be read.
             SchedulerClosed: if the scheduler was opened already.
         """
         self._session.durability.restore(Path(path))
@@ -392,7 +392,7 @@ class RolloutScheduler(AsyncScheduler):
     def paused_for_weights(
         self, *, version: int | None = None, label: bool = False
     ) -> AbstractAsyncContextManager[tuple[str, ...]]:
-        """Pause the engines while the trainer loads new weights by calls of its own.
+        """Pause the engines while the trainer loads new weights with its own calls.
 
         ``async with rollouts.paused_for_weights(version=7) as engines: ...`` pauses and flushes the
         engines as :meth:`update_weights` does. In the block the trainer loads version 7 into every
@@ -408,7 +408,7 @@ class RolloutScheduler(AsyncScheduler):
         Args:
             version: number of the new version; by default one more than the last.
             label: True if the trainer does not label the weights with the decimal version. The
-                engines are then told the label at the end of the block.
+                label is then set on the engines at the end of the block.
 
         Raises:
             RefitError: at the end of the block, if no engine has the version.

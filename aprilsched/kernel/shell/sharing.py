@@ -120,7 +120,7 @@ _PAUSE_ANSWER_S = 5.0
 
 
 async def shows_pause(engine: Engine) -> bool | None:
-    """Whether a server is paused; None if the engine is no server, or does not report it."""
+    """Return whether a server is paused; None if not a server, or if it does not report it."""
     if isinstance(engine, TellsPause) and isinstance(engine, HasAddress):
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(_PAUSE_ANSWER_S):

@@ -22,8 +22,8 @@ TaskKey: TypeAlias = str | tuple[Any, ...]
 
 class Tasks:
     """The tasks of a group by key. A task that raises ends the group, as in asyncio.TaskGroup.
-    Before :meth:`run_in` there is no group, and nothing that is started runs; nor does it when the
-    group ends."""
+
+    Tasks do not run before :meth:`run_in` sets the group, nor after the group ends."""
 
     def __init__(self) -> None:
         self._group: asyncio.TaskGroup | None = None
@@ -64,7 +64,7 @@ class Tasks:
         task.add_done_callback(lambda ended: self._end(key, ended))
 
     def start_another(self, kind: tuple[Any, ...], work: Coroutine[Any, Any, None]) -> TaskKey:
-        """Start `work` under a key that begins with `kind` and was not used before; returns it."""
+        """Start `work` under a new key that starts with `kind`, and return the key."""
         self._count += 1
         key = (*kind, self._count)
         self.start(key, work)
@@ -88,12 +88,12 @@ class Tasks:
                 task.cancel()
 
     def cancel_kind(self, kind: tuple[Any, ...], *, but: Iterable[TaskKey] = ()) -> None:
-        """Cancel every task whose key is a tuple that begins with `kind`, except those in `but`."""
+        """Cancel every task whose key is a tuple that starts with `kind`, except those in `but`."""
         spared = set(but)
         self.cancel([key for key in self.of_kind(kind) if key not in spared])
 
     def of_kind(self, *kinds: tuple[Any, ...]) -> list[TaskKey]:
-        """Keys of the running tasks that are tuples and begin with one of `kinds`."""
+        """Return the running tasks' keys that are tuples and start with one of `kinds`."""
         return [
             key
             for key in self._tasks

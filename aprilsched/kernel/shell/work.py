@@ -55,7 +55,7 @@ _TEARDOWN_S = 30.0
 _EXPECTED = frozenset({"rejected", "stale", "begun_again", "withdrawn"})
 """Reasons that the user asked for. All other reasons are failures."""
 _NOTED = (f"{_REWARD} r", f"{_ACCEPT} r", f"{_EPISODE} r")
-"""How the causes begin that were logged with their traceback: raised or returned."""
+"""First words of the causes that were logged with their traceback: raised or returned."""
 
 End = TypeVar("End", bound=RunEnded)
 
@@ -302,7 +302,7 @@ class Work:
             )
         except Exception as error:
             cause = self._failures.note(_EPISODE, self._episode, error)
-            # A program that a refused turn ends is no worse than one that says so.
+            # A program that crashes after a refused turn counts like one that reports the refusal.
             lost = isinstance(error, MemberLost) or turn.refusal is not None
             ending = ev.EpisodeFailed(rollout_id=rollout_id, cause=cause, lost=lost)
         finally:
@@ -334,8 +334,7 @@ class Work:
         *args: Any,
         rollout_id: int | None = None,
     ) -> None:
-        """Call a function that judges a group, or one rollout of it, and tell the core what it has
-        said."""
+        """Call a function that judges a group or one of its rollouts; pass on its result."""
         if function is None:
             return
         try:

@@ -343,7 +343,7 @@ class CompanionLog:
         self.foreign = [(a, min(b, tokens)) for a, b in self.foreign if a < tokens]
 
     def whole(self, *, prompt: int, sampled: NDArray[np.bool_]) -> CompanionRows:
-        """Return the rows of a rollout with `prompt_tokens` prompt tokens and T response tokens.
+        """Return the rows of a rollout with `prompt` prompt tokens and T response tokens.
 
         `sampled`, bool [T], is True for each response token that a policy sampled."""
         tokens = len(sampled)
