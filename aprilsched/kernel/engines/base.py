@@ -1,7 +1,7 @@
-"""The protocol of an engine and of a fleet: all that the coordinator asks of them.
+"""The protocols of an engine and of a fleet: all calls that the coordinator makes to them.
 
 An engine is one inference server (or the model of one). The coordinator never assumes what a
-server can do: the engine finds out its :class:`Capabilities` when it is opened.
+server can do: the engine detects its :class:`Capabilities` when it is opened.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Capabilities:
     release_while_paused: bool = False
     """Memory can be released while requests wait in a pause(retract)."""
     keeps_released_weights: bool = False
-    """Released weights come back unchanged (a copy on the CPU, or they are not really freed)."""
+    """Released weights return unchanged (from a CPU copy, or because they are not really freed)."""
     adapters: bool = False
     """Several LoRA adapters can be served at a time."""
     kv_tier: Literal["none", "keyed", "unkeyed"] = "none"
@@ -95,8 +95,8 @@ class Capabilities:
     media: frozenset[str] = frozenset()
     """The kinds of media that its model understands."""
     priority: int = 0
-    """Where requests have priorities: 1 if small numbers run first, -1 if large ones do. 0: they
-    run in the order in which they came."""
+    """Order of request priorities: 1 if small numbers run first, -1 if large ones do. 0: requests
+    run in order of arrival."""
     server: str = ""
     """Name and version of the server, for people to read."""
 
@@ -269,7 +269,7 @@ class TellsPause(Protocol):
     """An engine that reports whether it is paused, whichever client paused it."""
 
     async def is_paused(self) -> bool | None:
-        """Whether the engine is paused; None where it cannot tell."""
+        """Return whether the engine is paused, or None if unknown."""
         ...
 
 

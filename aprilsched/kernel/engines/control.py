@@ -199,7 +199,7 @@ class Control(Generic[FactsT]):
         self._open_update = "an update by the trainer"
 
     async def accept_weights(self, version: int, *, label: bool = False) -> None:
-        """Take the weights for `version`; raise if the server does not name them so."""
+        """Mark the weights as `version`; raise if the server reports another version."""
         await self._check_process()
         if label:
             await self.set_label(self._name_of(version))
@@ -284,7 +284,7 @@ class Control(Generic[FactsT]):
 
         Raises:
             EngineRejected: if a token id is beyond the vocabulary: the lookup in the embedding
-                fails, and SGLang 0.5.21 and vLLM 0.32 die of it.
+                fails, which crashes SGLang 0.5.21 and vLLM 0.32.
         """
         vocab = self.facts.vocab_size
         largest = int(request.input_ids.max(initial=0))

@@ -284,9 +284,9 @@ class UrlFleet(HttpFleet[EngineT]):
 
 
 class ListedFleet(HttpFleet[EngineT]):
-    """The servers that a function lists, as they come and go.
+    """The servers that a function lists, as they join and leave.
 
-    The function is asked when the fleet is opened, and again every `poll_s` seconds. A server that
+    The function is called when the fleet is opened, and again every `poll_s` seconds. A server that
     is listed joins as soon as it answers. A server that is missing in two lists in a row has left,
     unless it is the last one. An empty list, or a function that raises, changes nothing.
 
@@ -336,7 +336,7 @@ class ListedFleet(HttpFleet[EngineT]):
         await self._open_all([self._engine(url) for url in (await self._list()).values()])
 
     async def watch(self) -> AsyncGenerator[FleetChange, None]:
-        """Yield the servers that have come into the list or are missing in it.
+        """Yield the servers that are new in the list or missing from it.
 
         See :class:`aprilsched.kernel.engines.base.WatchesMembership`.
         """
@@ -366,7 +366,7 @@ class ListedFleet(HttpFleet[EngineT]):
         return {ServerAddress.parse(url).name: url for url in urls}
 
     async def _look(self) -> None:
-        """Take in what is listed now, and let go what was missing in two lists in a row."""
+        """Add newly listed servers, and drop servers missing from two lists in a row."""
         try:
             listed = await self._list()
         except Exception as error:  # The run continues with the servers that it has.
@@ -395,10 +395,10 @@ Trait = tuple[str, Callable[[Facts], Any], str]
 
 
 def _model(facts: Facts) -> str | None:
-    """The model that a server was started with; None where it does not tell.
+    """Return the model that a server was started with, or None if it does not report it.
 
-    A server that has loaded weights from disk names their folder, which may be another one for
-    each version.
+    A server that has loaded weights from disk reports their folder, which may differ for each
+    version.
     """
     return None if version_number(facts.label) else facts.model_path
 

@@ -32,7 +32,7 @@ class HttpLimits:
         update_timeout: time to load one version of the weights.
         abort_timeout: time for the abort of a generation that was left early.
         max_connections: number of generations in flight on one server; 0 for any number. With a
-            bound each has a connection of its own.
+            bound, each has its own connection.
         max_answer_bytes: bytes of one whole control answer, and bytes of a streamed answer beyond
             what its tokens account for (an event that does not end, empty events, comments).
         max_unfinished_bytes: bytes of incomplete events in all streams of the server.

@@ -72,7 +72,7 @@ _LINE = re.compile(rb"^(\w+):(\w+)(?:\{[^\n]*\})? ([^ \n]{1,32})(?: \d+)?$", re.
 
 
 def read_series(page: bytes, wanted: Mapping[str, Over], *, program: str) -> dict[str, float]:
-    """The `wanted` series of a page of metrics, without those that are missing or not finite.
+    """Return the `wanted` series of a page of metrics, without missing or non-finite ones.
 
     They are named ``PROGRAM:NAME``; `wanted` gives the reduction of several ranks' values to one.
     """
@@ -241,7 +241,7 @@ class HttpEngine(Control[FactsT]):
         return True
 
     async def _probe(self) -> FactsT:
-        """Ask the server what it is, and refuse one that cannot be used."""
+        """Probe the server, and refuse one that cannot be used."""
         raise NotImplementedError
 
     def _post(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:

@@ -127,7 +127,7 @@ class ResponseReader:
         raise NotImplementedError
 
     def _spans(self, spans: Sequence[LabelSpan] | None) -> tuple[VersionSpan, ...] | None:
-        """The spans over exactly the held tokens; None where the server reports none."""
+        """Return the spans over exactly the held tokens, or None if the server reports none."""
         if self.held == 0:
             return ()
         if spans is None:
@@ -229,7 +229,7 @@ async def read_chunks(
 
     Raises:
         EngineError: if the stream ends before the response does.
-        EngineProtocolError: if the stream holds what the server does not send, or too much.
+        EngineProtocolError: if the stream contains unexpected data, or too much of it.
     """
     splitter = EventSplitter(allowance)
     try:

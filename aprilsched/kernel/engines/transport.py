@@ -170,7 +170,7 @@ class Transport:
             raise engine_error(self._name, self._url, error) from error
 
     async def read(self, response: aiohttp.ClientResponse, at_most: int | None = None) -> bytes:
-        """Read the whole body, up to the limit; of an error's body only the beginning."""
+        """Read the whole body, up to the limit; for an error, only the start of the body."""
         failed = response.status >= _NOT_DONE
         limit = self._limits.max_answer_bytes
         hint = "raise max_answer_bytes if it should"

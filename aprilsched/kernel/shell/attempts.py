@@ -26,7 +26,7 @@ _ABORT_AGAIN_S = 0.25
 _OF_THE_REQUEST = frozenset({400, 413, 422})
 """Statuses that another attempt cannot change, because the request is wrong. A missing key (401,
 403) or path (404) is a fault of the engine or of its proxy: the engine is lost as after a 500, and
-may come back."""
+may return."""
 
 _ENGINE_FAILED = 500
 """Statuses from here on are failures of the engine, which the request may have caused."""
@@ -41,8 +41,8 @@ class Attempts(Part):
         super().__init__(shell)
         self._run_id = run_id
         self._cache_name = uuid.uuid4().hex
-        """Prefix of every cache key. A run id may belong to another training, and even a resumed run
-        may train a version again whose KV the previous process left in a store."""
+        """Prefix of every cache key. A run id may belong to another training, and a resumed run may
+        train a version again whose KV the previous process left in a store."""
         self._may_send = may_send
         self.adapter_names: dict[int, str] = {}
         """Name of each version's adapter on the engines."""

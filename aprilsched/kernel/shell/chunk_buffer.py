@@ -9,7 +9,7 @@ from aprilsched.kernel.engines.base import Capabilities, Chunk
 def joining(name: str, able: Capabilities, version: int | None) -> EngineInfo:
     """Return the core's view of an engine that joins.
 
-    Simulations must use it too: with different values, trials lacked the room that engines keep."""
+    Simulations use it too. Otherwise their trials would lack the room that engines reserve."""
     return EngineInfo(
         name=name,
         version=version,

@@ -6,7 +6,7 @@ core then does without the engine, so that nothing waits forever.
 The calls of a lost engine are cancelled, except a release or a wake. The effect of these must be
 known, because SGLang crashes when memory is woken that was not released. The engine gets no other
 call before they have ended (:mod:`aprilsched.kernel.shell.handback`), so their answers cannot be
-taken for answers of the process that comes back.
+mistaken for answers of a restarted process.
 
 An engine that runs although it was paused here has another owner, which may load weights too. The
 scheduler ends before it loads half of a version under the other's requests.
@@ -103,7 +103,7 @@ class EngineControls(Part):
     async def watch_pauses(self, judges: Callable[[], bool]) -> None:
         """Ask every engine that is paused here, once a second, whether it still is.
 
-        The check is skipped while `judges` is False: who may continue the engine is then unknown.
+        The check is skipped while `judges` is False: the trainer may then continue the engine.
         """
         while True:
             await asyncio.sleep(_WATCH_S)

@@ -124,14 +124,13 @@ class Turn:
         """All of these were called, so no further one may come."""
 
     def on_end(self, function: Callable[[], object]) -> None:
-        """Call `function` once when the episode has ended, to give back what it holds outside, such
-        as a sandbox.
+        """Call `function` once after the episode, to release an outside resource like a sandbox.
 
         It is called however the episode ends: it returned, raised, or was cancelled because its
         rollout was dropped, became too stale or was lost, or because the scheduler closes. Register
-        it as soon as there is something to give back. Functions are called one after the other, the
-        latest first. A coroutine function runs on the event loop, and a plain one in a thread. Each
-        has 30 seconds. What it raises is logged once and counted (``teardowns_failed``), and has no
+        it as soon as the resource exists. Functions are called one after the other, the latest
+        first. A coroutine function runs on the event loop, and a plain one in a thread. Each has
+        30 seconds. Its exceptions are logged once and counted (``teardowns_failed``), and have no
         other effect.
 
         Raises:
@@ -146,15 +145,15 @@ class Turn:
         self.ending.append(function)
 
     def waits_for(self, what: EpisodeWait) -> None:
-        """Say what the episode waits for until its next turn, for those who look at the run: its
-        "tools", which is assumed after each turn, an "agent" that shall drive it, or its
-        "score"."""
+        """Report what the episode waits for until its next turn, for displays of the run.
+
+        `what` is "tools" (assumed after each turn), "agent" for an agent that drives the episode,
+        or "score"."""
         self._tell(EpisodeWaits(rollout_id=self.rollout_id, what=what))
 
     @property
     def known(self) -> int:
-        """Number of its turns that are known from before the run was resumed, in whole or in
-        part."""
+        """Number of its turns from before the run was resumed, whole or partial."""
         return len(self._known) + (self._begun is not None)
 
     @property
@@ -163,9 +162,10 @@ class Turn:
         return self._context is None and not (self.keeps_known and self._known)
 
     def knows(self, input_ids: Sequence[int] | Int32Array, *, whole: bool = False) -> bool:
-        """Whether a turn after this context is known from before the run was resumed, in whole or,
-        unless `whole` is True, in part. :meth:`generate` returns its tokens then, and generates
-        only what is missing."""
+        """Return whether a turn after this context exists from before the run was resumed.
+
+        Partial turns count unless `whole` is True. :meth:`generate` then returns the turn's tokens
+        and generates only the missing ones."""
         if not self.known:
             return False
         mark = context_mark(np.asarray(input_ids, dtype=np.int32))

@@ -36,8 +36,8 @@ _HEAD_START_S = 1.0
 that is aborted during the pause."""
 _AGAIN_S = 1.0
 _AGAIN_EACH_S = 0.02
-"""Seconds for the aborts after the continue: `_AGAIN_S` in total and this much more for each abort.
-A real server takes 1.5 to 3 ms for one."""
+"""Seconds for the aborts after the continue: `_AGAIN_S`, and this value more for each abort. A real
+server takes 1.5 to 3 ms for one."""
 _CONTINUE_S = 10.0
 """Timeout of the last continue. A server on a busy machine answers within one or two seconds."""
 _LOST_S = 1.0
@@ -47,7 +47,7 @@ _SAY_AFTER_S = 2.0
 
 
 class HandBack(Part):
-    """Hands engines back, each in a task of its own."""
+    """Hands engines back, each in its own task."""
 
     def __init__(
         self, shell: Shell, *, attempts: Attempts, controls: EngineControls, refits: Refits

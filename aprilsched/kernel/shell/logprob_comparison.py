@@ -1,4 +1,4 @@
-"""Compares the trainer's log-probabilities of a batch with those of the engines that sampled it.
+"""Compares the log-probabilities of the trainer and of the engines that sampled a batch.
 
 At staleness 0 the engine and the trainer have the same weights, so every difference comes from
 their arithmetic: kernels, dtypes, the order of sums, the routing of experts. In a loss this looks

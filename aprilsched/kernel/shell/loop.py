@@ -1,6 +1,6 @@
 """The loop of both shells: it feeds events to the core and passes its commands to performers.
 
-Everything runs on one thread, so the core needs no lock. An event that comes while another is
+Everything runs on one thread, so the core needs no lock. An event that arrives while another is
 handled waits in the inbox.
 """
 

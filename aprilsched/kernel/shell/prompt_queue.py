@@ -1,4 +1,4 @@
-"""A source of prompts for trainers that push them, for example those of one step at a time."""
+"""A source of prompts for trainers that push them, for example one step's prompts at a time."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PromptQueue:
             self._wake()
 
     def close(self) -> None:
-        """Say that no more prompts come. The rollouts in flight are then finished and delivered,
+        """Mark the end of the prompts. The rollouts in flight are then finished and delivered,
         perhaps in a smaller last batch. Closing again does nothing."""
         with self._lock:
             self._closed = True

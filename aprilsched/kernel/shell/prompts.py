@@ -58,7 +58,7 @@ class PromptSource:
         self._storable = True
 
     def pass_over(self, count: int) -> None:
-        """Skip the first `count` prompts, because the run had launched them before it was resumed.
+        """Skip the first `count` prompts, which the run launched before it was resumed.
 
         If the source has a method ``skip(count)``, which returns the source without them, it is
         used. Otherwise the prompts are read and dropped.

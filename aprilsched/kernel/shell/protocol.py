@@ -1,4 +1,4 @@
-"""The trainer's protocol: what a trainer, or a front that stands for one, may ask of a scheduler.
+"""The trainer's protocol: the calls that a trainer, or a front for one, may make to a scheduler.
 
 :class:`AsyncScheduler` is implemented by the asyncio scheduler and by the trainer's side of a
 scheduler in another process or actor. The blocking forms need nothing beyond it.
@@ -26,8 +26,8 @@ from aprilsched.types import Batch, Prompt
 
 class AsyncScheduler(ABC):
     """The methods that every asyncio scheduler has for a trainer. Use it as
-    ``async with ... as rollouts``; in the block ``async for batch in rollouts`` gives batches until
-    the prompts end."""
+    ``async with ... as rollouts``; in the block ``async for batch in rollouts`` yields batches
+    until the prompts end."""
 
     @property
     @abstractmethod
@@ -147,7 +147,7 @@ class AsyncScheduler(ABC):
     def paused_for_weights(
         self, *, version: int | None = None, label: bool = False
     ) -> AbstractAsyncContextManager[tuple[str, ...]]:
-        """Pause the engines while the trainer loads new weights by calls of its own."""
+        """Pause the engines while the trainer loads new weights with its own calls."""
 
     @abstractmethod
     def asleep(

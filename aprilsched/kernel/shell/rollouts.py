@@ -55,7 +55,7 @@ class RolloutScheduler(AsyncScheduler):
     """Keeps a fleet of engines full and delivers batches of whole groups.
 
     Use it as ``async with RolloutScheduler(...) as rollouts``. In this block, ``async for batch in
-    rollouts`` or :meth:`next_batch` give batches, :meth:`update_weights` loads a new policy
+    rollouts`` or :meth:`next_batch` yield batches, :meth:`update_weights` loads a new policy
     version, and :meth:`evaluate` generates the responses to a set of prompts.
 
     Args:

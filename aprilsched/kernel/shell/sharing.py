@@ -116,7 +116,7 @@ async def disclaim(engine: Engine) -> None:
 
 
 _PAUSE_ANSWER_S = 5.0
-"""Seconds that an engine has to answer whether it is paused; nothing waits for it any longer."""
+"""Timeout in seconds for the query whether an engine is paused."""
 
 
 async def shows_pause(engine: Engine) -> bool | None:

@@ -34,13 +34,12 @@ class Tasks:
         self._ending = False
 
     def run_in(self, group: asyncio.TaskGroup) -> None:
-        """Run what is started in `group`, which the current task owns."""
+        """Run the tasks that are started in `group`, which the current task owns."""
         self._group = group
         self._owner = asyncio.current_task()
 
     def start(self, key: TaskKey, work: Coroutine[Any, Any, None]) -> None:
-        """Start `work` under a key that is not in use, or is that of the task that starts it and
-        is about to end.
+        """Start `work` under an unused key, or under the key of the calling task, which must end.
 
         Raises:
             InvariantViolation: if the key is in use, because the older task could then not be
@@ -56,8 +55,8 @@ class Tasks:
         try:
             task = self._group.create_task(work)
         except RuntimeError:
-            # A task has failed, and the owner has not run since. A trainer that asked for an update
-            # in between got asyncio's words instead of the error that ends the session.
+            # A task has failed, and the owner has not run since. If this raised, a trainer that
+            # requests an update now would get asyncio's error instead of the session's.
             work.close()
             return
         self._tasks[key] = task
@@ -131,13 +130,13 @@ async def _raise(error: BaseException) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shell:
-    """What the parts of one session share."""
+    """The objects that the parts of one session share."""
 
     config: SchedulerConfig
     engines: dict[str, Engine]
     """The engines of the fleet, by name."""
     feed: Callable[[Event], None]
-    """Gives an event to the core."""
+    """Passes an event to the core."""
     tasks: Tasks
 
 

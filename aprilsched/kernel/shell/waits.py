@@ -24,8 +24,8 @@ class Waits:
         """The batch that may be taken; None if there is none. If there is a store, it has saved
         this batch."""
         self._handing: asyncio.Future[None] | None = None
-        """Done when it is known whether the trainer has taken the offer; None while no offer is on
-        its way."""
+        """Done once the trainer has taken or refused the offer; None while no offer is in transit.
+        """
         self._batch: asyncio.Future[None] | None = None
         self.update: asyncio.Future[UpdateFinished] | None = None
         """The wait for the latest update, even if its caller was cancelled."""

@@ -55,7 +55,7 @@ _TEARDOWN_S = 30.0
 _EXPECTED = frozenset({"rejected", "stale", "begun_again", "withdrawn"})
 """Reasons that the user asked for. All other reasons are failures."""
 _NOTED = (f"{_REWARD} r", f"{_ACCEPT} r", f"{_EPISODE} r")
-"""First words of the causes that were logged with their traceback: raised or returned."""
+"""Prefixes of the causes that were logged with their traceback: raised or returned."""
 
 End = TypeVar("End", bound=RunEnded)
 
@@ -347,8 +347,9 @@ class Work:
 
 
 def _score(reward: object) -> Score:
-    """What the caller's code returned, as a score that is the scheduler's own: the caller may still
-    change the mappings in the one that it returned."""
+    """Return the caller's result as a new score.
+
+    The caller may still change the mappings in the score that it returned."""
     if isinstance(reward, Score):
         return Score(reward=reward.reward, parts=reward.parts, info=reward.info)
     try:

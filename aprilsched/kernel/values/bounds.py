@@ -1,6 +1,6 @@
 """Checks settings against what their fields declare: types, choices and ranges.
 
-A range stands in the annotation of its field (``batch_groups: Annotated[int, AT_LEAST_1] = 32``),
+The range of a field is in its annotation (``batch_groups: Annotated[int, AT_LEAST_1] = 32``),
 and the choices of a setting are the members of its ``Literal``. :func:`check_settings` reads both,
 so no range or choice is written down a second time.
 """
@@ -57,10 +57,10 @@ def check_settings(settings: Any, path: str = "") -> None:
 
     Args:
         settings: an instance of a dataclass.
-        path: what stands before a field's name in an error, such as ``"refill."``.
+        path: prefix of a field's name in an error, such as ``"refill."``.
 
     Raises:
-        ConfigError: if a value has a wrong type, is none of the choices or is out of its range; the
+        ConfigError: if a value has a wrong type, is not one of the choices or is out of range; the
             message names the path of the setting.
     """
     hints = _hints(cast("type[object]", type(settings)))
@@ -114,12 +114,12 @@ def _fits(value: Any, leaf: Any) -> bool:
 
 
 def _is_number(value: Any, kind: type[Any]) -> bool:
-    """Whether a value, which may be NumPy's, is such a number; True and False are none."""
+    """Return whether a value, perhaps NumPy's, is a number of this kind; booleans are not."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _advice(hint: Any) -> str:
-    """What to give for an annotation."""
+    """Return the advice for an annotation: which values it accepts."""
     leaves = _leaves(hint)
     bound = next((leaf.words for leaf in leaves if isinstance(leaf, Bound)), "a number")
     words: list[str] = [leaf for leaf in leaves if isinstance(leaf, str)]

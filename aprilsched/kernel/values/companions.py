@@ -6,9 +6,9 @@ to. There are two kinds:
 - *context*: a row for each position of the context that the engine has forwarded, such as the
   experts to which a mixture of experts routed the position. The pass over position i samples token
   i + 1, so a rollout of P prompt and T response tokens has P + T - 1 rows, and response token t was
-  sampled by the pass of row P + t - 1. An attempt that continues a response is asked for the rows
-  from the first missing one on, so rows of the pass that sampled a token are never replaced by
-  those of a later pass over the same position.
+  sampled by the pass of row P + t - 1. An attempt that continues a response requests the rows from
+  the first missing one on, so rows of the pass that sampled a token are never replaced by rows of
+  a later pass over the same position.
 - *token*: a row for each response token, such as the ids that top-k and top-p left to sample from.
   Tokens that an environment added have an empty row, or one of zeros, or of NaN.
 
@@ -35,7 +35,7 @@ KINDS: Mapping[str, Per] = {
     "sampling_mask": "token",
     "top_logprobs": "token",
 }
-"""What there is a row for, by the name of the companion."""
+"""The unit that has one row, by the name of the companion."""
 _RAGGED = frozenset({"sampling_mask"})
 TOP = "top_logprobs"
 MOST_KEPT = 4096
@@ -47,7 +47,7 @@ _ROW_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """What the rows of one companion are.
+    """The type and shape of one companion's rows.
 
     As a string, for flags and config files: ``"routed_experts=uint8[48,8]"``, ``"sampling_mask"``,
     with ``!`` at the end for `required`.
@@ -334,8 +334,8 @@ class CompanionLog:
         return Rows.join(found)
 
     def truncate(self, rows: int, tokens: int) -> None:
-        """Forget all but the first `rows` rows, and what is known of all but the first `tokens`
-        response tokens."""
+        """Drop the rows after the first `rows`, and the records of response tokens after the first
+        `tokens`."""
         if rows < self.held:
             kept = self.since(0).part(0, max(0, rows))
             self._parts = [kept] if len(kept) else []

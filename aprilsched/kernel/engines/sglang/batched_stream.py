@@ -64,7 +64,7 @@ class _Body:
         self.task: asyncio.Task[None] | None = None
 
     def tell(self, member: _Member, news: Chunk | Exception | None) -> None:
-        """Give a request its next chunk, or what ends it."""
+        """Pass a request its next chunk, or its end: an error, or None."""
         if member.waits:
             member.news.put_nowait(news)
             if not isinstance(news, Chunk) or news.finish is not None:
@@ -78,7 +78,7 @@ class SharingEngine(HttpEngine[ServerFacts]):
     def _bind_to_loop(self) -> None:
         super()._bind_to_loop()
         self._asked: list[_Member] = []
-        """The requests that were asked for in this turn of the loop."""
+        """The requests made in this turn of the event loop."""
 
     def _reader(self, request: GenerationRequest) -> ChunkAssembler:
         return ChunkAssembler(self.name, request, first_version=self._first_version)
@@ -113,7 +113,7 @@ class SharingEngine(HttpEngine[ServerFacts]):
         )
 
     def _send_asked(self) -> None:
-        """Send what was asked for in this turn, in as few bodies as possible."""
+        """Send the requests of this turn, in as few bodies as possible."""
         asked, self._asked = self._asked, []
         alike: dict[Any, list[_Member]] = {}
         for member in asked:

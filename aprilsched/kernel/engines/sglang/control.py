@@ -58,7 +58,7 @@ class ServerControl(Control[ServerFacts]):
     _program = "SGLang"
 
     async def is_paused(self) -> bool | None:
-        """Whether the server is paused; None where it cannot tell (before SGLang had /ready)."""
+        """Return whether the server is paused, or None if unknown (before SGLang had /ready)."""
         answer = await self._questions.ask("ready", accept=(200, _PAUSED, 404))
         return None if answer.status == 404 else answer.status == _PAUSED
 
@@ -118,7 +118,7 @@ class ServerControl(Control[ServerFacts]):
 
     async def _release(self, tags: Sequence[str]) -> None:
         if self.facts.tiered and not self._released:
-            # A server that still copies KV dies of the release, and a flush waits for the copies.
+            # A release crashes a server that still copies KV, and a flush waits for the copies.
             await self.flush()
         await self._call_memory("release_memory_occupation", tags)
 

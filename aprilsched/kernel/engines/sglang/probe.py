@@ -1,4 +1,4 @@
-"""Finds out what one server is and can do by asking it; its version is read, never assumed."""
+"""Probes one server for its properties and capabilities; its version is read, never assumed."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class ServerFacts(Facts):
 
 
 async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFacts:
-    """Ask a server what it is; refuse one that is not SGLang or does not accept our key.
+    """Probe a server; refuse one that is not SGLang or does not accept our key.
 
-    The server is not asked for its `vocab_size` where the caller knows it.
+    The query for its `vocab_size` is skipped if the caller knows it.
 
     Raises:
         EngineProtocolError: if it does not answer like an SGLang server that generates.

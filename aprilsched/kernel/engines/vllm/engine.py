@@ -39,8 +39,8 @@ _BAD_REQUEST = 400
 _NOT_FOUND = 404
 _FAILED = 500
 _OF_SGLANG = {"custom_params", "ebnf", "json_schema", "regex", "stop_regex", "structural_tag"}
-"""Sampling parameters of SGLang that change what is sampled. vLLM ignores names that it does not
-know (0.32), so the answer would be one that was not asked for."""
+"""SGLang's sampling parameters that change the sampled tokens. vLLM ignores unknown names (0.32),
+so it would silently sample from another distribution."""
 _OWNER_SECONDS = 3.0
 """An owner that lives asks a server that it has paused once a second whether it still is."""
 _LOAD_SECONDS = 5.0
@@ -65,11 +65,11 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
     _program = "vLLM"
     _loaded: str | None = None
-    """The folder of the weights that the server has, where it is known."""
+    """The folder of the server's weights; None if unknown."""
     _transfer: int | None = None
     """The group of a trainer's transfer that the server's process is in."""
     _asleep: frozenset[str] = frozenset()
-    """What of the server's memory is away: its cache comes back later than it is asked for."""
+    """The released parts of the server's memory: its cache is woken later than requested."""
 
     _claimed = False
     """Whether no other owner was found when it was claimed."""
@@ -147,7 +147,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         await self._ask("pause", {"mode": "keep", "clear_cache": cleared})
 
     async def flush(self) -> None:
-        """Drop all cached KV, also that of requests which a pause in place had kept."""
+        """Drop all cached KV, including the KV of requests that an in-place pause keeps."""
         answer = await self._ask("reset_prefix_cache", {"reset_running_requests": "true"})
         if not self._questions.read("reset_prefix_cache", answer, dict[str, Any])["success"]:
             raise self._conflict("did not drop its cached KV, which something still uses.")
@@ -254,7 +254,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         await self._load("start_weight_update")
 
     async def receive_transfer(self, info: object) -> None:
-        """Receive and load what the trainer sends."""
+        """Receive and load the weights that the trainer sends."""
         await self._load("update_weights", {"update_info": info})
 
     async def end_update(self, version: int) -> None:

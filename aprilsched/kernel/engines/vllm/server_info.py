@@ -1,4 +1,4 @@
-"""Finds out what one vLLM server is and can do by asking it, and what load it has."""
+"""Probes one vLLM server for its properties, its capabilities and its load."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ async def _server_info(asked: Questions) -> ServerInfo:
 
 
 async def server_process(asked: Questions) -> str | None:
-    """Ask when the process that answers was started; None where the system does not tell."""
+    """Return when the answering process was started, or None if the system does not report it."""
     page = await metrics_page(asked)
     match = re.search(rb"^process_start_time_seconds ([0-9.e+]{1,32})$", page, re.MULTILINE)
     return None if match is None else match[1].decode()
