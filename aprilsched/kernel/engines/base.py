@@ -166,7 +166,7 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the engine can do; known after :meth:`open`."""
+        """The engine's capabilities; available after :meth:`open`."""
         ...
 
     async def open(self) -> None:
@@ -311,10 +311,10 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FleetChange:
-    """What changed in a fleet since the last change; apply `left` before `joined`.
+    """The change of a fleet since the last one; apply `left` before `joined`.
 
-    `left` holds names; one of them may be back in `joined`. The engines in `joined` are open and
-    serve the fleet's model, but may have any version of the weights: ask each for its version.
+    `left` contains names; one of them may be in `joined` again. The engines in `joined` are open
+    and serve the fleet's model, but may have any version of the weights: ask each for its version.
     """
 
     left: tuple[str, ...] = ()

@@ -161,7 +161,7 @@ class Control(Generic[FactsT]):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the server can do; known after it was opened."""
+        """The server's capabilities; available after it was opened."""
         return self.facts.capabilities
 
     @property

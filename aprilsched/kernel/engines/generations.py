@@ -22,7 +22,7 @@ _ABORT_EACH_S = 0.02
 
 
 class HungUp(Exception):
-    """Ends the reading of a stream that was closed before anything had arrived from it."""
+    """Ends the reading of a stream that was closed before any data arrived."""
 
 
 class Call:

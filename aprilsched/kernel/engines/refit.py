@@ -33,7 +33,7 @@ class RefitGroup:
     Attributes:
         name: name of the group, unique on the engine.
         address: address of the trainer's rendezvous, as the engines reach it.
-        world_size: number of ranks: the trainer's one and those of all engines.
+        world_size: number of ranks: the trainer's one, plus the ranks of all engines.
         backend: "gloo" or "nccl".
     """
 
@@ -124,7 +124,7 @@ class RefitByTransfer(_RefitInBuckets, Protocol):
         ...
 
     async def receive_transfer(self, info: object) -> None:
-        """Receive and load what is sent; returns when it is loaded."""
+        """Receive and load the tensors that are sent; return when they are loaded."""
         ...
 
 

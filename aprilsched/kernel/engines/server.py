@@ -249,7 +249,7 @@ class HttpEngine(Control[FactsT]):
         raise NotImplementedError
 
     def _reader(self, request: GenerationRequest) -> ResponseReader:
-        """What turns the events of the answer to `request` into chunks."""
+        """Return the reader that turns the events of the answer to `request` into chunks."""
         raise NotImplementedError
 
     async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109

@@ -207,7 +207,7 @@ class ResponseReader:
 
 
 def empty_chunk(*, spans_known: bool, busy: EngineBusy | None = None) -> Chunk:
-    """The last chunk of a request that was aborted, where no token comes with it."""
+    """Return the last chunk of an aborted request, without tokens."""
     return Chunk(
         token_ids=np.empty(0, np.int32),
         logprobs=np.empty(0, np.float32),

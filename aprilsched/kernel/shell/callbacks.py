@@ -90,7 +90,7 @@ async def called(
     *args: Any,
     within: float | None = None,
 ) -> T:
-    """Await ``function(*args)``, which is the caller's code, in a task of its own.
+    """Await ``function(*args)``, which is the caller's code, in a separate task.
 
     The separate task distinguishes a CancelledError that the caller's code raises by itself from a
     cancellation of the task that waits here. When the waiting task is cancelled, the caller's code
@@ -134,7 +134,7 @@ def called_now(what: str, function: Callable[..., T], *args: Any) -> T:
 
 
 def raised(what: str, error: Exception) -> str:
-    """The cause for the ledger: the name of the called function, and what it raised or returned."""
+    """Return the cause for the ledger: the function's name, and its exception or result."""
     if isinstance(error, WrongResult):
         return f"{what} returned {error}"
     own = _own(error)
@@ -205,7 +205,7 @@ class Failures:
 
 
 def _own(error: BaseException) -> BaseException:
-    """What the caller's code raised itself."""
+    """Return the exception that the caller's code itself raised."""
     return (error.__cause__ or error) if isinstance(error, CallbackError) else error
 
 

@@ -91,7 +91,7 @@ class Durability(Part):
         self._soon = False
         self._closed = False
         self._answers: list[asyncio.Future[None]] = []
-        """What waits for the next save."""
+        """The changes that wait for the next save."""
         self._rest_until = 0.0
         self._full_next = False
         self._saved_at = 0.0
@@ -121,7 +121,7 @@ class Durability(Part):
         self._checkpoint = read_checkpoint(path)
 
     async def open(self) -> bool:
-        """Restore what was saved. Returns whether engines may keep a newer version that they have.
+        """Restore the saved state, and return whether engines may keep a newer version.
 
         Raises:
             StoreError: if the store cannot be used.

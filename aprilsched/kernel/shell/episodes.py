@@ -348,8 +348,8 @@ class FollowsRun(Protocol):
     """An episode function that follows its scheduler."""
 
     def run_opened(self, rollouts: Collection[int]) -> None:
-        """Note that the scheduler is open, and is about to call it for these rollouts; those of a
-        resumed run are among them."""
+        """Note that the scheduler is open and will call it for these rollouts, resumed ones
+        included."""
         ...
 
     def run_closed(self, *, goes_on: bool) -> None:

@@ -35,8 +35,9 @@ _TOKENS_AT_ONCE = 1 << 16
 
 
 async def compared(batch: Batch, logprobs: object) -> LogprobComparison:
-    """The differences of `logprobs` from those of the `batch`, in the forms that
-    :meth:`RolloutScheduler.report_logprobs` describes.
+    """Return the differences between `logprobs` and the batch's own log-probabilities.
+
+    Their forms are described in :meth:`RolloutScheduler.report_logprobs`.
 
     Raises:
         ConfigError: if `logprobs` do not have the shape of the batch.
@@ -53,7 +54,7 @@ async def compared(batch: Batch, logprobs: object) -> LogprobComparison:
 
 
 def _plus(before: LogprobDifferences, differences: NDArray[np.float64]) -> LogprobDifferences:
-    """What is known of some tokens, with the differences of further ones."""
+    """Return the statistics of some tokens, updated with the differences of further tokens."""
     if not differences.size:
         return before
     magnitudes = np.abs(differences)

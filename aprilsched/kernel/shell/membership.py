@@ -21,7 +21,7 @@ log = logging.getLogger("aprilsched")
 
 
 class Membership(Part):
-    """Keeps the engines of the session equal to those of the fleet."""
+    """Keeps the session's engines equal to the fleet's."""
 
     def __init__(
         self, shell: Shell, *, fleet: Fleet, readmission: Readmission, hand_back: HandBack

@@ -1,4 +1,4 @@
-"""Carries out the command Plan: chooses a schedule in a process of its own.
+"""Carries out the command Plan: chooses a schedule in a separate process.
 
 A choice takes seconds of Python code, which must stop neither the event loop nor the trainer. In a
 thread it would take Python's lock from the trainer. So each choice is made by a process that is

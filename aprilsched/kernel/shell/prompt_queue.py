@@ -68,8 +68,9 @@ class PromptQueue:
         return len(self._prompts)
 
     def skip(self, count: int) -> Self:
-        """The source of a resumed run, of which `count` prompts were launched: the queue itself,
-        because what was launched is not pushed again."""
+        """Return the source of a resumed run that launched `count` prompts: the queue itself.
+
+        Launched prompts are not pushed again."""
         return self
 
     def __aiter__(self) -> Self:

@@ -15,7 +15,7 @@ from aprilsched.types import Media, Prompt, RefusedPrompt
 _END = object()
 TOGETHER_S = 0.1
 """Seconds without a new prompt after which the prompts read so far are launched. A prompt that is
-launched alone costs a prefill pass of its own (hazard 15), which stops the running requests of its
+launched alone costs a separate prefill pass (hazard 15), which stops the running requests of its
 engine for about 20 ms."""
 
 

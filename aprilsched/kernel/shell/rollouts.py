@@ -270,7 +270,7 @@ class RolloutScheduler(AsyncScheduler):
 
     @property
     def stored(self) -> bool:
-        """Whether there is a store, so that what was not acknowledged is delivered again."""
+        """Whether a store exists, so that unacknowledged batches are delivered again."""
         return self._session.durability.stored
 
     @property
@@ -401,7 +401,7 @@ class RolloutScheduler(AsyncScheduler):
         ``asleep()``; the engines then have the memory of their weights.
 
         If the block raises, or takes longer than `timeouts.refit_s`, all these engines may hold
-        parts of both versions. They stand by until the next update brings complete weights.
+        parts of both versions. They stay on standby until the next update loads complete weights.
         :class:`~aprilsched.Handshake` is the same for trainers whose pause and continue are two
         functions.
 
@@ -426,7 +426,7 @@ class RolloutScheduler(AsyncScheduler):
         the memory of `tags`. Engines that can hold requests without memory keep the stragglers;
         otherwise the requests are aborted and their tokens kept. In the block,
         :meth:`update_weights` takes the memory of the weights back and loads them. At the end of
-        the block the rest of the memory comes back and generation continues.
+        the block the rest of the memory is taken back and generation continues.
 
         Args:
             tags: "kv_cache", "weights" and "cuda_graph", or some of them.

@@ -47,7 +47,7 @@ class Claim:
 
     _holders: ClassVar[dict[Hashable, Claim]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    """Protects `_holders`, because a blocking scheduler has its loop in a thread of its own."""
+    """Protects `_holders`, because a blocking scheduler runs its loop in a separate thread."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id

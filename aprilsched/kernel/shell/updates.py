@@ -226,7 +226,7 @@ class Updates:
         except BaseException as error:
             with suppress(RefitError):
                 handshake.fail(error)
-            # The block's own error is raised; that of the update follows from it.
+            # The block's own error is raised; the update's error follows from it.
             await _ended(update)
             raise
         with suppress(RefitError):  # It came too late; the update reports this itself.

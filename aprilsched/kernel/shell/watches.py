@@ -70,8 +70,8 @@ async def ask_load(engine: Engine) -> ev.LoadSeen | None:
 
 
 class Claims(Part):
-    """Renews the claims on the engines that the core has (`knows`); one that joins claims its own.
-    `taken` is called with the name of one whose claim is lost."""
+    """Renews the claims on the engines that the core has (`knows`); an engine that joins is claimed
+    on joining. `taken` is called with the name of an engine whose claim is lost."""
 
     def __init__(
         self, shell: Shell, *, knows: Callable[[str], object], taken: Callable[[str, str], None]

@@ -92,7 +92,7 @@ class Work:
         """Number of groups that `accept` has rejected in a row before this one."""
         self._runner = CallbackRunner()
         self._teardowns = CallbackRunner()
-        """Has threads of its own, because rewards may block all of theirs."""
+        """Has its own threads, because rewards may block all of theirs."""
         self._turns: dict[int, Turn] = {}
         self._tasks = Tasks()
         self._saved: Callable[[], Awaitable[None]] | None = None
@@ -112,7 +112,7 @@ class Work:
         self._prompts.pass_over(count)
 
     def say_opened(self) -> None:
-        """Tell the episode function which rollouts start now, those of a resumed run included."""
+        """Notify the episode function of the rollouts that start now, including resumed ones."""
         if isinstance(self._episode, FollowsRun):
             keys = self._tasks.of_kind(("episode",))
             self._episode.run_opened([int(key[1]) for key in keys])
@@ -311,7 +311,7 @@ class Work:
         self._feed(ending)
 
     async def _tear_down(self, turn: Turn, rollout_id: int) -> None:
-        """Call what the episode registered for its end, the latest first."""
+        """Call the functions that the episode registered for its end, the latest first."""
         while turn.ending:
             function = turn.ending.pop()
             call = self._teardowns.call

@@ -23,7 +23,7 @@ class Bound:
     `below`."""
 
     words: str
-    """What to give instead, for the error."""
+    """The accepted values, for the error."""
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -89,7 +89,7 @@ def _hints(kind: type[object]) -> dict[str, Any]:
 
 
 def _leaves(hint: Any) -> list[Any]:
-    """What an annotation consists of: classes, the members of literals, and bounds."""
+    """Return the elements of an annotation: classes, the members of literals, and bounds."""
     origin = get_origin(hint)
     if origin in (Union, UnionType, Annotated):
         return [leaf for part in get_args(hint) for leaf in _leaves(part)]

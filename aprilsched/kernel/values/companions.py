@@ -53,7 +53,7 @@ class Companion:
     with ``!`` at the end for `required`.
 
     Args:
-        name: what the engine calls it: "routed_experts" (int [layers, experts per token]),
+        name: the engine's name for it: "routed_experts" (int [layers, experts per token]),
             "indexer_topk" (int [layers, positions]), "sampling_mask" (int32, the kept ids of each
             token, of any number) or "top_logprobs" (float32 [n, 2], the ids of the n likeliest
             tokens with their log-probabilities).
@@ -254,7 +254,7 @@ class CompanionRows:
     """The rows of one companion of one rollout with P prompt and T response tokens.
 
     Attributes:
-        companion: what the rows are.
+        companion: the type and shape of the rows.
         rows: P + T - 1 rows of a context companion, or T rows of a token companion. Missing rows
             are zeros, or empty.
         exact: bool [T], whether the row of the pass that sampled the token is there. It is False
@@ -268,8 +268,8 @@ class CompanionRows:
 
     def aligned(self, *, prompt: int) -> Rows:
         """One row for each of `prompt` prompt tokens and for each response token. The last token
-        was not forwarded, and no token of the prompt was sampled: these have no row of their own,
-        and get one of zeros or of nothing."""
+        was not forwarded, and no prompt token was sampled: they have no row of their own and get a
+        row of zeros or an empty one."""
         blank = self.companion.blank(prompt + len(self.exact) - len(self.rows))
         before = self.companion.per == "token"
         return Rows.join([blank, self.rows] if before else [self.rows, blank])

@@ -112,7 +112,7 @@ class ServerControl(Control[ServerFacts]):
             ) from error
 
     async def released(self) -> frozenset[str]:
-        """Ask what is released now; nothing is if the server was restarted since."""
+        """Return the memory parts released now; none if the server was restarted since."""
         await self._forget_releases_of_prior_run()
         return self._released
 

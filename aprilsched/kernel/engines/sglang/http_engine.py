@@ -157,7 +157,7 @@ class SGLangFleet(UrlFleet[SGLangEngine]):
 
 
 class SGLangListedFleet(ListedFleet[SGLangEngine]):
-    """The SGLang servers that a function lists, as they come and go.
+    """The SGLang servers that a function lists, as they join and leave.
 
     The function is asked when the fleet is opened, and again every `poll_s` seconds. A server that
     is listed joins as soon as it answers. A server that is missing in two lists in a row has left,

@@ -183,9 +183,9 @@ def generate_body(
     one_seed: bool = False,
 ) -> dict[str, Any]:
     """The body of POST /generate; with `stream_interval` None the server's own interval holds.
-    `priority` is that of :class:`~aprilsched.kernel.engines.base.Capabilities`. A server with
-    `one_seed` for all requests gets a seed of the request: all responses to a prompt would be the
-    same."""
+    `priority` is as in :class:`~aprilsched.kernel.engines.base.Capabilities`. A server with
+    `one_seed` for all requests gets a seed per request. Otherwise all responses to a prompt would
+    be the same."""
     sampling, seed = request.sampling, request.sampling.sampling_seed
     if seed is None and one_seed:
         seed = zlib.crc32(request.request_id.encode())

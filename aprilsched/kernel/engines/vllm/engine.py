@@ -160,7 +160,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         await self._ask("resume")
 
     async def released(self) -> frozenset[str]:
-        """Ask what is released now; nothing is if the server was restarted since."""
+        """Return the memory parts released now; none if the server was restarted since."""
         if self._released and await self._ask_process() != self.facts.process:
             self._released = self._asleep = frozenset()
         return self._released
@@ -286,14 +286,14 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
 
 class VLLMFleet(UrlFleet[VLLMEngine]):
-    """The vLLM servers at `urls`; the arguments are those of :class:`~aprilsched.SGLangFleet`, and
-    the settings those of :class:`~aprilsched.kernel.engines.vllm.engine.VLLMEngine`."""
+    """The vLLM servers at `urls`; the arguments are as in :class:`~aprilsched.SGLangFleet`, and the
+    settings as in :class:`~aprilsched.kernel.engines.vllm.engine.VLLMEngine`."""
 
     _engine_type = VLLMEngine
 
 
 class VLLMListedFleet(ListedFleet[VLLMEngine]):
-    """The vLLM servers that a function lists, as they come and go; the arguments are those of
+    """The vLLM servers that a function lists, as they join and leave; the arguments are as in
     :class:`~aprilsched.SGLangListedFleet`."""
 
     _engine_type = VLLMEngine
