@@ -1,4 +1,4 @@
-"""The address of a server, and the name that segments, events and errors use for it."""
+"""The address of a server, and its name in segments, events and errors."""
 
 from __future__ import annotations
 

@@ -23,11 +23,12 @@ def fleet_at(
     stream_interval: int = 64,
     wait_s: float | None = None,
 ) -> ServerFleet:
-    """The servers at `urls`, which are all of one program; `wait_s` as of
-    :class:`~aprilsched.kernel.engines.fleet.UrlFleet`.
+    """Return the fleet of the servers at `urls`, which must all run the same program.
+
+    `wait_s` is as in :class:`~aprilsched.kernel.engines.fleet.UrlFleet`.
 
     Raises:
-        ConfigError: if a URL or a key cannot be used, or if the URLs are of both programs.
+        ConfigError: if a URL or a key cannot be used, or if the URLs mix the two programs.
     """
     of_vllm = [url.startswith(VLLM) for url in urls]
     if any(of_vllm) and not all(of_vllm):

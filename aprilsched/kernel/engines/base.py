@@ -1,7 +1,7 @@
-"""The protocol of an engine and of a fleet: all that the coordinator asks of them.
+"""The protocols of an engine and of a fleet: all calls that the coordinator makes to them.
 
 An engine is one inference server (or the model of one). The coordinator never assumes what a
-server can do: the engine finds out its :class:`Capabilities` when it is opened.
+server can do: the engine detects its :class:`Capabilities` when it is opened.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ PauseMode: TypeAlias = Literal["retract", "in_place"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
-    """What one engine can do, as it said when it was opened."""
+    """The capabilities that one engine reported when it was opened."""
 
     version_spans: bool
     """A finished or aborted request reports which version sampled each of its tokens."""
@@ -83,7 +83,7 @@ class Capabilities:
     release_while_paused: bool = False
     """Memory can be released while requests wait in a pause(retract)."""
     keeps_released_weights: bool = False
-    """Released weights come back unchanged (a copy on the CPU, or they are not really freed)."""
+    """Released weights return unchanged (from a CPU copy, or because they are not really freed)."""
     adapters: bool = False
     """Several LoRA adapters can be served at a time."""
     kv_tier: Literal["none", "keyed", "unkeyed"] = "none"
@@ -95,8 +95,8 @@ class Capabilities:
     media: frozenset[str] = frozenset()
     """The kinds of media that its model understands."""
     priority: int = 0
-    """Where requests have priorities: 1 if small numbers run first, -1 if large ones do. 0: they
-    run in the order in which they came."""
+    """Order of request priorities: 1 if small numbers run first, -1 if large ones do. 0: requests
+    run in order of arrival."""
     server: str = ""
     """Name and version of the server, for people to read."""
 
@@ -106,11 +106,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     All `request_id` of a run have the same length, because SGLang aborts by prefix.
     `affinity` is equal for requests that share a prompt prefix. `adapter` names the LoRA adapter
-    to sample with. Cached KV is shared only between requests of equal `cache_key`. `companions` has
-    what is to be returned beside the tokens, with the first position of the context whose row is
-    missing (for a companion of tokens it has no meaning). `media` are those of the prompt, whose
-    placeholders in `input_ids` the engine expands. Requests of a lower `rank` should run first,
-    where the engine has priorities.
+    to sample with. Cached KV is shared only between requests of equal `cache_key`. `companions`
+    lists the data to return in addition to the tokens, each with the first context position whose
+    row is missing (unused for a companion of tokens). `media` are the prompt's media, whose
+    placeholders in `input_ids` the engine expands. If the engine has priorities, requests with a
+    lower `rank` should run first.
     """
 
     request_id: str
@@ -128,16 +128,16 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """New tokens of one request; only the last chunk has a `finish`.
 
     `token_ids` int32 [n] and `logprobs` float32 [n] describe the same n tokens; n may be 0. The
-    receiver may keep both arrays, so the engine must not write to them after it gave them away.
-    `spans`, on the last chunk only, covers the request's whole output; None where the engine
-    does not report it (``Capabilities.version_spans`` is False). `label` is the version of the
-    base model that the engine has when it sends the chunk; None where it does not say, or where
-    `spans` gives the version of each token. `token_rows` has the n rows of each companion of
-    tokens; `context_rows`, on the last chunk only, the rows of each companion of the context, from
-    the position that the request names to the last one that was forwarded, or fewer.
+    receiver may keep both arrays, so the engine must not write to them after sending the chunk.
+    `spans`, on the last chunk only, covers the request's whole output; None if the engine does
+    not report it (``Capabilities.version_spans`` is False). `label` is the version of the base
+    model that the engine has when it sends the chunk; None if the engine does not report it, or
+    if `spans` gives the version of each token. `token_rows` contains the n rows of each companion
+    of tokens; `context_rows`, on the last chunk only, the rows of each companion of the context,
+    from the position in the request to the last one that was forwarded, or fewer.
     `prompt_tokens`, of requests with media, is the number of tokens of the context that was sent,
     with the media expanded. `answer`, on the last chunk only, is what the request wants to keep.
-    `busy`, of an abort by the engine itself, says that it has no room for the request now.
+    `busy` is set if the engine aborted the request itself because it has no room for it now.
     """
 
     token_ids: Int32Array
@@ -166,7 +166,7 @@ class Engine(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the engine can do; known after :meth:`open`."""
+        """The engine's capabilities; available after :meth:`open`."""
         ...
 
     async def open(self) -> None:
@@ -184,7 +184,7 @@ class Engine(Protocol):
         as version 0.
 
         Raises:
-            InconsistentWeights: if an update was begun and did not end well.
+            InconsistentWeights: if an update was started and did not succeed.
         """
         ...
 
@@ -198,18 +198,18 @@ class Engine(Protocol):
         ...
 
     def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """Stream one response to its end, or to its abort.
+        """Stream one response until it finishes or is aborted.
 
         The stream stays open through pause and continue, however long they take. If the caller
-        leaves it before its last chunk (by an error or a cancellation), the engine is told to
-        abort the request, so that it does not go on decoding for nobody.
+        leaves it before its last chunk (by an error or a cancellation), the request is aborted.
+        Otherwise the engine would decode tokens that no client reads.
 
         Raises:
-            EngineBusy: the engine has no room for the request now, which is no failure.
+            EngineBusy: the engine has no room for the request now; this is not a failure.
             EngineRejected: with status 400, 413 or 422 the request itself is at fault, and one
-                other engine is tried; with any other status the engine is.
-            EngineUnreachable: nothing of the request has reached the engine.
-            EngineError: the attempt failed; it is repeated with the tokens that have come.
+                other engine is tried; with any other status the engine is at fault.
+            EngineUnreachable: no part of the request reached the engine.
+            EngineError: the attempt failed; it is retried with the tokens received so far.
         """
         ...
 
@@ -266,10 +266,10 @@ class HasLabel(Protocol):
 
 @runtime_checkable
 class TellsPause(Protocol):
-    """An engine that tells whether it is paused, by whomever."""
+    """An engine that reports whether it is paused, whichever client paused it."""
 
     async def is_paused(self) -> bool | None:
-        """Whether the engine is paused; None where it cannot tell."""
+        """Return whether the engine is paused, or None if unknown."""
         ...
 
 
@@ -311,10 +311,10 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FleetChange:
-    """What changed in a fleet since the last change; apply `left` before `joined`.
+    """The change of a fleet since the last one; apply `left` before `joined`.
 
-    `left` holds names; one of them may be back in `joined`. The engines in `joined` are open and
-    serve the fleet's model, but may have any version of the weights: ask each for its version.
+    `left` contains names; one of them may be in `joined` again. The engines in `joined` are open
+    and serve the fleet's model, but may have any version of the weights: ask each for its version.
     """
 
     left: tuple[str, ...] = ()

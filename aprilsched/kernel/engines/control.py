@@ -92,14 +92,14 @@ class Questions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """What a server said about itself when it was opened.
+    """The properties that a server reported when it was opened.
 
     Attributes:
         model_path: the model that the server was started with, or the folder that it loaded last.
         label: the label of the weights, as the server spells it.
-        vocab_size: smallest token id that the server may die of; None where it is not known.
-        process: what distinguishes the server's process from a later one at its address.
-        context_tokens: tokens of a prompt and its response together; None where it is not known.
+        vocab_size: smallest token id that may crash the server; None if unknown.
+        process: identifies the server's process, as opposed to a later one at its address.
+        context_tokens: limit on the tokens of a prompt and its response together; None if unknown.
     """
 
     model_path: str
@@ -114,9 +114,9 @@ FactsT = TypeVar("FactsT", bound=Facts)
 
 
 class Control(Generic[FactsT]):
-    """What is known of one server, and the checks around its control calls.
+    """The state of one server, and the checks around its control calls.
 
-    A subclass says how the program of the server is asked: `pause`, `flush`, `resume`,
+    A subclass implements the calls of the server's program: `pause`, `flush`, `resume`,
     `ask_label`, `_ask_process`, `set_label`, `_release` and `_wake`.
     """
 
@@ -145,7 +145,7 @@ class Control(Generic[FactsT]):
         self._groups: set[str] = set()
         """The groups of trainers that the server's process is in."""
         self._open_update = ""
-        """Names the update that was begun and has not succeeded; empty if there is none."""
+        """Name of the update that was started and has not succeeded; empty if there is none."""
 
     @property
     def name(self) -> str:
@@ -154,14 +154,14 @@ class Control(Generic[FactsT]):
 
     @property
     def facts(self) -> FactsT:
-        """What the server said about itself when it was opened."""
+        """The properties that the server reported when it was opened."""
         if self._facts is None:
             raise EngineUnreachable(self.name, "is not open; call open() before using it.")
         return self._facts
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the server can do; known after it was opened."""
+        """The server's capabilities; available after it was opened."""
         return self.facts.capabilities
 
     @property
@@ -195,11 +195,11 @@ class Control(Generic[FactsT]):
             )
 
     def expect_weights(self) -> None:
-        """Take the weights for inconsistent, because somebody else may begin to load some."""
+        """Mark the weights as inconsistent, because another client may start loading some."""
         self._open_update = "an update by the trainer"
 
     async def accept_weights(self, version: int, *, label: bool = False) -> None:
-        """Take the weights for `version`; raise if the server does not name them so."""
+        """Mark the weights as `version`; raise if the server reports another version."""
         await self._check_process()
         if label:
             await self.set_label(self._name_of(version))
@@ -284,7 +284,7 @@ class Control(Generic[FactsT]):
 
         Raises:
             EngineRejected: if a token id is beyond the vocabulary: the lookup in the embedding
-                fails, and SGLang 0.5.21 and vLLM 0.32 die of it.
+                fails, which crashes SGLang 0.5.21 and vLLM 0.32.
         """
         vocab = self.facts.vocab_size
         largest = int(request.input_ids.max(initial=0))

@@ -40,7 +40,7 @@ class ConnectionDropped(EngineError):
 
 
 class Answer(NamedTuple):
-    """The status and body of a call, and what it says of a later one."""
+    """The status and body of a call, and its consequence for later calls."""
 
     status: int
     body: bytes
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 
 def engine_error(name: str, url: URL, error: Exception) -> EngineError:
-    """The error of this package that stands for a failure of aiohttp."""
+    """Return this package's error for a failure of aiohttp."""
     match error:
         case aiohttp.ClientConnectorError() | aiohttp.ConnectionTimeoutError():
             why = error.strerror or "timed out"

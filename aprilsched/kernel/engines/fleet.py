@@ -193,18 +193,18 @@ class HttpFleet(Generic[EngineT]):
 
 
 class UrlFleet(HttpFleet[EngineT]):
-    """The servers at `urls`; the base of the fleets that are given their addresses.
+    """The servers at `urls`; the base class of fleets with fixed addresses.
 
     Args:
         urls: one URL for each server, as ``http://host:port``.
         model_path: refuse servers that serve another model; None accepts any one model.
-        wait_s: seconds for which :meth:`open` waits for servers that do not answer yet. After them
-            the fleet is opened without those, if any server answers, and they join as soon as they
-            do. None opens all servers together or none.
-        settings: keys, `stream_interval`, `limits` and `first_version`, as of each engine.
+        wait_s: seconds for which :meth:`open` waits for servers that do not answer yet. After that
+            the fleet opens if any server answers, and the others join as soon as they answer. None
+            opens all servers or none.
+        settings: keys, `stream_interval`, `limits` and `first_version`, as for each engine.
 
     Raises:
-        ConfigError: if there is no URL, a bad one, or the same one twice, or if `wait_s` is
+        ConfigError: if `urls` is empty or contains a bad or duplicate URL, or if `wait_s` is
             negative.
     """
 
@@ -241,13 +241,13 @@ class UrlFleet(HttpFleet[EngineT]):
     async def open(self) -> None:
         """Open every server and check that they agree; close all of them if anything is wrong.
 
-        Servers may have different numbered versions, which only a resumed run can do with. With
-        `wait_s` servers that do not answer are waited for, and left out after that.
+        Servers may have different numbered versions, which only a resumed run can use. With
+        `wait_s`, servers that do not answer are waited for, and left out after that.
 
         Raises:
             EngineError: if a server cannot be reached or is another program; with `wait_s`, if none
                 can be reached.
-            ConfigError: if the servers differ in model, or in the weights that they began with.
+            ConfigError: if the servers differ in model, or in their initial weights.
         """
         await self._open_all((*self.engines, *self._awaited.values()))
 
@@ -284,9 +284,9 @@ class UrlFleet(HttpFleet[EngineT]):
 
 
 class ListedFleet(HttpFleet[EngineT]):
-    """The servers that a function lists, as they come and go.
+    """The servers that a function lists, as they join and leave.
 
-    The function is asked when the fleet is opened, and again every `poll_s` seconds. A server that
+    The function is called when the fleet is opened, and again every `poll_s` seconds. A server that
     is listed joins as soon as it answers. A server that is missing in two lists in a row has left,
     unless it is the last one. An empty list, or a function that raises, changes nothing.
 
@@ -328,15 +328,15 @@ class ListedFleet(HttpFleet[EngineT]):
         Raises:
             EngineUnreachable: if the list is empty.
             EngineError: if a server cannot be reached or is another program.
-            ConfigError: if a URL is bad, or if the servers differ in model, or in the weights that
-                they began with.
+            ConfigError: if a URL is bad, or if the servers differ in model, or in their initial
+                weights.
             Exception: any exception of the function that lists the servers.
         """
         self._missing = {}
         await self._open_all([self._engine(url) for url in (await self._list()).values()])
 
     async def watch(self) -> AsyncGenerator[FleetChange, None]:
-        """Yield the servers that have come into the list or are missing in it.
+        """Yield the servers that are new in the list or missing from it.
 
         See :class:`aprilsched.kernel.engines.base.WatchesMembership`.
         """
@@ -348,9 +348,10 @@ class ListedFleet(HttpFleet[EngineT]):
                 yield change
 
     async def listed(self) -> Sequence[EngineT]:
-        """Ask for the list; returns an engine for each server of it, which the caller opens and
-        closes. It is for somebody who is not the scheduler, such as a publisher of another process.
-        A server that is still listed has the same engine as before."""
+        """Ask for the list, and return one engine per server, which the caller opens and closes.
+
+        For users other than the scheduler, such as a publisher in another process. A server that
+        is still listed keeps its engine."""
         urls = {ServerAddress.parse(url).name: url for url in await self._list_urls()}
         self._apart = {
             name: self._apart.get(name) or self._engine(url) for name, url in urls.items()
@@ -365,10 +366,10 @@ class ListedFleet(HttpFleet[EngineT]):
         return {ServerAddress.parse(url).name: url for url in urls}
 
     async def _look(self) -> None:
-        """Take in what is listed now, and let go what was missing in two lists in a row."""
+        """Add newly listed servers, and drop servers missing from two lists in a row."""
         try:
             listed = await self._list()
-        except Exception as error:  # The run goes on with the servers that it has.
+        except Exception as error:  # The run continues with the servers that it has.
             what = str(error) if isinstance(error, EngineError) else repr(error)
             self._warn_once("", f"listing the servers failed: {what}")
             return
@@ -385,7 +386,7 @@ class ListedFleet(HttpFleet[EngineT]):
 
 
 def _no_answer(error: BaseException | None) -> bool:
-    """Whether a server did not answer, or said that it cannot yet, as while it loads."""
+    """Whether a server did not answer, or answered that it is not ready, as while it loads."""
     unavailable = isinstance(error, EngineRejected) and error.status == _UNAVAILABLE
     return unavailable or isinstance(error, EngineUnreachable | ControlTimeout)
 
@@ -394,10 +395,10 @@ Trait = tuple[str, Callable[[Facts], Any], str]
 
 
 def _model(facts: Facts) -> str | None:
-    """The model that a server was started with; None where it does not tell.
+    """Return the model that a server was started with, or None if it does not report it.
 
-    A server that has loaded weights from disk names their folder, which may be another one for
-    each version.
+    A server that has loaded weights from disk reports their folder, which may differ for each
+    version.
     """
     return None if version_number(facts.label) else facts.model_path
 
@@ -416,8 +417,7 @@ _ONE_VERSION: Trait = (
 
 
 def check_fleet(engines: Sequence[HttpEngine[Any]], model_path: str | None) -> None:
-    """Refuse open engines that differ in model, or in the weights that they began with, or serve
-    another model than `model_path`.
+    """Refuse open engines that differ in model or initial weights, or do not serve `model_path`.
 
     Raises:
         ConfigError: if they do; it names two that differ, and what to change.

@@ -22,7 +22,7 @@ _ABORT_EACH_S = 0.02
 
 
 class HungUp(Exception):
-    """Ends the reading of a stream that was closed before anything had arrived from it."""
+    """Ends the reading of a stream that was closed before any data arrived."""
 
 
 class Call:
@@ -32,7 +32,7 @@ class Call:
         self.over = False
         """Whether the server has nothing left of the request that an abort could end."""
         self.aborted = False
-        """Whether the server was told to abort the request."""
+        """Whether an abort of the request was sent to the server."""
         self.shared = False
         """Whether other requests are on the same connection."""
         self.unsure = False
@@ -55,17 +55,17 @@ class Call:
         """Close the connection now; the reader of the stream gets `reason` as its error."""
         self._broken_off = reason
         if self._response is not None:
-            # The order matters: after close() first, the reader would wait for ever.
+            # The order matters: after close() first, the reader would wait forever.
             self._response.content.set_exception(reason)
             self._response.close()
 
 
 class EarlyAborts:
-    """Tells one server to abort the generations that were left early, a few at a time.
+    """Aborts the generations of one server whose streams were left early, a few at a time.
 
     Generations that are left together share a time bound, which grows with their number. When
-    ``ABORTS_AT_ONCE`` aborts in a row get no answer, the rest is given up. One log line says how
-    many were not aborted.
+    ``ABORTS_AT_ONCE`` aborts in a row get no answer, the rest are skipped, and one log line gives
+    their number.
 
     Args:
         name: name of the server, for the log.

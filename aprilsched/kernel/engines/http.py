@@ -3,9 +3,9 @@
 - Control calls have their own pool, so that an abort never waits behind generations.
 - A control call is repeated after a failure to connect and, where repeating it is harmless, after
   a dropped connection. A generation is never repeated here.
-- Answers are not decompressed, redirects are not followed, cookies are not kept, and proxies of
+- Answers are not decompressed, redirects are not followed, cookies are not kept, and proxies from
   the environment are not used.
-- A process without file descriptors waits for some: that is no failure of its servers.
+- A process that is out of file descriptors waits for some; its servers do not count as failed.
 - Keys exist only in the headers of the two sessions: not in a repr, a log line or an error.
 - The duration of a generation has no limit: the scheduler exists for stragglers, and a paused
   stream is silent for as long as the pause lasts.
@@ -32,7 +32,7 @@ class HttpLimits:
         update_timeout: time to load one version of the weights.
         abort_timeout: time for the abort of a generation that was left early.
         max_connections: number of generations in flight on one server; 0 for any number. With a
-            bound each has a connection of its own.
+            bound, each has its own connection.
         max_answer_bytes: bytes of one whole control answer, and bytes of a streamed answer beyond
             what its tokens account for (an event that does not end, empty events, comments).
         max_unfinished_bytes: bytes of incomplete events in all streams of the server.

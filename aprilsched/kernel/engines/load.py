@@ -1,5 +1,5 @@
-"""What an engine reports about its own load, for displays and logs. Of all decisions only that of
-moving requests from a full KV pool (``dispatch.migrate``) depends on it.
+"""An engine's report of its own load, for displays and logs. Only one decision depends on it: to
+move requests from a full KV pool (``dispatch.migrate``).
 
 A figure that an engine does not report is None; no figure is estimated.
 """

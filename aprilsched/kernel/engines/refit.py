@@ -1,10 +1,10 @@
 """Protocols for the ways in which an engine takes weights or adapters and releases its memory.
 
-Each way is a protocol of its own, because no engine has all of them: a publisher asks for the one
-that it needs and refuses engines without it. In all of them the caller has paused the engine, and
-the KV cache is left alone: flushing is a control call of its own (hazard 3).
+Each way is a separate protocol, because no engine has all of them: a publisher requires the one
+that it needs and refuses engines without it. All of them require that the caller has paused the
+engine, and leave the KV cache alone: flushing is a separate control call (hazard 3).
 
-An engine whose update was begun and did not succeed has inconsistent weights: neither the old
+An engine whose update was started and did not succeed has inconsistent weights: neither the old
 ones nor the new ones, whatever version it still reports. Its ``Engine.version()`` raises
 :class:`~aprilsched.errors.InconsistentWeights` until a complete update has succeeded.
 """
@@ -33,7 +33,7 @@ class RefitGroup:
     Attributes:
         name: name of the group, unique on the engine.
         address: address of the trainer's rendezvous, as the engines reach it.
-        world_size: number of ranks: the trainer's one and those of all engines.
+        world_size: number of ranks: the trainer's one, plus the ranks of all engines.
         backend: "gloo" or "nccl".
     """
 
@@ -55,10 +55,10 @@ class RefitFromDisk(Protocol):
 
 @runtime_checkable
 class _RefitInBuckets(Protocol):
-    """An engine that takes weights in parts: one begin, any number of parts, one end."""
+    """An engine that takes weights in parts: one start, any number of parts, one end."""
 
     async def begin_update(self) -> None:
-        """Begin an update; an update that a failure left open is closed first."""
+        """Start an update; an update that a failure left open is closed first."""
         ...
 
     async def end_update(self, version: int) -> None:
@@ -92,10 +92,10 @@ class RefitFromGroup(_RefitInBuckets, Protocol):
         group: str,
         load_format: str | None = "flattened_bucket",
     ) -> None:
-        """Receive one bucket that rank 0 broadcasts; returns when it is loaded.
+        """Receive one bucket that rank 0 broadcasts, and return when it is loaded.
 
-        `load_format` says how it travels: "flattened_bucket" is one row of bytes, and None is one
-        broadcast for each tensor.
+        `load_format` is the format of the transfer: "flattened_bucket" is one row of bytes, and
+        None is one broadcast for each tensor.
         """
         ...
 
@@ -124,7 +124,7 @@ class RefitByTransfer(_RefitInBuckets, Protocol):
         ...
 
     async def receive_transfer(self, info: object) -> None:
-        """Receive and load what is sent; returns when it is loaded."""
+        """Receive and load the tensors that are sent; return when they are loaded."""
         ...
 
 
@@ -139,21 +139,21 @@ class RefitFromSockets(Protocol):
 
 @runtime_checkable
 class RefitElsewhere(Protocol):
-    """An engine into which somebody else loads weights, by calls that this object does not see."""
+    """An engine into which another client loads weights, by calls that this object does not see."""
 
     def expect_weights(self) -> None:
-        """Take the weights for inconsistent, because somebody else may begin to load some."""
+        """Mark the weights as inconsistent, because another client may start loading some."""
         ...
 
     async def accept_weights(self, version: int, *, label: bool = False) -> None:
-        """Take the weights for `version`, which somebody else has loaded completely.
+        """Mark the weights as `version`, which another client has loaded completely.
 
-        With `label` the engine is told to report them as `version`. Otherwise it must do so
+        With `label`, the engine is set to report them as `version`. Otherwise it must report that
         already.
 
         Raises:
             EngineRejected: (409) if the engine reports another version.
-            EngineRestarted: if another process answers than the one that was opened.
+            EngineRestarted: if the process that answers is not the one that was opened.
         """
         ...
 

@@ -64,8 +64,8 @@ async def pause_during(engine: Engine) -> AsyncGenerator[None]:
         yield
         await engine.resume()
     except BaseException:
-        # After a cancellation, such as that of an engine that has left the fleet, no other task
-        # resumes the engine.
+        # After a cancellation, for example because the engine left the fleet, no other task resumes
+        # the engine.
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(RESUME_TIMEOUT_S):
                 await engine.resume()

@@ -1,22 +1,21 @@
 """One inference server over HTTP as an :class:`~aprilsched.kernel.engines.base.Engine`, whatever
-program it is: what is known of it, its version, its released memory, and generations that end in
-any case.
+program it is: its properties, version and released memory, and generations that always end.
 
 - A generation is sent once. When its stream is left before the last chunk, even by a
-  cancellation, the server is told in bounded time to abort it.
+  cancellation, an abort is sent to the server in bounded time.
 - Only a failure to connect is reported as :class:`~aprilsched.errors.EngineUnreachable`: after it
   the call can be repeated, because two copies of the request cannot decode.
-- Streams have no timeout; control calls always have one. The size of a stream is bounded by what
-  was asked for; what follows the last chunk or an error status is bounded to a few KiB and seconds.
+- Streams have no timeout; control calls always have one. The size of a stream is bounded by
+  the request; data after the last chunk or an error status is limited to a few KiB and seconds.
 - The weights count as *inconsistent* from the first byte of an update until it has succeeded.
-- The client remembers what memory was released, because servers do not check the order of such
+- The client records which memory was released, because servers do not check the order of such
   calls. A call counts as executed unless the server refused it or could not be reached.
 
 A paused server may hold a request before its scheduler knows of it. SGLang loses an abort of such a
 request and remembers that it was aborted: it passes no later abort on, and after continue the
 request decodes to its end (0.5.21). While nothing has arrived, closing the connection always works:
-the server drops a held request and aborts a queued one. That loses no token, because none was
-received or on its way.
+the server drops a held request and aborts a queued one. No token is lost, because none was received
+or on its way.
 """
 
 from __future__ import annotations
@@ -73,9 +72,9 @@ _LINE = re.compile(rb"^(\w+):(\w+)(?:\{[^\n]*\})? ([^ \n]{1,32})(?: \d+)?$", re.
 
 
 def read_series(page: bytes, wanted: Mapping[str, Over], *, program: str) -> dict[str, float]:
-    """The `wanted` series of a page of metrics, without those that are missing or not finite.
+    """Return the `wanted` series of a page of metrics, without missing or non-finite ones.
 
-    They are named ``PROGRAM:NAME``; `wanted` says how the values of several ranks become one.
+    They are named ``PROGRAM:NAME``; `wanted` gives the reduction of several ranks' values to one.
     """
     found: dict[str, list[float]] = {}
     for match in _LINE.finditer(page):
@@ -98,12 +97,13 @@ _DRAIN_BYTES = 2**16
 class HttpEngine(Control[FactsT]):
     """One server at an address.
 
-    A subclass says how its program is asked: `_probe`, `_post`, `_reader` and `_abort`, besides
-    what :class:`Control` needs. If its streams are not server-sent events, it has `_chunks` too.
+    A subclass implements its program's calls: `_probe`, `_post`, `_reader` and `_abort`, in
+    addition to those that :class:`Control` needs. If its streams are not server-sent events, it
+    also has `_chunks`.
 
     Args:
         url: URL where the server listens, as ``http://host:port``.
-        admin_key: key for control calls, where it is not the same.
+        admin_key: key for control calls, if it differs from `api_key`.
         api_key: key for generation.
         stream_interval: tokens between two events of a stream.
         limits: timeouts and sizes.
@@ -208,7 +208,7 @@ class HttpEngine(Control[FactsT]):
                     yield chunk
 
     async def _abort_quietly(self, request_id: str) -> None:
-        """Tell the server to abort a generation that nobody reads any more."""
+        """Abort a generation that no client reads any longer."""
         await self._early_aborts.send(lambda: self._last_abort(request_id))
 
     async def _last_abort(self, request_id: str) -> None:
@@ -230,9 +230,9 @@ class HttpEngine(Control[FactsT]):
     async def _still_runs(self) -> bool:
         """Whether the process that was opened answers.
 
-        After an abort a connection may break before its last event, which is no failure of a
-        server that goes on (seen once of SGLang 0.5.21): the tokens that have arrived are the
-        response. A server that was lost or restarted meanwhile is one that failed.
+        After an abort a connection may break before its last event (seen once with SGLang 0.5.21).
+        If the server still runs, this is not a failure: the tokens that have arrived are the
+        response. A server that was lost or restarted in that time has failed.
         """
         try:
             await self._check_process()
@@ -241,7 +241,7 @@ class HttpEngine(Control[FactsT]):
         return True
 
     async def _probe(self) -> FactsT:
-        """Ask the server what it is, and refuse one that cannot be used."""
+        """Probe the server, and refuse one that cannot be used."""
         raise NotImplementedError
 
     def _post(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
@@ -249,7 +249,7 @@ class HttpEngine(Control[FactsT]):
         raise NotImplementedError
 
     def _reader(self, request: GenerationRequest) -> ResponseReader:
-        """What turns the events of the answer to `request` into chunks."""
+        """Return the reader that turns the events of the answer to `request` into chunks."""
         raise NotImplementedError
 
     async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
@@ -288,7 +288,7 @@ class HttpEngine(Control[FactsT]):
 
 
 def facts_of(engine: Engine) -> Facts | None:
-    """What a server said about itself when it was opened; None for an engine that is no server."""
+    """Return the properties that a server reported when opened, or None if it is not a server."""
     return cast("HttpEngine[Facts]", engine).facts if isinstance(engine, HttpEngine) else None
 
 

@@ -73,7 +73,7 @@ def probed_socket(address: Any) -> socket.socket:
     """Make a socket with TCP keep-alive.
 
     A machine that loses power does not close its connections. Without these probes its streams
-    would stay open for ever, because a silent stream may be a paused one.
+    would stay open forever, because a silent stream may be a paused one.
     """
     family, kind, protocol, _, _ = address
     made = _Socket(family, kind, protocol)

@@ -99,7 +99,7 @@ class Allowance:
             self._unfinished.change(by)
 
     def close(self) -> None:
-        """End the answer: the stream holds nothing any more."""
+        """End the answer: the stream contains no more data."""
         self.hold(0)
 
 

@@ -58,7 +58,7 @@ def media_source(media: Media) -> str:
 
 
 class LabelSpan(msgspec.Struct, frozen=True):
-    """Says that tokens `start` to `end` were sampled with the weights labelled `version`."""
+    """Tokens `start` to `end`, which were sampled with the weights labelled `version`."""
 
     version: Name
     start: Count
@@ -73,8 +73,9 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
 
 def version_number(label: str | None, first: int = 0) -> int:
-    """The policy version that a label stands for, where "0" stands for version `first`, and so does
-    any label that is no number."""
+    """Return the policy version for a label.
+
+    "0", and any label that is not a number, stands for version `first`."""
     if not label or len(label) > _DIGITS or not (label.isascii() and label.isdigit()):
         return first
     return number if (number := first + int(label)) <= _INT32_MAX else first
@@ -126,7 +127,7 @@ class ResponseReader:
         raise NotImplementedError
 
     def _spans(self, spans: Sequence[LabelSpan] | None) -> tuple[VersionSpan, ...] | None:
-        """The spans over exactly the held tokens; None where the server reports none."""
+        """Return the spans over exactly the held tokens, or None if the server reports none."""
         if self.held == 0:
             return ()
         if spans is None:
@@ -176,9 +177,10 @@ class ResponseReader:
         start: int,
         spare: int | None,
     ) -> Rows:
-        """The rows from `start` to the last position that was forwarded, which excludes the last
-        token. `values` reads what the server sent, whose rows begin at position `first`. At most
-        `spare` rows may follow; with None there may be any number of rows."""
+        """Return the rows from `start` to the last forwarded position.
+
+        That position excludes the last token. `values` reads the server's data, whose rows start at
+        position `first`. At most `spare` rows may follow; None allows any number of rows."""
         upto = max(start, self._context + self.held - 1)
         try:
             rows = fitting(values().reshape(-1, *companion.shape), companion.dtype)
@@ -205,7 +207,7 @@ class ResponseReader:
 
 
 def empty_chunk(*, spans_known: bool, busy: EngineBusy | None = None) -> Chunk:
-    """The last chunk of a request that was aborted, where no token comes with it."""
+    """Return the last chunk of an aborted request, without tokens."""
     return Chunk(
         token_ids=np.empty(0, np.int32),
         logprobs=np.empty(0, np.float32),
@@ -227,7 +229,7 @@ async def read_chunks(
 
     Raises:
         EngineError: if the stream ends before the response does.
-        EngineProtocolError: if the stream holds what the server does not send, or too much.
+        EngineProtocolError: if the stream contains unexpected data, or too much of it.
     """
     splitter = EventSplitter(allowance)
     try:

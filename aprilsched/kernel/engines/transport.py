@@ -27,8 +27,8 @@ from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.sockets import Connector, generation_socket, inflow_of, probed_socket
 
 _KEEPALIVE_SECONDS = 2.0
-"""It is below the 5 s after which uvicorn (of SGLang and vLLM) closes an idle connection. One that
-is reused at that moment fails after the request was sent, and nobody knows whether it arrived."""
+"""Below the 5 s after which uvicorn (of SGLang and vLLM) closes an idle connection. A connection
+reused at that moment fails after the request was sent, so its arrival would be unknown."""
 _CONTROL_CONNECTIONS = 32
 _BUFFER_BYTES = 2**16
 """Buffer of one connection; reading pauses at twice this size. There are thousands of them."""
@@ -170,7 +170,7 @@ class Transport:
             raise engine_error(self._name, self._url, error) from error
 
     async def read(self, response: aiohttp.ClientResponse, at_most: int | None = None) -> bytes:
-        """Read the whole body, up to the limit; of an error's body only the beginning."""
+        """Read the whole body, up to the limit; for an error, only the start of the body."""
         failed = response.status >= _NOT_DONE
         limit = self._limits.max_answer_bytes
         hint = "raise max_answer_bytes if it should"

@@ -26,7 +26,7 @@ _ABORT_AGAIN_S = 0.25
 _OF_THE_REQUEST = frozenset({400, 413, 422})
 """Statuses that another attempt cannot change, because the request is wrong. A missing key (401,
 403) or path (404) is a fault of the engine or of its proxy: the engine is lost as after a 500, and
-may come back."""
+may return."""
 
 _ENGINE_FAILED = 500
 """Statuses from here on are failures of the engine, which the request may have caused."""
@@ -41,8 +41,8 @@ class Attempts(Part):
         super().__init__(shell)
         self._run_id = run_id
         self._cache_name = uuid.uuid4().hex
-        """Begins every cache key. A run id may be that of another training. Even a resumed run may
-        train a version again whose KV the process before it has left in a store."""
+        """Prefix of every cache key. A run id may belong to another training, and a resumed run may
+        train a version again whose KV the previous process left in a store."""
         self._may_send = may_send
         self.adapter_names: dict[int, str] = {}
         """Name of each version's adapter on the engines."""
@@ -72,9 +72,9 @@ class Attempts(Part):
             self._tasks.start(("abort", key), self._call_back(self._open[key]))
 
     def abandon(self, engine: str) -> list[TaskKey]:
-        """Drop what waits for a lost engine, and cancel its streams.
+        """Drop the requests that wait for a lost engine, and cancel its streams.
 
-        Each stream tells the engine to abort its request as it ends. Returns the keys of the
+        Each stream sends the engine an abort of its request as it ends. Returns the keys of the
         streams' tasks.
         """
         for key in [key for key, send in self._outbox.items() if send.engine == engine]:
@@ -82,7 +82,7 @@ class Attempts(Part):
         return self._cancel(engine)
 
     async def leave(self, engine: str) -> None:
-        """Cancel the engine's streams, and wait until each has told it to abort."""
+        """Cancel the engine's streams, and wait until each has sent its abort."""
         await self._tasks.ended(self._cancel(engine))
 
     def _cancel(self, engine: str) -> list[TaskKey]:
@@ -229,7 +229,7 @@ class Attempts(Part):
         return None if send.cache_key is None else f"{self._cache_name}-{send.cache_key}"
 
     def _name(self, send: Send) -> str:
-        # All ids have the same length, because SGLang aborts every request whose id begins with
+        # All ids have the same length, because SGLang aborts every request whose id starts with
         # the given one.
         return f"{self._run_id}-{send.request_id:010d}-{send.attempt:04d}"
 

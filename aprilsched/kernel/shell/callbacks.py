@@ -1,5 +1,5 @@
-"""Calls the caller's functions, so that whatever they raise becomes an ordinary exception, and says
-what they fail with.
+"""Calls the caller's functions, turns anything they raise into an ordinary exception, and reports
+their failures.
 
 A CancelledError, StopIteration or SystemExit from the caller's code would end the scheduler's own
 tasks without any message. So these become a CallbackError here.
@@ -90,7 +90,7 @@ async def called(
     *args: Any,
     within: float | None = None,
 ) -> T:
-    """Await ``function(*args)``, which is the caller's code, in a task of its own.
+    """Await ``function(*args)``, which is the caller's code, in a separate task.
 
     The separate task distinguishes a CancelledError that the caller's code raises by itself from a
     cancellation of the task that waits here. When the waiting task is cancelled, the caller's code
@@ -111,7 +111,7 @@ async def called(
     if not done:
         await _leave(task, what)
         raise Overdue
-    # The task may be cancelled before it begins, by code that cancels every task it finds.
+    # The task may be cancelled before it starts, by code that cancels every task it finds.
     result, error = (None, asyncio.CancelledError()) if task.cancelled() else task.result()
     if error is not None:
         raise ordinary(what, error)
@@ -134,7 +134,7 @@ def called_now(what: str, function: Callable[..., T], *args: Any) -> T:
 
 
 def raised(what: str, error: Exception) -> str:
-    """The cause for the ledger: the name of the called function, and what it raised or returned."""
+    """Return the cause for the ledger: the function's name, and its exception or result."""
     if isinstance(error, WrongResult):
         return f"{what} returned {error}"
     own = _own(error)
@@ -166,7 +166,7 @@ def check_callable(what: str, function: object, *parameters: str) -> None:
 
 
 class WrongResult(Exception):
-    """The caller's function returned something else than it should; the text says what."""
+    """The caller's function returned a wrong result; the text describes it."""
 
 
 class Failures:
@@ -205,7 +205,7 @@ class Failures:
 
 
 def _own(error: BaseException) -> BaseException:
-    """What the caller's code raised itself."""
+    """Return the exception that the caller's code itself raised."""
     return (error.__cause__ or error) if isinstance(error, CallbackError) else error
 
 

@@ -7,8 +7,9 @@ from aprilsched.kernel.engines.base import Capabilities, Chunk
 
 
 def joining(name: str, able: Capabilities, version: int | None) -> EngineInfo:
-    """What the core is told of an engine that joins. A simulation that told it something else than
-    a run had trials without the room that engines keep."""
+    """Return the core's view of an engine that joins.
+
+    Simulations use it too. Otherwise their trials would lack the room that engines reserve."""
     return EngineInfo(
         name=name,
         version=version,

@@ -6,7 +6,7 @@ core then does without the engine, so that nothing waits forever.
 The calls of a lost engine are cancelled, except a release or a wake. The effect of these must be
 known, because SGLang crashes when memory is woken that was not released. The engine gets no other
 call before they have ended (:mod:`aprilsched.kernel.shell.handback`), so their answers cannot be
-taken for answers of the process that comes back.
+mistaken for answers of a restarted process.
 
 An engine that runs although it was paused here has another owner, which may load weights too. The
 scheduler ends before it loads half of a version under the other's requests.
@@ -101,8 +101,10 @@ class EngineControls(Part):
             await engine.wake(tags)
 
     async def watch_pauses(self, judges: Callable[[], bool]) -> None:
-        """Ask every engine that is paused here, once a second, whether it still is; it is left out
-        while nothing is known of whoever may continue it (`judges`)."""
+        """Ask every engine that is paused here, once a second, whether it still is.
+
+        The check is skipped while `judges` is False: the trainer may then continue the engine.
+        """
         while True:
             await asyncio.sleep(_WATCH_S)
             names = [name for name in self._pauses if name in self._engines and judges()]

@@ -91,7 +91,7 @@ class Durability(Part):
         self._soon = False
         self._closed = False
         self._answers: list[asyncio.Future[None]] = []
-        """What waits for the next save."""
+        """The changes that wait for the next save."""
         self._rest_until = 0.0
         self._full_next = False
         self._saved_at = 0.0
@@ -104,13 +104,13 @@ class Durability(Part):
 
     @property
     def restores(self) -> bool:
-        """Whether the run begins with a checkpoint."""
+        """Whether the run starts from a checkpoint."""
         return self._checkpoint is not None
 
     # --- lifetime ------------------------------------------------------------------------------
 
     def restore(self, path: Path) -> None:
-        """Begin with a checkpoint instead of the store's content.
+        """Start from a checkpoint instead of the store's content.
 
         Raises:
             StoreError: if the checkpoint cannot be read.
@@ -121,7 +121,7 @@ class Durability(Part):
         self._checkpoint = read_checkpoint(path)
 
     async def open(self) -> bool:
-        """Restore what was saved. Returns whether engines may keep a newer version that they have.
+        """Restore the saved state, and return whether engines may keep a newer version.
 
         Raises:
             StoreError: if the store cannot be used.
@@ -143,7 +143,7 @@ class Durability(Part):
             self._restore(saved)
             self._work.pass_over(saved.run.cursor)
             log.warning("the run %s", _resumed(self._core.state))
-        # Versions that the engines got after the checkpoint was written are not valid any more.
+        # Versions that the engines got after the checkpoint was written are no longer valid.
         return self._checkpoint is None
 
     def _restore(self, saved: Saved) -> None:
@@ -219,10 +219,10 @@ class Durability(Part):
         self._waits.finish_update(command)
 
     async def note_parts(self) -> None:
-        """Save that the next update loads weights in parts, before the first of them is loaded.
+        """Save that the next update loads weights in parts, before the first part is loaded.
 
-        A process that goes on after a kill in the middle of that would otherwise believe the label
-        of an engine that has parts of two versions.
+        Otherwise a process that resumes after a kill during the update would trust the label of an
+        engine that has parts of two versions.
         """
         if self._store is None:
             return

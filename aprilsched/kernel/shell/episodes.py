@@ -55,8 +55,9 @@ class TurnOutput:
         logprobs: float32 [n], log-probability of each token under the version that sampled it.
         versions: int32 [n], policy version of each token.
         finish_reason: "length" if the turn was cut short.
-        companions: what engines returned beside the tokens, by name: rows of the rollout from its
-            first prompt token to the last token of this turn, if the scheduler asks for them.
+        companions: data that engines returned in addition to the tokens, by name: rows of the
+            rollout from its first prompt token to the last token of this turn, if the scheduler
+            asks for them.
     """
 
     token_ids: Int32Array
@@ -72,14 +73,14 @@ class Turn:
     Attributes:
         index: position of the rollout in its group, 0 to group_size - 1.
         rollout_id: number of the rollout in its run; a resumed run keeps it.
-        sampling: the parameters of a turn that is given none.
+        sampling: the default parameters of a turn.
         branches: which of several branches are delivered: the one of the "last" turn, the "longest"
             one, which has most sampled tokens, or "all" (``Rollout.branches``). The episode sets it
             before it returns. Tokens of the others are in the ledger (``other_branch``).
-        keeps_known: whether turns that are known from before the run was resumed stay in the
-            rollout though the episode has not asked for them again. An episode that runs again says
-            something else then; one whose program lives elsewhere had its answers. With a store it
-            gets each answer only when the store has it, so none is missing after a restart.
+        keeps_known: whether turns from before the run was resumed stay in the rollout although the
+            episode has not asked for them again. An episode that runs again takes other turns; an
+            episode whose program runs elsewhere already has its answers. With a store it gets each
+            answer only when the store has it, so none is missing after a restart.
         recorded: set when the scheduler knows how the episode has ended.
     """
 
@@ -111,7 +112,7 @@ class Turn:
         self._answer: asyncio.Future[TurnOutput] | None = None
         """Output of the open call; None while no call is open."""
         self._back: asyncio.Future[TurnOutput] | None = None
-        """Output of the cancelled call, until the episode takes it or begins another turn."""
+        """Output of the cancelled call, until the episode takes it or starts another turn."""
         self._ended = False
         self.ending: list[Callable[[], object]] = []
         """Functions to call when the episode has ended, in the order in which it registered
@@ -123,14 +124,13 @@ class Turn:
         """All of these were called, so no further one may come."""
 
     def on_end(self, function: Callable[[], object]) -> None:
-        """Call `function` once when the episode has ended, to give back what it holds outside, such
-        as a sandbox.
+        """Call `function` once after the episode, to release an outside resource like a sandbox.
 
         It is called however the episode ends: it returned, raised, or was cancelled because its
         rollout was dropped, became too stale or was lost, or because the scheduler closes. Register
-        it as soon as there is something to give back. Functions are called one after the other, the
-        latest first. A coroutine function runs on the event loop, and a plain one in a thread. Each
-        has 30 seconds. What it raises is logged once and counted (``teardowns_failed``), and has no
+        it as soon as the resource exists. Functions are called one after the other, the latest
+        first. A coroutine function runs on the event loop, and a plain one in a thread. Each has
+        30 seconds. Its exceptions are logged once and counted (``teardowns_failed``), and have no
         other effect.
 
         Raises:
@@ -145,15 +145,15 @@ class Turn:
         self.ending.append(function)
 
     def waits_for(self, what: EpisodeWait) -> None:
-        """Say what the episode waits for until its next turn, for those who look at the run: its
-        "tools", which is assumed after each turn, an "agent" that shall drive it, or its
-        "score"."""
+        """Report what the episode waits for until its next turn, for displays of the run.
+
+        `what` is "tools" (assumed after each turn), "agent" for an agent that drives the episode,
+        or "score"."""
         self._tell(EpisodeWaits(rollout_id=self.rollout_id, what=what))
 
     @property
     def known(self) -> int:
-        """Number of its turns that are known from before the run was resumed, in whole or in
-        part."""
+        """Number of its turns from before the run was resumed, whole or partial."""
         return len(self._known) + (self._begun is not None)
 
     @property
@@ -162,9 +162,10 @@ class Turn:
         return self._context is None and not (self.keeps_known and self._known)
 
     def knows(self, input_ids: Sequence[int] | Int32Array, *, whole: bool = False) -> bool:
-        """Whether a turn after this context is known from before the run was resumed, in whole or,
-        unless `whole` is True, in part. :meth:`generate` returns its tokens then, and generates
-        only what is missing."""
+        """Return whether a turn after this context exists from before the run was resumed.
+
+        Partial turns count unless `whole` is True. :meth:`generate` then returns the turn's tokens
+        and generates only the missing ones."""
         if not self.known:
             return False
         mark = context_mark(np.asarray(input_ids, dtype=np.int32))
@@ -180,18 +181,19 @@ class Turn:
     ) -> TurnOutput:
         """Generate one turn after the context `input_ids`, [n].
 
-        From the second turn on, `input_ids` must begin with the whole context and output of the
+        From the second turn on, `input_ids` must start with the whole context and output of the
         previous turn. The tokens after that are recorded as tokens of the environment, with loss
         mask 0.
 
-        With `branch` they need not: the turn goes on with any branch of the rollout whose whole
-        context and output `input_ids` begin with, and otherwise begins a branch where they leave
-        the others. A branch has the tokens before that place in common with another one, as they
-        were sampled; where it leaves the prompt of the first turn, it has a prompt of its own.
+        With `branch` this is not required. If `input_ids` start with the whole context and output
+        of any branch of the rollout, the turn continues that branch. Otherwise it starts a new
+        branch at the first token that differs from the others. The tokens before that position
+        are shared with another branch, as they were sampled; a branch that differs within the
+        prompt of the first turn has its own prompt.
 
-        `media` are all images and other media of the context, in the order of their places in
-        `input_ids`, such as those of the prompt and one that an environment has answered with. None
-        means those of the prompt.
+        `media` are all images and other media of the context, in the order of their positions in
+        `input_ids`, such as the prompt's media and an image that an environment answered with. None
+        means the prompt's media.
 
         Cancelling this call, for example with ``asyncio.timeout``, gives up the turn; see
         :meth:`partial`. The next call waits until the engine has ended the request.
@@ -256,8 +258,8 @@ class Turn:
         """Wait until a cancelled :meth:`generate` has ended, and return the tokens that arrived.
 
         These tokens become part of the rollout, with their logprobs and versions. The next context
-        must begin with the context of the cancelled call and these tokens. If no token had arrived,
-        the cancelled call has no effect, and the next context continues the turn before it.
+        must start with the context of the cancelled call and these tokens. If no token arrived, the
+        cancelled call has no effect, and the next context continues the previous turn.
 
         A request that waits inside a paused engine ends when the engine continues.
 
@@ -301,8 +303,8 @@ class Turn:
     async def settle(self) -> None:
         """End the turns of an episode that has returned.
 
-        A call that a task of the episode still waits for is given up, because nobody would use its
-        tokens.
+        A call that a task of the episode still waits for is cancelled, because its tokens would not
+        be used.
         """
         if self._answer is not None:
             answer = self._answer
@@ -346,12 +348,12 @@ class FollowsRun(Protocol):
     """An episode function that follows its scheduler."""
 
     def run_opened(self, rollouts: Collection[int]) -> None:
-        """Note that the scheduler is open, and is about to call it for these rollouts; those of a
-        resumed run are among them."""
+        """Note that the scheduler is open and will call it for these rollouts, resumed ones
+        included."""
         ...
 
     def run_closed(self, *, goes_on: bool) -> None:
-        """Note that the scheduler closes, and whether another one may go on with its rollouts."""
+        """Note that the scheduler closes, and whether another one may continue its rollouts."""
         ...
 
 

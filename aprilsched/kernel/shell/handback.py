@@ -3,13 +3,13 @@
 :class:`HandBack` does this for an engine that is lost or leaves the fleet. Such an engine may be
 paused, the trainer may have its memory, and calls to it may be open: a refit, a release. These
 calls are ended or waited for first. The memory is taken back at the end of the sleep, when the
-trainer does not use it any more. An engine joins again only after it was handed back.
+trainer no longer uses it. An engine joins again only after it was handed back.
 
 :meth:`HandBack.release_all` does this for every engine when the scheduler closes, within a bound.
 Each engine is released on its own, so one that hangs delays no other. Its streams are closed first,
-and each tells the engine to abort its request. An engine that is not running is then told to
-continue, whether the aborts succeeded or not; that call has a timeout of its own. The time for the
-rest grows with the number of requests in flight.
+and each sends the engine an abort of its request. A continue call then goes to every engine that is
+not running, whether the aborts succeeded or not; that call has its own timeout. The time limit for
+the rest grows with the number of requests in flight.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _HEAD_START_S = 1.0
 that is aborted during the pause."""
 _AGAIN_S = 1.0
 _AGAIN_EACH_S = 0.02
-"""Seconds for the aborts after the continue: `_AGAIN_S` in total and this much more for each abort.
-A real server takes 1.5 to 3 ms for one."""
+"""Seconds for the aborts after the continue: `_AGAIN_S`, and this value more for each abort. A real
+server takes 1.5 to 3 ms for one."""
 _CONTINUE_S = 10.0
 """Timeout of the last continue. A server on a busy machine answers within one or two seconds."""
 _LOST_S = 1.0
@@ -47,7 +47,7 @@ _SAY_AFTER_S = 2.0
 
 
 class HandBack(Part):
-    """Hands engines back, each in a task of its own."""
+    """Hands engines back, each in its own task."""
 
     def __init__(
         self, shell: Shell, *, attempts: Attempts, controls: EngineControls, refits: Refits
@@ -91,8 +91,9 @@ class HandBack(Part):
         await self._tasks.ended(self._tasks.of_kind(("hand back", name)))
 
     async def quiet(self, name: str) -> None:
-        """Wait until no engine of this name is being handed back or readmitted. A wake that one of
-        these began has then ended too."""
+        """Wait until no engine of this name is being handed back or readmitted.
+
+        A wake call that a hand-back or readmission started has then ended too."""
         kinds = ("hand back", name), ("readmission", name)
         await self._tasks.ended(self._tasks.of_kind(*kinds))
 
@@ -202,7 +203,7 @@ class HandBack(Part):
                     await engine.resume()
         except (EngineError, TimeoutError) as error:
             why = str(error) or f"{engine.name} did not answer within {bound:g} s"
-            # This was logged when the engine was lost, and it was told to continue at that time.
+            # The loss was logged when it happened, and the engine was continued at that time.
             expected = lost and isinstance(error, EngineUnreachable)
             level = logging.DEBUG if expected else logging.WARNING
             log.log(

@@ -1,6 +1,6 @@
 """Measures the length bias of a running scheduler, for ``rollouts.bias()`` and for one warning.
 
-Memory is bounded: the law is that of the responses launched last, and totals are sums.
+Memory is bounded: the length law covers only the responses launched last, and totals are sums.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares the trainer's log-probabilities of a batch with those of the engines that sampled it.
+"""Compares the log-probabilities of the trainer and of the engines that sampled a batch.
 
 At staleness 0 the engine and the trainer have the same weights, so every difference comes from
 their arithmetic: kernels, dtypes, the order of sums, the routing of experts. In a loss this looks
@@ -35,8 +35,9 @@ _TOKENS_AT_ONCE = 1 << 16
 
 
 async def compared(batch: Batch, logprobs: object) -> LogprobComparison:
-    """The differences of `logprobs` from those of the `batch`, in the forms that
-    :meth:`RolloutScheduler.report_logprobs` describes.
+    """Return the differences between `logprobs` and the batch's own log-probabilities.
+
+    Their forms are described in :meth:`RolloutScheduler.report_logprobs`.
 
     Raises:
         ConfigError: if `logprobs` do not have the shape of the batch.
@@ -53,7 +54,7 @@ async def compared(batch: Batch, logprobs: object) -> LogprobComparison:
 
 
 def _plus(before: LogprobDifferences, differences: NDArray[np.float64]) -> LogprobDifferences:
-    """What is known of some tokens, with the differences of further ones."""
+    """Return the statistics of some tokens, updated with the differences of further tokens."""
     if not differences.size:
         return before
     magnitudes = np.abs(differences)
@@ -90,7 +91,7 @@ class _Comparison:
             start, end = segment.start, segment.end
             age = self._batch.version - segment.version
             if not certain or age < 0:
-                # Somebody other than the trainer loaded a newer version than the batch's.
+                # Another client, not the trainer, loaded a newer version than the batch's.
                 self._skipped += int(np.count_nonzero(usable[start:end]))
                 continue
             here = differences[start:end][usable[start:end]]

@@ -1,6 +1,6 @@
 """The loop of both shells: it feeds events to the core and passes its commands to performers.
 
-Everything runs on one thread, so the core needs no lock. An event that comes while another is
+Everything runs on one thread, so the core needs no lock. An event that arrives while another is
 handled waits in the inbox.
 """
 
@@ -26,7 +26,7 @@ _UNHEARD = (LoadSeen, VersionSeen)
 
 
 class EventLoop:
-    """Feeds the core, tells the listeners, and has commands carried out; `clock` gives the time."""
+    """Feeds the core, notifies the listeners, and has commands executed; `clock` gives the time."""
 
     def __init__(
         self, core: Scheduler, listeners: Sequence[AnyListener], *, clock: Callable[[], float]

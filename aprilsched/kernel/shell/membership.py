@@ -21,7 +21,7 @@ log = logging.getLogger("aprilsched")
 
 
 class Membership(Part):
-    """Keeps the engines of the session equal to those of the fleet."""
+    """Keeps the session's engines equal to the fleet's."""
 
     def __init__(
         self, shell: Shell, *, fleet: Fleet, readmission: Readmission, hand_back: HandBack
@@ -57,7 +57,7 @@ class Membership(Part):
             self._readmission.expect(engine.name)
             return
         try:
-            # An engine that gives no token must not delay the other changes of the fleet.
+            # An engine that generates no token must not delay other changes of the fleet.
             async with asyncio.timeout(self._config.timeouts.control_s):
                 await claim(engine)
                 info = await examine(engine, self._config, self._engines.values())
@@ -73,9 +73,9 @@ _FIRST_S = 1.0
 _LAST_S = 60.0
 """Longest wait between two tries, in seconds."""
 _LONGEST_S = 900.0
-"""Longest wait for an engine that is lost again and again soon after it came back, in seconds."""
+"""Longest wait for an engine that is repeatedly lost soon after its readmission, in seconds."""
 _SOON_S = 300.0
-"""An engine that is lost within these seconds after it came back is lost soon."""
+"""Seconds after a readmission within which a loss counts as soon."""
 
 
 class Readmission(Part):
@@ -87,18 +87,18 @@ class Readmission(Part):
     def __init__(self, shell: Shell, hand_back: HandBack) -> None:
         super().__init__(shell)
         self._losses: Counter[str] = Counter()
-        """Number of losses in a row, each soon after the engine had come back, by engine."""
+        """Number of consecutive losses soon after a readmission, by engine."""
         self._back_at: dict[str, float] = {}
         self._hand_back = hand_back
         self._watching: dict[str, TaskKey] = {}
 
     def lost(self, command: facts.EngineLost) -> None:
-        """Wait for a lost engine to come back, unless it is on standby."""
+        """Wait for a lost engine to recover, unless it is on standby."""
         if not command.standby:
             self.expect(command.engine, last=command.last)
 
     def expect(self, engine: str, *, last: bool = False) -> None:
-        """Wait for an engine that does not work now and is expected to come back."""
+        """Wait for an engine that does not work now and is expected to recover."""
         if engine not in self._watching:
             work = self._watch(engine, self._first_wait(engine, last=last))
             self._watching[engine] = self._tasks.start_another(("readmission", engine), work)
@@ -134,7 +134,7 @@ class Readmission(Part):
                 return
 
     async def _try(self, name: str) -> EngineInfo:
-        """Try once to readmit an engine; returns what the core must know of it."""
+        """Try once to readmit an engine, and return its description for the core."""
         engine = self._engines[name]
         async with asyncio.timeout(self._config.timeouts.control_s):
             # Opened again, because another process with other capabilities may be at the address.

@@ -1,12 +1,12 @@
-"""Tells a run's listeners everything that happens, and protects the run from their mistakes.
+"""Notifies a run's listeners of all events and commands, and protects the run from their errors.
 
-- A listener that raises is told nothing more. The run continues, and the error is logged once with
+- A listener that raises is not called again. The run continues, and the error is logged once with
   its traceback.
 - A listener of the user that blocks the event loop for long is named once in the log, because
-  nothing is read, sent or decided meanwhile. One of the library is not: nobody could wrap it, and
-  what held it up is a busy machine.
+  nothing is read, sent or decided while it runs. Listeners of the library are not named: users
+  cannot wrap them, and the cause of the delay is a busy machine.
 - For listeners that take many chunks at once, chunks of tokens are held for a moment. They are
-  passed on before anything that comes after them.
+  passed on before any later event or command.
 - An :class:`~aprilsched.errors.InvariantViolation` is not a mistake of the listener but of the
   scheduler, found by a listener that checks it. It ends the run.
 """
@@ -58,7 +58,7 @@ class Listeners:
             (each, each.on_tokens) for each in hearing if isinstance(each, BulkListener)
         )
         self.watch_protocol = bool(watching)
-        """Whether anyone has to be told of events and commands."""
+        """Whether any listener takes events and commands."""
         self._on_event: _Calls = tuple((each, each.on_event) for each in watching)
         self._on_command: _Calls = tuple((each, each.on_command) for each in watching)
         self._held: list[tuple[TokensReceived, float]] = []

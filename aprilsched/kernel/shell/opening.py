@@ -1,7 +1,7 @@
 """Checks engines before anything is launched, and refuses those that cannot do what is needed.
 
-An engine that may be used is running, and where a refit flushes the cache it was flushed before its
-first request too: when the run is opened, when the engine joins, and when it comes back. A run with
+An engine that passes is running. If refits flush the cache, it is also flushed before the engine's
+first request: when the run is opened, when the engine joins, and when it returns. A run with
 "in_place" before this one leaves prefixes of all its versions in the cache; the prompts of this run
 would find them, and have logprobs that no weights give.
 """
@@ -76,7 +76,7 @@ async def check_engines(
     # Before the first pause, which stops the requests of others, and after which SGLang's figures
     # are old.
     await say_who_is_there(engines)
-    # All are waited for, because a fleet that is closed meanwhile could not continue them.
+    # All are waited for, because a fleet that is closed earlier could not continue them.
     for failure in await asyncio.gather(
         *(_flush(engine, config) for engine in engines), return_exceptions=True
     ):
@@ -91,7 +91,7 @@ async def check_engines(
 
 
 async def examine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engine]) -> EngineInfo:
-    """Check and flush one engine that joins `fleet` or comes back, and describe it for the core.
+    """Check and flush one engine that joins `fleet` or returns, and describe it for the core.
 
     Raises:
         ConfigError: if it cannot do what `config` needs.

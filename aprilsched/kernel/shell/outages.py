@@ -34,7 +34,7 @@ def report_busy(command: facts.EngineBusy) -> None:
 
 
 def report_outage(command: facts.FleetAwaited) -> None:
-    """Log that no engine is left, and until when one may come back."""
+    """Log that no engine is left, and until when one may return."""
     now = datetime.now().astimezone()
     log.error(
         "no engine is left since %s; the scheduler waits until %s for one to come back: %s",
@@ -45,7 +45,7 @@ def report_outage(command: facts.FleetAwaited) -> None:
 
 
 def fleet_lost(command: facts.FleetGivenUp) -> FleetLost:
-    """The error for every call, when no engine has come back."""
+    """Return the error for every call after no engine has returned."""
     return FleetLost(
         f"no engine is left and none came back within {command.waited_s:.0f} s "
         f"({_causes(command.lost)}); restart the servers, or raise health.fleet_wait_s."

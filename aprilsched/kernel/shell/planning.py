@@ -1,14 +1,14 @@
-"""Carries out the command Plan: chooses a schedule in a process of its own.
+"""Carries out the command Plan: chooses a schedule in a separate process.
 
 A choice takes seconds of Python code, which must stop neither the event loop nor the trainer. In a
 thread it would take Python's lock from the trainer. So each choice is made by a process that is
 started for it, with low priority. The process runs one file
-(:mod:`~aprilsched.kernel.shell.planning_child`) and is no process of :mod:`multiprocessing`, which
+(:mod:`~aprilsched.kernel.shell.planning_child`). It does not use :mod:`multiprocessing`, which
 would import the trainer's main module first: a script without ``if __name__ == "__main__"`` would
 train a second time.
 
 The process ends when its choice is made, when its caller is cancelled, after :data:`LIMIT_S`, and a
-moment after the trainer's process. Its pipes carry only what the other end has pickled.
+moment after the trainer's process. Its pipes carry only data that the other end pickled.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ async def plan_in_process(planner: Planner, command: Plan, config: SchedulerConf
 
 
 def _started() -> subprocess.Popen[bytes]:
-    # A program in which Python is embedded says here what its Python is.
+    # A program that embeds Python sets the path of its interpreter here.
     python = multiprocessing.spawn.get_executable()
     if not python:
         raise PlanningFailed("the path of Python is unknown")

@@ -1,4 +1,4 @@
-"""A source of prompts for trainers that push them, for example those of one step at a time."""
+"""A source of prompts for trainers that push them, for example one step's prompts at a time."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from aprilsched.types import Prompt
 
 
 class PromptQueue:
-    """Prompts that are pushed while the run goes on; give it to the scheduler as ``prompts=``.
+    """Prompts that are pushed during the run; pass it to the scheduler as ``prompts=``.
 
-    While the queue is empty, the scheduler goes on with the prompts that it has: it launches what
-    was pushed, and the rest of a wave when more comes. A batch that needs more groups than were
-    pushed waits for :meth:`put` or :meth:`close`. One scheduler takes from the queue.
+    While the queue is empty, the scheduler continues with the prompts that it has: it launches the
+    pushed prompts, and the rest of a wave when more arrive. A batch that needs more groups than
+    were pushed waits for :meth:`put` or :meth:`close`. Only one scheduler may use a queue.
 
-    Any thread may call :meth:`put` and :meth:`close`, also before the scheduler is opened. The
-    queue holds everything that was pushed until it is launched.
+    Any thread may call :meth:`put` and :meth:`close`, even before the scheduler is opened. The
+    queue holds every pushed prompt until it is launched.
 
-    In a resumed run nothing is passed over: push what the former run had not launched. It had
-    launched the first ``rollouts.state.prompts.cursor`` prompts of all that were pushed.
+    A resumed run skips no prompts: push those that the previous run did not launch. It launched
+    the first ``rollouts.state.prompts.cursor`` of all pushed prompts.
 
     Args:
-        together_s: seconds without a new prompt after which those that were pushed are launched.
-            Prompts that are launched together cost the running requests one prefill pass together;
-            0 launches each prompt at once.
+        together_s: seconds without a new prompt after which the pushed prompts are launched.
+            Prompts that are launched together delay the running requests by one shared prefill
+            pass; 0 launches each prompt at once.
 
     Raises:
         ConfigError: if `together_s` is negative.
@@ -42,7 +42,7 @@ class PromptQueue:
         self._closed = False
         self._lock = threading.Lock()
         self._waiter: asyncio.Future[None] | None = None
-        """Done when a prompt was pushed or the queue was closed; None while nobody waits."""
+        """Done when a prompt was pushed or the queue was closed; None while no reader waits."""
 
     def put(self, *prompts: Prompt) -> None:
         """Push prompts behind those that wait.
@@ -57,7 +57,7 @@ class PromptQueue:
             self._wake()
 
     def close(self) -> None:
-        """Say that no more prompts come. The rollouts in flight are then finished and delivered,
+        """Mark the end of the prompts. The rollouts in flight are then finished and delivered,
         perhaps in a smaller last batch. Closing again does nothing."""
         with self._lock:
             self._closed = True
@@ -68,8 +68,9 @@ class PromptQueue:
         return len(self._prompts)
 
     def skip(self, count: int) -> Self:
-        """The source of a resumed run, of which `count` prompts were launched: the queue itself,
-        because what was launched is not pushed again."""
+        """Return the source of a resumed run that launched `count` prompts: the queue itself.
+
+        Launched prompts are not pushed again."""
         return self
 
     def __aiter__(self) -> Self:
@@ -93,7 +94,7 @@ class PromptQueue:
         try:
             waiter.get_loop().call_soon_threadsafe(_resolve, waiter)
         except RuntimeError:
-            # The event loop is closed, so nobody waits any more.
+            # The event loop is closed, so no reader waits.
             return
 
 

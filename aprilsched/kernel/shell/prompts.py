@@ -1,4 +1,4 @@
-"""Reads and checks prompts from any iterable or async iterable, only as many as are needed."""
+"""Reads and checks prompts from any iterable or async iterable, and only those that are needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from aprilsched.types import Media, Prompt, RefusedPrompt
 _END = object()
 TOGETHER_S = 0.1
 """Seconds without a new prompt after which the prompts read so far are launched. A prompt that is
-launched alone costs a prefill pass of its own (hazard 15), which stops the running requests of its
+launched alone costs a separate prefill pass (hazard 15), which stops the running requests of its
 engine for about 20 ms."""
 
 
@@ -30,7 +30,7 @@ class PromptSource:
         companions: Sequence[Companion] = (),
     ) -> None:
         self.companions = companions
-        """What the run asks the engines for beside the tokens."""
+        """Data that the run requests from the engines in addition to the tokens."""
         self._group_size = group_size
         self._async: AsyncIterator[Prompt] | None = None
         self._sync: Iterator[Prompt] = iter(())
@@ -58,7 +58,7 @@ class PromptSource:
         self._storable = True
 
     def pass_over(self, count: int) -> None:
-        """Skip the first `count` prompts, because the run had launched them before it was resumed.
+        """Skip the first `count` prompts, which the run launched before it was resumed.
 
         If the source has a method ``skip(count)``, which returns the source without them, it is
         used. Otherwise the prompts are read and dropped.
@@ -71,11 +71,11 @@ class PromptSource:
     async def take(
         self, count: int, early: Callable[[tuple[Prompt | RefusedPrompt, ...]], None]
     ) -> tuple[tuple[Prompt | RefusedPrompt, ...], bool]:
-        """Read up to `count` prompts; returns them and whether the source has ended.
+        """Read up to `count` prompts; return them and whether the source has ended.
 
-        If an asynchronous source gives no prompt for :data:`TOGETHER_S`, or for as many seconds as
-        its attribute ``together_s`` says, `early` is called with the prompts read so far, and only
-        the rest is returned.
+        If an asynchronous source yields no prompt for its ``together_s`` seconds (by default
+        :data:`TOGETHER_S`), `early` is called with the prompts read so far, and only the rest is
+        returned.
 
         Raises:
             Exception: any exception of the source. A ConfigError of the source counts as one bad
@@ -184,11 +184,12 @@ def check_media(media: Sequence[Media], companions: Sequence[Companion]) -> None
 def checked_evaluation(
     prompts: Iterable[object], group_size: int, companions: Sequence[Companion] = ()
 ) -> tuple[Prompt, ...]:
-    """The prompts of an evaluation with `group_size` responses to each that has no size of its own,
-    in a run that asks for the `companions`.
+    """Return the prompts of an evaluation, in a run that asks for the `companions`.
+
+    A prompt without a group size gets `group_size` responses.
 
     Raises:
-        ConfigError: if there is no prompt, if one cannot be used, or if `group_size` is 0.
+        ConfigError: if `prompts` is empty, if a prompt cannot be used, or if `group_size` is 0.
     """
     if group_size < 1:
         raise ConfigError(f"group_size is {group_size}; give 1 or more.")

@@ -1,4 +1,4 @@
-"""The trainer's protocol: what a trainer, or a front that stands for one, may ask of a scheduler.
+"""The trainer's protocol: the calls that a trainer, or a front for one, may make to a scheduler.
 
 :class:`AsyncScheduler` is implemented by the asyncio scheduler and by the trainer's side of a
 scheduler in another process or actor. The blocking forms need nothing beyond it.
@@ -26,8 +26,8 @@ from aprilsched.types import Batch, Prompt
 
 class AsyncScheduler(ABC):
     """The methods that every asyncio scheduler has for a trainer. Use it as
-    ``async with ... as rollouts``; in the block ``async for batch in rollouts`` gives batches until
-    the prompts end."""
+    ``async with ... as rollouts``; in the block ``async for batch in rollouts`` yields batches
+    until the prompts end."""
 
     @property
     @abstractmethod
@@ -39,8 +39,8 @@ class AsyncScheduler(ABC):
     async def next_batch(self) -> Batch:
         """Wait for the next batch.
 
-        A call that timed out or was cancelled has not ended the batch in work: the engines generate
-        for it as before, and the next call goes on with it. A batch is taken when the call returns;
+        A call that timed out or was cancelled does not end the current batch: the engines generate
+        for it as before, and the next call continues it. A batch is taken when the call returns;
         until then it stays available for the next call. A timeout around the call may be
         arbitrarily short, even shorter than the store needs to save a batch. If a batch is not
         taken before the next update, a new batch is chosen after the update.
@@ -48,7 +48,7 @@ class AsyncScheduler(ABC):
         Raises:
             PromptsExhausted: when the prompts have ended and everything was delivered, but for
                 groups that failed.
-            FleetLost: when no engine is left and none comes back within
+            FleetLost: when no engine is left and none returns within
                 `health.fleet_wait_s`.
             RefitError: when the remaining engines do not have the fleet's weights; an update
                 repairs this.
@@ -62,7 +62,7 @@ class AsyncScheduler(ABC):
         return batch
 
     async def stream(self) -> AsyncGenerator[Batch, None]:
-        """The groups of the next batch, each as soon as it is scored and accepted.
+        """Yield the groups of the next batch, each as soon as it is scored and accepted.
 
         The trainer can compute the loss and the gradient of early groups while the last responses
         of the batch are generated. Each item is a :class:`~aprilsched.Batch` with one group, and
@@ -74,13 +74,13 @@ class AsyncScheduler(ABC):
             optimizer.step()
             await rollouts.update_weights(publisher)
 
-        What is generated, and when it stops, is the same as with :meth:`next_batch`. The groups
-        are one batch: it is delivered when its last group was taken, and a resumed run gives a
-        batch that was not delivered or not acknowledged again from its first group. A loop
-        that timed out or was left has not ended the batch: the engines generate for it as before,
-        and another call goes on with the groups that are left. An update, and :meth:`next_batch`,
-        end the batch with the groups that were taken before. Of a batch that a resumed run gives
-        again, both leave the groups that were not taken: they come next.
+        Generation runs and stops as with :meth:`next_batch`. The groups are one batch: it is
+        delivered when its last group was taken. A resumed run repeats, from its first group, a
+        batch that was not delivered or not acknowledged. A loop that timed out or was left does
+        not end the batch: the engines generate for it as before, and another call continues with
+        the remaining groups. An update, and :meth:`next_batch`, end the batch with the groups
+        taken so far. If a resumed run repeats the batch, the groups that were not taken then come
+        next.
 
         The coroutine must return to the event loop between the groups, so train in a thread or
         another process, or use :meth:`aprilsched.fronts.blocking.RolloutScheduler.stream`.
@@ -100,11 +100,11 @@ class AsyncScheduler(ABC):
 
     @abstractmethod
     async def offered(self, within: float | None = None, *, streamed: bool = False) -> Batch:
-        """Wait until a batch, or with `streamed` the next part of one, may be taken; returns it
-        without taking it.
+        """Wait until a batch may be taken, and return it without taking it.
 
-        It is on its way then, to another thread or process, until :meth:`take` says that it has
-        arrived or :meth:`hand_back` that it has not: an update waits for that.
+        With `streamed`, wait for the next part of a batch instead. The result is in transit to
+        another thread or process until :meth:`take` confirms that it has arrived, or
+        :meth:`hand_back` that it has not. An update waits for that.
 
         Args:
             within: longest wait, in seconds; None waits without a limit.
@@ -147,7 +147,7 @@ class AsyncScheduler(ABC):
     def paused_for_weights(
         self, *, version: int | None = None, label: bool = False
     ) -> AbstractAsyncContextManager[tuple[str, ...]]:
-        """Pause the engines while the trainer loads new weights by calls of its own."""
+        """Pause the engines while the trainer loads new weights with its own calls."""
 
     @abstractmethod
     def asleep(
@@ -161,7 +161,7 @@ class AsyncScheduler(ABC):
 
     @abstractmethod
     def restore(self, path: Path | str) -> None:
-        """Begin with the state of a checkpoint. Call it before the ``async with`` block."""
+        """Start from the state of a checkpoint. Call it before the ``async with`` block."""
 
     # --- lifetime ------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class RefitReport:
 
 
 class Refits(Part):
-    """Carries out refits, and the removal of adapters that are not used any more."""
+    """Carries out refits, and the removal of adapters that are no longer used."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Refits(Part):
         self.publisher: WeightPublisher | None = None
         """Publisher of the latest update, whether it succeeded or not."""
         self.failure: Exception | None = None
-        """What the publisher raised; the trainer's error is chained to it."""
+        """The publisher's exception; the trainer's error is chained to it."""
         self._fleets: WeightPublisher | None = None
         """Publisher of the version that the fleet has."""
         self._fleet_version = fleet_version
@@ -105,8 +105,10 @@ class Refits(Part):
         self._fleets = self.publisher
 
     async def conclude(self, publisher: ConcludingPublisher) -> None:
-        """Tell a publisher that the call of its update is over, or let it be told at the end of the
-        publishing, which goes on after a cancelled call."""
+        """Notify a publisher that the call of its update is over.
+
+        If it still publishes, which continues after a cancelled call, it is notified at the end of
+        the publishing."""
         if publisher in self._publishing:
             self._concluding.append(publisher)
             return
@@ -200,8 +202,8 @@ class Refits(Part):
 
     async def _version(self, command: RefitBegun, engine: Engine, cause: str) -> int:
         async with asyncio.timeout(self._call_timeout_s):
-            # Where the refit failed, another process may answer by now. The engine is then opened
-            # again, because it is not what is known of it: not paused, for example.
+            # After a failed refit a restarted process may answer. The engine is then opened again,
+            # because its recorded state is wrong: it is not paused, for example.
             version = await (engine.verify() if cause else engine.version())
         if command.adapter:
             # The engine's version is that of the base model. The adapter is there if loading it

@@ -55,7 +55,7 @@ class RolloutScheduler(AsyncScheduler):
     """Keeps a fleet of engines full and delivers batches of whole groups.
 
     Use it as ``async with RolloutScheduler(...) as rollouts``. In this block, ``async for batch in
-    rollouts`` or :meth:`next_batch` give batches, :meth:`update_weights` loads a new policy
+    rollouts`` or :meth:`next_batch` yield batches, :meth:`update_weights` loads a new policy
     version, and :meth:`evaluate` generates the responses to a set of prompts.
 
     Args:
@@ -202,10 +202,10 @@ class RolloutScheduler(AsyncScheduler):
 
         Args:
             prompts: at least one.
-            group_size: responses of each prompt that has no group size of its own.
+            group_size: responses to each prompt without a group size.
 
         Raises:
-            ConfigError: if there is no prompt, if one cannot be used, or if `group_size` is 0.
+            ConfigError: if `prompts` is empty, if a prompt cannot be used, or if `group_size` is 0.
         """
         self._check_open()
         chosen = checked_evaluation(prompts, group_size, self.config.policies.companions)
@@ -270,7 +270,7 @@ class RolloutScheduler(AsyncScheduler):
 
     @property
     def stored(self) -> bool:
-        """Whether there is a store, so that what was not acknowledged is delivered again."""
+        """Whether a store exists, so that unacknowledged batches are delivered again."""
         return self._session.durability.stored
 
     @property
@@ -280,7 +280,7 @@ class RolloutScheduler(AsyncScheduler):
 
     @property
     def restores(self) -> bool:
-        """Whether it begins with a checkpoint."""
+        """Whether it starts from a checkpoint."""
         return self._session.durability.restores
 
     def acknowledge(self, *batches: int) -> None:
@@ -338,7 +338,7 @@ class RolloutScheduler(AsyncScheduler):
         await self._session.durability.checkpoint(Path(path), acknowledge=acknowledge)
 
     def restore(self, path: Path | str) -> None:
-        """Begin with the state of a checkpoint. Call it before the ``async with`` block.
+        """Start from the state of a checkpoint. Call it before the ``async with`` block.
 
         The prompts must be the same as when :meth:`checkpoint` was called, from the first one;
         prompts that were launched are skipped. The content of a store is replaced. Engines with
@@ -346,7 +346,7 @@ class RolloutScheduler(AsyncScheduler):
         this case.
 
         Raises:
-            StoreError: if there is no checkpoint, or if it cannot be read.
+            StoreError: if the checkpoint is missing or cannot be read.
             SchedulerClosed: if the scheduler was opened already.
         """
         self._session.durability.restore(Path(path))
@@ -392,7 +392,7 @@ class RolloutScheduler(AsyncScheduler):
     def paused_for_weights(
         self, *, version: int | None = None, label: bool = False
     ) -> AbstractAsyncContextManager[tuple[str, ...]]:
-        """Pause the engines while the trainer loads new weights by calls of its own.
+        """Pause the engines while the trainer loads new weights with its own calls.
 
         ``async with rollouts.paused_for_weights(version=7) as engines: ...`` pauses and flushes the
         engines as :meth:`update_weights` does. In the block the trainer loads version 7 into every
@@ -401,14 +401,14 @@ class RolloutScheduler(AsyncScheduler):
         ``asleep()``; the engines then have the memory of their weights.
 
         If the block raises, or takes longer than `timeouts.refit_s`, all these engines may hold
-        parts of both versions. They stand by until the next update brings complete weights.
+        parts of both versions. They stay on standby until the next update loads complete weights.
         :class:`~aprilsched.Handshake` is the same for trainers whose pause and continue are two
         functions.
 
         Args:
             version: number of the new version; by default one more than the last.
             label: True if the trainer does not label the weights with the decimal version. The
-                engines are then told the label at the end of the block.
+                label is then set on the engines at the end of the block.
 
         Raises:
             RefitError: at the end of the block, if no engine has the version.
@@ -426,7 +426,7 @@ class RolloutScheduler(AsyncScheduler):
         the memory of `tags`. Engines that can hold requests without memory keep the stragglers;
         otherwise the requests are aborted and their tokens kept. In the block,
         :meth:`update_weights` takes the memory of the weights back and loads them. At the end of
-        the block the rest of the memory comes back and generation continues.
+        the block the rest of the memory is taken back and generation continues.
 
         Args:
             tags: "kv_cache", "weights" and "cuda_graph", or some of them.

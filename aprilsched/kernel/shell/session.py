@@ -134,7 +134,7 @@ class Session:
             self._loop.hold()
 
     def end_hand_over(self, taken: ev.BatchTaken | None = None) -> None:
-        """Go on, with the offer taken or as it is."""
+        """End the hand-over: the offer is taken, or stays as it is if `taken` is None."""
         self.waits.end_hand_over()
         self._loop.release(taken)
 

@@ -47,7 +47,7 @@ class Claim:
 
     _holders: ClassVar[dict[Hashable, Claim]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    """Protects `_holders`, because a blocking scheduler has its loop in a thread of its own."""
+    """Protects `_holders`, because a blocking scheduler runs its loop in a separate thread."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -116,11 +116,11 @@ async def disclaim(engine: Engine) -> None:
 
 
 _PAUSE_ANSWER_S = 5.0
-"""Seconds that an engine has to answer whether it is paused; nothing waits for it any longer."""
+"""Timeout in seconds for the query whether an engine is paused."""
 
 
 async def shows_pause(engine: Engine) -> bool | None:
-    """Whether a server is paused; None if the engine is no server, or does not report it."""
+    """Return whether a server is paused; None if not a server, or if it does not report it."""
     if isinstance(engine, TellsPause) and isinstance(engine, HasAddress):
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(_PAUSE_ANSWER_S):

@@ -5,12 +5,12 @@ from one of its chunks to the next: the tokens of a chunk are the decode steps o
 tokens of all requests divided by the mean number of requests would be wrong by a third: the
 requests of a wave stream in step, so a window has about one chunk of each more or less at its
 ends.) The first chunk of a request after it was sent, or after a pause, is not timed. It shows that
-its context was read: until then the request does not decode, and then a prefill pass counts. After
-an update contexts are read for seconds among the decode steps. While more than half of them are
-unread there is no window. (When their passes were not seen, steps of a mixture of experts were
-learnt with 69 ns for a context token, where 34 are true.) A window ends with a pause, or after
-`WINDOW` seconds. The errors that remain average out over many windows, and windows that are unlike
-the others count little (:mod:`~aprilsched.planning.step_times.online`).
+the context was prefilled: until then the request does not decode, and then a prefill pass counts.
+After an update, contexts are prefilled for seconds among the decode steps. While more than half of
+them are unread, no window is open. (When these passes were ignored, the fit for a mixture of
+experts gave 69 ns for a context token instead of the true 34 ns.) A window ends with a pause, or
+after `WINDOW` seconds. The remaining errors average out over many windows, and outlier windows have
+little weight (:mod:`~aprilsched.planning.step_times.online`).
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from aprilsched.planning.step_times.online import Observation, OnlineFit
 WINDOW = 2.0
 """Length of a window in seconds. It has a few hundred decode steps, in which each request streams a
 few chunks. In a longer window the batch shrinks so much that the terms of a step's time cannot be
-distinguished: of a doubled t0, windows of 10 s found a tenth, windows of 2 s four fifths."""
+distinguished: windows of 10 s found a tenth of a doubling of t0, windows of 2 s four fifths."""
 _LEAST_TOKENS = 256
 """A window with fewer timed tokens is ignored."""
 _BURST = 2e-3
-"""Requests that are sent to an engine within so many seconds, and whose first tokens come within so
-many seconds, count as one prefill pass."""
+"""Longest interval of one prefill pass, in seconds: requests count as one pass if they are sent to
+an engine within it, and their first tokens arrive within it."""
 _MANY = 1 / 2
-"""Share of the requests of an engine whose contexts may be unread in a window. With an eighth there
-was no window for a whole batch where a full KV pool let contexts be read only a few at a time."""
+"""Largest share of an engine's requests whose contexts may be unread in a window. With an eighth, a
+whole batch passed without a window when a full KV pool let only a few contexts be read at a time.
+"""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Window:
-    """What one engine did since `began`; seconds are on the run's clock."""
+    """The activity of one engine in a window; seconds are on the run's clock."""
 
     began: float
     at: float
@@ -89,7 +90,7 @@ class _Window:
 
     @property
     def mostly_unread(self) -> bool:
-        """Whether there is no window because too many contexts are unread."""
+        """Whether too many contexts are unread for a window."""
         return len(self.unread) > _MANY * len(self.running)
 
     def send(self, key: int, context: int, now: float) -> None:
@@ -101,8 +102,7 @@ class _Window:
         self.queued_tokens += context
 
     def read_one(self, key: int, now: float) -> tuple[float, int]:
-        """Note that the context of a request is read, or not wanted any more; returns what
-        `unread` has of it."""
+        """Note that a context is read or no longer wanted; return its entry in `unread`."""
         sent, context = self.unread.pop(key, (now, 0))
         self.queued -= context > 0
         self.queued_tokens -= context

@@ -22,8 +22,8 @@ TaskKey: TypeAlias = str | tuple[Any, ...]
 
 class Tasks:
     """The tasks of a group by key. A task that raises ends the group, as in asyncio.TaskGroup.
-    Before :meth:`run_in` there is no group, and nothing that is started runs; nor does it when the
-    group ends."""
+
+    Tasks do not run before :meth:`run_in` sets the group, nor after the group ends."""
 
     def __init__(self) -> None:
         self._group: asyncio.TaskGroup | None = None
@@ -34,13 +34,12 @@ class Tasks:
         self._ending = False
 
     def run_in(self, group: asyncio.TaskGroup) -> None:
-        """Run what is started in `group`, which the current task owns."""
+        """Run the tasks that are started in `group`, which the current task owns."""
         self._group = group
         self._owner = asyncio.current_task()
 
     def start(self, key: TaskKey, work: Coroutine[Any, Any, None]) -> None:
-        """Start `work` under a key that is not in use, or is that of the task that starts it and
-        is about to end.
+        """Start `work` under an unused key, or under the key of the calling task, which must end.
 
         Raises:
             InvariantViolation: if the key is in use, because the older task could then not be
@@ -56,15 +55,15 @@ class Tasks:
         try:
             task = self._group.create_task(work)
         except RuntimeError:
-            # A task has failed, and the owner has not run since. A trainer that asked for an update
-            # in between got asyncio's words instead of the error that ends the session.
+            # A task has failed, and the owner has not run since. If this raised, a trainer that
+            # requests an update now would get asyncio's error instead of the session's.
             work.close()
             return
         self._tasks[key] = task
         task.add_done_callback(lambda ended: self._end(key, ended))
 
     def start_another(self, kind: tuple[Any, ...], work: Coroutine[Any, Any, None]) -> TaskKey:
-        """Start `work` under a key that begins with `kind` and was not used before; returns it."""
+        """Start `work` under a new key that starts with `kind`, and return the key."""
         self._count += 1
         key = (*kind, self._count)
         self.start(key, work)
@@ -88,12 +87,12 @@ class Tasks:
                 task.cancel()
 
     def cancel_kind(self, kind: tuple[Any, ...], *, but: Iterable[TaskKey] = ()) -> None:
-        """Cancel every task whose key is a tuple that begins with `kind`, except those in `but`."""
+        """Cancel every task whose key is a tuple that starts with `kind`, except those in `but`."""
         spared = set(but)
         self.cancel([key for key in self.of_kind(kind) if key not in spared])
 
     def of_kind(self, *kinds: tuple[Any, ...]) -> list[TaskKey]:
-        """Keys of the running tasks that are tuples and begin with one of `kinds`."""
+        """Return the running tasks' keys that are tuples and start with one of `kinds`."""
         return [
             key
             for key in self._tasks
@@ -131,13 +130,13 @@ async def _raise(error: BaseException) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shell:
-    """What the parts of one session share."""
+    """The objects that the parts of one session share."""
 
     config: SchedulerConfig
     engines: dict[str, Engine]
     """The engines of the fleet, by name."""
     feed: Callable[[Event], None]
-    """Gives an event to the core."""
+    """Passes an event to the core."""
     tasks: Tasks
 
 

@@ -1,7 +1,7 @@
 """Carries out the trainer's calls update_weights() and asleep(), one at a time.
 
 Each call ends with a result or an error. A cancelled call never leaves an engine paused or asleep:
-what it began is withdrawn if that is still possible, and otherwise runs to its end.
+its work is withdrawn if that is still possible, and otherwise runs to its end.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Updates:
             )
 
     def _is_followed(self, publisher: WeightPublisher, new: int) -> bool:
-        """Whether the fleet has followed to the version that the trainer now says it has loaded."""
+        """Whether the fleet already follows the version that the trainer now reports as loaded."""
         session = self._session
         followed = new == session.state.weights.versions.trainer and session.config.follow_weights
         return followed and isinstance(publisher, ExternalWeights)
@@ -226,10 +226,10 @@ class Updates:
         except BaseException as error:
             with suppress(RefitError):
                 handshake.fail(error)
-            # The block's own error is raised; that of the update follows from it.
+            # The block's own error is raised; the update's error follows from it.
             await _ended(update)
             raise
-        with suppress(RefitError):  # It came too late, and the update says so itself.
+        with suppress(RefitError):  # It came too late; the update reports this itself.
             handshake.done()
         await update
 
@@ -279,7 +279,7 @@ def _loads_in_parts(publisher: WeightPublisher) -> bool:
 
 
 async def _ended(update: asyncio.Task[RefitReport]) -> None:
-    """Wait for the end of an update whose result nobody asks for."""
+    """Wait for the end of an update whose result no caller awaits."""
     await asyncio.wait([update])
     if not update.cancelled():
         update.exception()  # This marks the exception as seen, so that asyncio does not warn.

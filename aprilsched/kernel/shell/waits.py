@@ -24,8 +24,8 @@ class Waits:
         """The batch that may be taken; None if there is none. If there is a store, it has saved
         this batch."""
         self._handing: asyncio.Future[None] | None = None
-        """Done when it is known whether the trainer has taken the offer; None while no offer is on
-        its way."""
+        """Done once the trainer has taken or refused the offer; None while no offer is in transit.
+        """
         self._batch: asyncio.Future[None] | None = None
         self.update: asyncio.Future[UpdateFinished] | None = None
         """The wait for the latest update, even if its caller was cancelled."""
@@ -36,7 +36,7 @@ class Waits:
     # --- an offer on its way -------------------------------------------------------------------
 
     def begin_hand_over(self) -> None:
-        """The offer is on its way to a thread or process, and must not be withdrawn meanwhile."""
+        """Keep the offer until :meth:`end_hand_over`: it is in transit to a thread or process."""
         # It does not raise the failure of a session that ended just now: the trainer's call has the
         # batch already.
         self._handing = asyncio.get_running_loop().create_future()
@@ -62,12 +62,14 @@ class Waits:
     async def next_offer(
         self, request: Callable[[], None], gave_up: Callable[[BaseException], None]
     ) -> Batch:
-        """Wait until a batch is offered. One call waits at a time: another one that took the offer
-        in between got the same batch.
+        """Wait until a batch is offered.
+
+        Only one call waits at a time: a second call could take the same offer and return the same
+        batch.
 
         Args:
             request: asks for the batch.
-            gave_up: is told what has ended the wait without a batch.
+            gave_up: called with the exception that ended the wait without a batch.
 
         Raises:
             ConfigError: if another call is waiting.

@@ -1,5 +1,5 @@
-"""Watches all engines: their versions, where somebody else moves the weights, and their KV pools,
-where requests move from full ones.
+"""Watches all engines: their versions if another client moves the weights, and their KV pools if
+requests move from full ones.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from aprilsched.kernel.shell.tasks import Part, Shell
 
 _INTERVAL_S = 1.0
 _ANSWER_S = 10.0
-"""Seconds that an engine has for an answer. One that does not answer is no matter of this watch."""
+"""Seconds that an engine has for an answer. This watch ignores an engine that does not answer."""
 _AT_ONCE = 32
 
 
 class Watch(Part):
-    """Asks every engine something once a second, and tells the core the answers."""
+    """Sends every engine a query once a second, and passes the answers to the core."""
 
     def __init__(self, shell: Shell, ask: Callable[[Engine], Awaitable[ev.Event | None]]) -> None:
         super().__init__(shell)
@@ -70,8 +70,8 @@ async def ask_load(engine: Engine) -> ev.LoadSeen | None:
 
 
 class Claims(Part):
-    """Renews the claims on the engines that the core has (`knows`); one that joins claims its own.
-    `taken` is called with the name of one whose claim is lost."""
+    """Renews the claims on the engines that the core has (`knows`); an engine that joins is claimed
+    on joining. `taken` is called with the name of an engine whose claim is lost."""
 
     def __init__(
         self, shell: Shell, *, knows: Callable[[str], object], taken: Callable[[str, str], None]

@@ -55,7 +55,7 @@ _TEARDOWN_S = 30.0
 _EXPECTED = frozenset({"rejected", "stale", "begun_again", "withdrawn"})
 """Reasons that the user asked for. All other reasons are failures."""
 _NOTED = (f"{_REWARD} r", f"{_ACCEPT} r", f"{_EPISODE} r")
-"""How the causes begin that were logged with their traceback: raised or returned."""
+"""Prefixes of the causes that were logged with their traceback: raised or returned."""
 
 End = TypeVar("End", bound=RunEnded)
 
@@ -92,7 +92,7 @@ class Work:
         """Number of groups that `accept` has rejected in a row before this one."""
         self._runner = CallbackRunner()
         self._teardowns = CallbackRunner()
-        """Has threads of its own, because rewards may block all of theirs."""
+        """Has its own threads, because rewards may block all of theirs."""
         self._turns: dict[int, Turn] = {}
         self._tasks = Tasks()
         self._saved: Callable[[], Awaitable[None]] | None = None
@@ -112,7 +112,7 @@ class Work:
         self._prompts.pass_over(count)
 
     def say_opened(self) -> None:
-        """Tell the episode function which rollouts start now, those of a resumed run included."""
+        """Notify the episode function of the rollouts that start now, including resumed ones."""
         if isinstance(self._episode, FollowsRun):
             keys = self._tasks.of_kind(("episode",))
             self._episode.run_opened([int(key[1]) for key in keys])
@@ -302,7 +302,7 @@ class Work:
             )
         except Exception as error:
             cause = self._failures.note(_EPISODE, self._episode, error)
-            # A program that a refused turn ends is no worse than one that says so.
+            # A program that crashes after a refused turn counts like one that reports the refusal.
             lost = isinstance(error, MemberLost) or turn.refusal is not None
             ending = ev.EpisodeFailed(rollout_id=rollout_id, cause=cause, lost=lost)
         finally:
@@ -311,7 +311,7 @@ class Work:
         self._feed(ending)
 
     async def _tear_down(self, turn: Turn, rollout_id: int) -> None:
-        """Call what the episode registered for its end, the latest first."""
+        """Call the functions that the episode registered for its end, the latest first."""
         while turn.ending:
             function = turn.ending.pop()
             call = self._teardowns.call
@@ -334,8 +334,7 @@ class Work:
         *args: Any,
         rollout_id: int | None = None,
     ) -> None:
-        """Call a function that judges a group, or one rollout of it, and tell the core what it has
-        said."""
+        """Call a function that judges a group or one of its rollouts; pass on its result."""
         if function is None:
             return
         try:
@@ -348,8 +347,9 @@ class Work:
 
 
 def _score(reward: object) -> Score:
-    """What the caller's code returned, as a score that is the scheduler's own: the caller may still
-    change the mappings in the one that it returned."""
+    """Return the caller's result as a new score.
+
+    The caller may still change the mappings in the score that it returned."""
     if isinstance(reward, Score):
         return Score(reward=reward.reward, parts=reward.parts, info=reward.info)
     try:

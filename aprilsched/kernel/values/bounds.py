@@ -1,6 +1,6 @@
 """Checks settings against what their fields declare: types, choices and ranges.
 
-A range stands in the annotation of its field (``batch_groups: Annotated[int, AT_LEAST_1] = 32``),
+The range of a field is in its annotation (``batch_groups: Annotated[int, AT_LEAST_1] = 32``),
 and the choices of a setting are the members of its ``Literal``. :func:`check_settings` reads both,
 so no range or choice is written down a second time.
 """
@@ -23,7 +23,7 @@ class Bound:
     `below`."""
 
     words: str
-    """What to give instead, for the error."""
+    """The accepted values, for the error."""
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -40,8 +40,8 @@ class Bound:
 
 
 MAX_WHOLE = 2**53
-"""Largest whole number of a setting without an upper bound: larger ones are no exact floats, and
-overflow those of NumPy."""
+"""Largest integer of a setting without an upper bound: larger ones are not exact as floats, and
+overflow NumPy integers."""
 AT_LEAST_0 = Bound(least=0, words="0 or more")
 AT_LEAST_1 = Bound(least=1, words="1 or more")
 ABOVE_0 = Bound(above=0, words="a number above 0")
@@ -57,10 +57,10 @@ def check_settings(settings: Any, path: str = "") -> None:
 
     Args:
         settings: an instance of a dataclass.
-        path: what stands before a field's name in an error, such as ``"refill."``.
+        path: prefix of a field's name in an error, such as ``"refill."``.
 
     Raises:
-        ConfigError: if a value has a wrong type, is none of the choices or is out of its range; the
+        ConfigError: if a value has a wrong type, is not one of the choices or is out of range; the
             message names the path of the setting.
     """
     hints = _hints(cast("type[object]", type(settings)))
@@ -89,7 +89,7 @@ def _hints(kind: type[object]) -> dict[str, Any]:
 
 
 def _leaves(hint: Any) -> list[Any]:
-    """What an annotation consists of: classes, the members of literals, and bounds."""
+    """Return the elements of an annotation: classes, the members of literals, and bounds."""
     origin = get_origin(hint)
     if origin in (Union, UnionType, Annotated):
         return [leaf for part in get_args(hint) for leaf in _leaves(part)]
@@ -114,12 +114,12 @@ def _fits(value: Any, leaf: Any) -> bool:
 
 
 def _is_number(value: Any, kind: type[Any]) -> bool:
-    """Whether a value, which may be NumPy's, is such a number; True and False are none."""
+    """Return whether a value, perhaps NumPy's, is a number of this kind; booleans are not."""
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _advice(hint: Any) -> str:
-    """What to give for an annotation."""
+    """Return the advice for an annotation: which values it accepts."""
     leaves = _leaves(hint)
     bound = next((leaf.words for leaf in leaves if isinstance(leaf, Bound)), "a number")
     words: list[str] = [leaf for leaf in leaves if isinstance(leaf, str)]

@@ -47,8 +47,8 @@ OWNED = frozenset(
         *("image_data", "video_data", "audio_data"),
     }
 )
-"""Fields of a request that nobody else may set: the scheduler does, or a response that continues on
-another engine would not be the same."""
+"""Request fields that users may not set: the scheduler sets them, or they would change a response
+that continues on another engine."""
 
 WORDS: Mapping[Kind, str] = {
     Integral: "a whole number",
@@ -152,10 +152,10 @@ def plain(name: str, value: Any, *, depth: int = 0) -> Any:
 
 
 def request_fields(value: Any) -> dict[str, Any]:
-    """`value` as further fields of a request, by name.
+    """Return `value` as additional request fields, by name.
 
     Raises:
-        ConfigError: if it is no mapping that JSON can hold, or has a field that the scheduler sets.
+        ConfigError: if it is not a mapping of JSON values, or has a field that the scheduler sets.
     """
     fields: dict[str, Any] = plain("request", checked("request", value, Mapping))
     for name in fields:
@@ -171,10 +171,10 @@ def _instead(name: str) -> str:
 
 
 def names(name: str, value: Any) -> tuple[str, ...]:
-    """`value` as a tuple of strings.
+    """Return `value` as a tuple of strings.
 
     Raises:
-        ConfigError: if it is no row of strings.
+        ConfigError: if it is not a sequence of strings.
     """
     several: Any = cast("Any", value if isinstance(value, list | tuple) else (None,))
     if not all(isinstance(each, str) for each in several):

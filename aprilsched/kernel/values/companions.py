@@ -6,9 +6,9 @@ to. There are two kinds:
 - *context*: a row for each position of the context that the engine has forwarded, such as the
   experts to which a mixture of experts routed the position. The pass over position i samples token
   i + 1, so a rollout of P prompt and T response tokens has P + T - 1 rows, and response token t was
-  sampled by the pass of row P + t - 1. An attempt that continues a response is asked for the rows
-  from the first missing one on, so rows of the pass that sampled a token are never replaced by
-  those of a later pass over the same position.
+  sampled by the pass of row P + t - 1. An attempt that continues a response requests the rows from
+  the first missing one on, so rows of the pass that sampled a token are never replaced by rows of
+  a later pass over the same position.
 - *token*: a row for each response token, such as the ids that top-k and top-p left to sample from.
   Tokens that an environment added have an empty row, or one of zeros, or of NaN.
 
@@ -35,7 +35,7 @@ KINDS: Mapping[str, Per] = {
     "sampling_mask": "token",
     "top_logprobs": "token",
 }
-"""What there is a row for, by the name of the companion."""
+"""The unit that has one row, by the name of the companion."""
 _RAGGED = frozenset({"sampling_mask"})
 TOP = "top_logprobs"
 MOST_KEPT = 4096
@@ -47,13 +47,13 @@ _ROW_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """What the rows of one companion are.
+    """The type and shape of one companion's rows.
 
     As a string, for flags and config files: ``"routed_experts=uint8[48,8]"``, ``"sampling_mask"``,
     with ``!`` at the end for `required`.
 
     Args:
-        name: what the engine calls it: "routed_experts" (int [layers, experts per token]),
+        name: the engine's name for it: "routed_experts" (int [layers, experts per token]),
             "indexer_topk" (int [layers, positions]), "sampling_mask" (int32, the kept ids of each
             token, of any number) or "top_logprobs" (float32 [n, 2], the ids of the n likeliest
             tokens with their log-probabilities).
@@ -254,7 +254,7 @@ class CompanionRows:
     """The rows of one companion of one rollout with P prompt and T response tokens.
 
     Attributes:
-        companion: what the rows are.
+        companion: the type and shape of the rows.
         rows: P + T - 1 rows of a context companion, or T rows of a token companion. Missing rows
             are zeros, or empty.
         exact: bool [T], whether the row of the pass that sampled the token is there. It is False
@@ -268,8 +268,8 @@ class CompanionRows:
 
     def aligned(self, *, prompt: int) -> Rows:
         """One row for each of `prompt` prompt tokens and for each response token. The last token
-        was not forwarded, and no token of the prompt was sampled: these have no row of their own,
-        and get one of zeros or of nothing."""
+        was not forwarded, and no prompt token was sampled: they have no row of their own and get a
+        row of zeros or an empty one."""
         blank = self.companion.blank(prompt + len(self.exact) - len(self.rows))
         before = self.companion.per == "token"
         return Rows.join([blank, self.rows] if before else [self.rows, blank])
@@ -334,8 +334,8 @@ class CompanionLog:
         return Rows.join(found)
 
     def truncate(self, rows: int, tokens: int) -> None:
-        """Forget all but the first `rows` rows, and what is known of all but the first `tokens`
-        response tokens."""
+        """Drop the rows after the first `rows`, and the records of response tokens after the first
+        `tokens`."""
         if rows < self.held:
             kept = self.since(0).part(0, max(0, rows))
             self._parts = [kept] if len(kept) else []
@@ -343,8 +343,9 @@ class CompanionLog:
         self.foreign = [(a, min(b, tokens)) for a, b in self.foreign if a < tokens]
 
     def whole(self, *, prompt: int, sampled: NDArray[np.bool_]) -> CompanionRows:
-        """The rows of a rollout with so many prompt tokens, and of those response tokens of which
-        `sampled`, bool [T], says whether a policy sampled them."""
+        """Return the rows of a rollout with `prompt` prompt tokens and T response tokens.
+
+        `sampled`, bool [T], is True for each response token that a policy sampled."""
         tokens = len(sampled)
         per_context = self.companion.per == "context"
         wanted = max(0, prompt + tokens - 1) if per_context else tokens

@@ -37,8 +37,9 @@ def extra(name: str) -> Generator[None]:
 
 
 def _command(name: str) -> str:
-    """What installs the extra `name` of this installation: an index may have another aprilsched, or
-    none, than the folder, the file or the repository that this one is from."""
+    """Return the pip command that installs the extra `name` from this installation's source.
+
+    A package index may have no aprilsched, or another one than this folder, file or repository."""
     # Imported only if a package is missing: it takes long.
     from importlib.metadata import PackageNotFoundError, distribution
 

@@ -64,7 +64,7 @@ def sampling_params(
 
     The value None means that the parameter is not given, so that the default of
     :class:`SamplingParams` is used. An explicit ``extra`` mapping reaches the server unchanged, and
-    ``request`` and ``keep`` are those of :class:`SamplingParams`.
+    ``request`` and ``keep`` are as in :class:`SamplingParams`.
 
     Args:
         mapping: names and values, for example ``{"max_tokens": 4096, "temperature": 0.8}``.

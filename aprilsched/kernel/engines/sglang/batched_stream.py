@@ -1,16 +1,16 @@
-"""Requests that are asked for in the same turn of the event loop go to a server in one POST.
+"""Sends requests that are made in the same turn of the event loop to a server in one POST.
 
-SGLang's scheduler takes requests between two steps. Of 32 that come one by one it prefills the
-first few in one pass and the others in the next, and each pass costs every running request its
-time. The requests of one body reach it as one message.
+SGLang's scheduler takes requests between two steps. If 32 requests arrive one by one, it prefills
+the first few in one pass and the others in the next, and each pass delays every running request.
+The requests of one body reach it as one message.
 
-Whatever ends one response leaves the others alone: each has its own events, by their index, its own
-end and its own errors, and is aborted by its own id. What they share is the connection: if it
-breaks, it breaks for all of them. A body that is refused before anything has arrived says nothing
-of each of its requests, so they are then sent one by one.
+The end of one response leaves the others alone: each has its own events, by their index, its own
+end and its own errors, and is aborted by its own id. They share only the connection: if it breaks,
+it breaks for all of them. If a body is refused before anything has arrived, the refusal does not
+show which requests are at fault, so they are then sent one by one.
 
-Requests with media or with fields of their own are sent alone, because most fields of a body are
-those of all its requests. SGLang drops the routing key of requests that share a body.
+Requests with media or with fields of their own are sent alone, because most fields of a body apply
+to all its requests. SGLang drops the routing key of requests that share a body.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from aprilsched.kernel.engines.stream import DONE
 _EACH = ("rid", "input_ids", "sampling_params", "extra_key", "lora_path")
 """The fields of a body that may differ between its requests."""
 _MOST_TOKENS = 1 << 16
-"""Tokens of the contexts in one body. A server prefills fewer of them in one pass, and begins only
-when it has read the whole body."""
+"""Context tokens in one body. A server prefills fewer in one pass, and starts only after it has
+read the whole body."""
 _OF_ONE_REQUEST = frozenset({400, 413, 422})
 """Statuses of a body that may be the fault of one of its requests."""
 
@@ -64,7 +64,7 @@ class _Body:
         self.task: asyncio.Task[None] | None = None
 
     def tell(self, member: _Member, news: Chunk | Exception | None) -> None:
-        """Give a request its next chunk, or what ends it."""
+        """Pass a request its next chunk, or its end: an error, or None."""
         if member.waits:
             member.news.put_nowait(news)
             if not isinstance(news, Chunk) or news.finish is not None:
@@ -78,7 +78,7 @@ class SharingEngine(HttpEngine[ServerFacts]):
     def _bind_to_loop(self) -> None:
         super()._bind_to_loop()
         self._asked: list[_Member] = []
-        """The requests that were asked for in this turn of the loop."""
+        """The requests made in this turn of the event loop."""
 
     def _reader(self, request: GenerationRequest) -> ChunkAssembler:
         return ChunkAssembler(self.name, request, first_version=self._first_version)
@@ -113,7 +113,7 @@ class SharingEngine(HttpEngine[ServerFacts]):
         )
 
     def _send_asked(self) -> None:
-        """Send what was asked for in this turn, in as few bodies as possible."""
+        """Send the requests of this turn, in as few bodies as possible."""
         asked, self._asked = self._asked, []
         alike: dict[Any, list[_Member]] = {}
         for member in asked:
@@ -217,8 +217,10 @@ class SharingEngine(HttpEngine[ServerFacts]):
 
 
 def _leave(member: _Member) -> None:
-    """Note that nobody reads a request any more, and close the connection after the last one, or if
-    nothing has arrived: a pause may hold the body, and then the server would lose an abort."""
+    """Note that a request is no longer read, and close the connection after the last one.
+
+    It is also closed if nothing has arrived: a pause may hold the body, and then the server would
+    lose an abort."""
     body, waited = member.body, member.waits
     member.waits = False
     if body is not None and waited:

@@ -94,8 +94,9 @@ class ChunkAssembler(ResponseReader):
         )
 
     def _token_rows(self, meta: MetaInfo, begin: int, where: slice) -> dict[str, Rows]:
-        """The rows of the tokens from `begin` to `held`, for each companion of tokens. `where` says
-        where their log-probabilities are in the event."""
+        """Return the rows of the tokens from `begin` to `held`, for each companion of tokens.
+
+        `where` is the slice of the event that holds their log-probabilities."""
         found: dict[str, Rows] = {}
         for companion in self._of_tokens:
             if companion.name == TOP:
@@ -106,7 +107,7 @@ class ChunkAssembler(ResponseReader):
                 continue
             masks = meta.output_token_sampling_mask or []
             length = meta.output_token_sampling_mask_length
-            # As with log-probabilities, the end of the list is known, and not where it begins.
+            # As with log-probabilities, the end of the list is known, but not its start.
             first = len(masks) - ((length or 0) - begin)
             rows = masks[max(0, first) : first + self.held - begin]
             if first < 0 or len(rows) < self.held - begin:
@@ -139,10 +140,10 @@ class ChunkAssembler(ResponseReader):
         return self._label[1]
 
     def _fresh(self, meta: MetaInfo, finish: str | None) -> slice:
-        """Where the triples of the tokens after the first `held` ones are.
+        """Return the slice of the triples of the tokens after the first `held` ones.
 
-        The event's list may begin anywhere (at `held` in the incremental form, at 0 in the
-        cumulative one and at an abort), but its end is known: it is read from its end.
+        The event's list may start anywhere (at `held` in the incremental form, at 0 in the
+        cumulative one and at an abort), but its end is known, so positions count from the end.
         """
         if meta.completion_tokens > self.max_tokens:
             raise self.broken(
@@ -176,8 +177,8 @@ class ChunkAssembler(ResponseReader):
             case "abort" if reason.status_code is None or reason.status_code in BUSY_STATUSES:
                 return "abort"
             case "abort":
-                # The server itself failed the request (too long, timed out in the queue). Taken
-                # for an abort of ours, it would be sent again for ever.
+                # The server itself failed the request (too long, timed out in the queue). If it
+                # counted as our own abort, the request would be sent again forever.
                 raise self._rejected(reason.message or "aborted", reason.status_code)
             case other:
                 raise self.broken(f"finished with the unknown reason {quote(other)!r}")

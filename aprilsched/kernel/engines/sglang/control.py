@@ -3,18 +3,18 @@
 The safe order around a refit is pause(retract), flush, update, resume. SGLang starts a pause
 without waiting until it takes effect, but it keeps the order of later calls.
 
-A server does not check the order of memory calls: it dies when it wakes memory that was not
-released, and continues without its memory when it is told to.
+A server does not check the order of memory calls: it crashes if it wakes memory that was not
+released, and a continue call is executed even while its memory is released.
 
 A server takes new weights while it is paused, and its cache is left alone:
 
 - A server whose update failed half-way holds weights of two versions under its old label, so only
   the client's record shows that they are inconsistent.
-- A call of its own sets the version after all weights have arrived: a version that came with the
-  last bucket would name weights that are not finalized yet.
-- Weights are written in place. SGLang 0.5.21 says that it rolls back a failed load from disk, but
-  it loads the same broken directory again (read in its source); only a load that failed before
-  the first tensor leaves the old weights intact.
+- A separate call sets the version after all weights have arrived: a version sent with the last
+  bucket would name weights that are not finalized yet.
+- Weights are written in place. SGLang 0.5.21 claims to roll back a failed load from disk, but
+  loads the same broken directory again (read in its source); only a load that failed before the
+  first tensor leaves the old weights intact.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ServerControl(Control[ServerFacts]):
     _program = "SGLang"
 
     async def is_paused(self) -> bool | None:
-        """Whether the server is paused; None where it cannot tell (before SGLang had /ready)."""
+        """Return whether the server is paused, or None if unknown (before SGLang had /ready)."""
         answer = await self._questions.ask("ready", accept=(200, _PAUSED, 404))
         return None if answer.status == 404 else answer.status == _PAUSED
 
@@ -112,13 +112,13 @@ class ServerControl(Control[ServerFacts]):
             ) from error
 
     async def released(self) -> frozenset[str]:
-        """Ask what is released now; nothing is if the server was restarted since."""
+        """Return the memory parts released now; none if the server was restarted since."""
         await self._forget_releases_of_prior_run()
         return self._released
 
     async def _release(self, tags: Sequence[str]) -> None:
         if self.facts.tiered and not self._released:
-            # A server that still copies KV dies of the release, and a flush waits for the copies.
+            # A release crashes a server that still copies KV, and a flush waits for the copies.
             await self.flush()
         await self._call_memory("release_memory_occupation", tags)
 
@@ -177,7 +177,7 @@ class ServerControl(Control[ServerFacts]):
     # --- in buckets ----------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
-        """Begin an update. A session that a failure left open is closed first."""
+        """Start an update; a session that a failure left open is closed first."""
         self._open_update = "an update"
         if not self.facts.update_sessions:
             return
@@ -275,7 +275,7 @@ class ServerControl(Control[ServerFacts]):
     async def unload_adapter(self, name: str) -> None:
         """Remove a LoRA adapter.
 
-        The server waits for the adapter's last request and loads no other adapter meanwhile. It
+        The server waits for the adapter's last request and loads no other adapter until then. It
         remembers the path: a request that names the adapter again would load it again.
         """
         await self._server.call(
@@ -295,7 +295,7 @@ class ServerControl(Control[ServerFacts]):
         return generate_body(request, stream_interval=interval, priority=priority, one_seed=seeded)
 
     async def _load(self, path: str, body: Mapping[str, Any], *, loads: bool = True) -> None:
-        """Make a long call that is never repeated and whose answer says whether it succeeded."""
+        """Make a long call that is never repeated and whose answer reports whether it succeeded."""
         if loads:
             # Flushing here would kill the scheduler if a request runs or waits, and aborting
             # would end every straggler.

@@ -42,8 +42,8 @@ class SGLangEngine(SharingEngine, ServerControl):
             its server, or aborted after a retract, loses at most this number of tokens.
         limits: timeouts and sizes.
         first_version: version of the weights that the server labels "0". It is for a trainer that
-            labels its weights from 1 on again in each process, while the versions of a resumed run
-            go on from those of the former one.
+            labels its weights from 1 again in each process, while the versions of a resumed run
+            continue from the previous run's.
 
     Raises:
         ConfigError: if `url`, a key or `stream_interval` cannot be used.
@@ -142,14 +142,14 @@ class SGLangFleet(UrlFleet[SGLangEngine]):
     Args:
         urls: one URL for each server, as ``http://host:port``.
         model_path: refuse servers that serve another model; None accepts any one model.
-        wait_s: seconds to wait for servers that do not answer when the fleet is opened. After them
-            it is opened without those, if any server answers, and they join as soon as they do.
-            None opens all servers together or none.
+        wait_s: seconds to wait for servers that do not answer when the fleet is opened. After that
+            it opens if any server answers, and the others join as soon as they answer. None opens
+            all servers or none.
         settings: `admin_key`, `api_key`, `stream_interval`, `limits` and `first_version`, for each
             server, as of :class:`~aprilsched.kernel.engines.sglang.http_engine.SGLangEngine`.
 
     Raises:
-        ConfigError: if there is no URL, a bad one, or the same one twice, or if `wait_s` is
+        ConfigError: if `urls` is empty or contains a bad or duplicate URL, or if `wait_s` is
             negative.
     """
 
@@ -157,7 +157,7 @@ class SGLangFleet(UrlFleet[SGLangEngine]):
 
 
 class SGLangListedFleet(ListedFleet[SGLangEngine]):
-    """The SGLang servers that a function lists, as they come and go.
+    """The SGLang servers that a function lists, as they join and leave.
 
     The function is asked when the fleet is opened, and again every `poll_s` seconds. A server that
     is listed joins as soon as it answers. A server that is missing in two lists in a row has left,

@@ -1,4 +1,4 @@
-"""Finds out what one server is and can do by asking it; its version is read, never assumed."""
+"""Probes one server for its properties and capabilities; its version is read, never assumed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo
 SPANS_SINCE = (0, 5, 19)
 """First release that reports `weight_versions`."""
 WAITING_SINCE = (0, 5, 21)
-"""First release that flushes the cache while requests wait in a pause, where older ones answer
-400, and the first known to release memory meanwhile; 0.5.17 dies of it."""
+"""First release that flushes the cache while paused requests wait; older ones answer 400. Also the
+first known to release memory in that state; 0.5.17 crashes."""
 
 KEYED_SINCE = (0, 5, 23)
 """First release known to keep KV of other cache keys apart in its storage (SGLang 38577); in older
@@ -30,17 +30,17 @@ _UNKNOWN_REQUEST = "aprilsched-probe-of-the-key"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts(Facts):
-    """What :func:`probe` found out about a server, besides what every server tells.
+    """The properties of a server that :func:`probe` finds, beyond those that every server reports.
 
     Attributes:
-        incremental: whether streams carry only new tokens; None where the server does not say.
-        update_sessions: whether tensors are refused outside of begin and end (0.5.21).
+        incremental: whether streams carry only new tokens; None if the server does not report it.
+        update_sessions: whether tensors are refused outside of an update session (0.5.21).
         pipelined: whether the layers are spread over several pipeline stages.
         metrics: whether the server runs with --enable-metrics.
-        tiered: whether it says that it caches KV outside of the GPU's memory too.
+        tiered: whether it reports a KV cache outside of the GPU's memory too.
         shares_bodies: whether a body may ask for several responses. With --schedule-policy
             routing-key none does, because their routing keys would be lost.
-        request_fields: the fields of a request that it knows; empty where it does not say.
+        request_fields: the fields of a request that it knows; empty if it does not report them.
         expiring_sessions: whether a session of the server may have a timeout.
         one_seed: whether requests without a seed have the same one, with
             --enable-deterministic-inference.
@@ -58,9 +58,9 @@ class ServerFacts(Facts):
 
 
 async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFacts:
-    """Ask a server what it is; refuse one that is not SGLang or does not accept our key.
+    """Probe a server; refuse one that is not SGLang or does not accept our key.
 
-    The server is not asked for its `vocab_size` where the caller knows it.
+    The query for its `vocab_size` is skipped if the caller knows it.
 
     Raises:
         EngineProtocolError: if it does not answer like an SGLang server that generates.

@@ -39,13 +39,13 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 class MetaInfo(msgspec.Struct, frozen=True):
-    """What an event says about its tokens.
+    """The metadata of an event's tokens.
 
-    `completion_tokens` and `output_token_logprobs_length` count from the beginning of the
+    `completion_tokens` and `output_token_logprobs_length` count from the start of the
     response, whatever part of it the event carries. `weight_version` is the server's label at the
     time of the event. `routed_experts` and `indexer_topk` are base64 of int32, in the last event.
     The list of sampling masks ends at `output_token_sampling_mask_length`, counted as above.
-    The lists of likely tokens are beside those of sampled tokens, whatever part the event carries.
+    The lists of likely tokens match the lists of sampled tokens, whatever part the event carries.
     `prompt_tokens` counts media as the tokens that their placeholders became.
     """
 
@@ -130,7 +130,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
     @property
     def stores_kv(self) -> bool:
-        """Whether it says that it keeps KV where a flush does not reach."""
+        """Whether the server reports that it keeps KV where a flush does not reach."""
         return any(
             (
                 self.hicache_storage_backend,
@@ -183,9 +183,9 @@ def generate_body(
     one_seed: bool = False,
 ) -> dict[str, Any]:
     """The body of POST /generate; with `stream_interval` None the server's own interval holds.
-    `priority` is that of :class:`~aprilsched.kernel.engines.base.Capabilities`. A server with
-    `one_seed` for all requests gets a seed of the request: all responses to a prompt would be the
-    same."""
+    `priority` is as in :class:`~aprilsched.kernel.engines.base.Capabilities`. A server with
+    `one_seed` for all requests gets a seed per request. Otherwise all responses to a prompt would
+    be the same."""
     sampling, seed = request.sampling, request.sampling.sampling_seed
     if seed is None and one_seed:
         seed = zlib.crc32(request.request_id.encode())

@@ -1,11 +1,11 @@
 """One vLLM server over HTTP, and fleets of such servers.
 
 - A pause is ``mode=keep``. It returns when no further step samples, and with ``clear_cache`` every
-  running request has given up its KV (0.32; its help says that this is ignored).
+  running request has given up its KV (0.32; its help text claims that this is ignored).
 - vLLM moves the weights of a model to the meta device before it reads a checkpoint, so a load that
-  fails leaves none, and the next token ends the process. The folder from before is loaded again.
+  fails leaves none, and the next token ends the process. The previous folder is loaded again.
 - A server that was put to sleep continues by itself as soon as its last part is awake. Its cache is
-  therefore woken by :meth:`VLLMEngine.resume`, when nothing stands between it and the next token.
+  therefore woken by :meth:`VLLMEngine.resume`, when the server is ready for the next token.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _BAD_REQUEST = 400
 _NOT_FOUND = 404
 _FAILED = 500
 _OF_SGLANG = {"custom_params", "ebnf", "json_schema", "regex", "stop_regex", "structural_tag"}
-"""Sampling parameters of SGLang that change what is sampled. vLLM ignores names that it does not
-know (0.32), so the answer would be one that was not asked for."""
+"""SGLang's sampling parameters that change the sampled tokens. vLLM ignores unknown names (0.32),
+so it would silently sample from another distribution."""
 _OWNER_SECONDS = 3.0
 """An owner that lives asks a server that it has paused once a second whether it still is."""
 _LOAD_SECONDS = 5.0
@@ -65,11 +65,11 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
     _program = "vLLM"
     _loaded: str | None = None
-    """The folder of the weights that the server has, where it is known."""
+    """The folder of the server's weights; None if unknown."""
     _transfer: int | None = None
     """The group of a trainer's transfer that the server's process is in."""
     _asleep: frozenset[str] = frozenset()
-    """What of the server's memory is away: its cache comes back later than it is asked for."""
+    """The released parts of the server's memory: its cache is woken later than requested."""
 
     _claimed = False
     """Whether no other owner was found when it was claimed."""
@@ -147,7 +147,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         await self._ask("pause", {"mode": "keep", "clear_cache": cleared})
 
     async def flush(self) -> None:
-        """Drop all cached KV, also that of requests which a pause in place had kept."""
+        """Drop all cached KV, including the KV of requests that an in-place pause keeps."""
         answer = await self._ask("reset_prefix_cache", {"reset_running_requests": "true"})
         if not self._questions.read("reset_prefix_cache", answer, dict[str, Any])["success"]:
             raise self._conflict("did not drop its cached KV, which something still uses.")
@@ -160,7 +160,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         await self._ask("resume")
 
     async def released(self) -> frozenset[str]:
-        """Ask what is released now; nothing is if the server was restarted since."""
+        """Return the memory parts released now; none if the server was restarted since."""
         if self._released and await self._ask_process() != self.facts.process:
             self._released = self._asleep = frozenset()
         return self._released
@@ -246,7 +246,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         return self._transfer == group
 
     async def begin_update(self) -> None:
-        """Begin an update by transfer; an update that a failure left open is closed first."""
+        """Start an update by transfer; an update that a failure left open is closed first."""
         if self._open_update:
             await self._load("finish_weight_update", accept=(200, _BAD_REQUEST, _FAILED))
         self._open_update, self._loaded = "a transfer", None
@@ -254,7 +254,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         await self._load("start_weight_update")
 
     async def receive_transfer(self, info: object) -> None:
-        """Receive and load what the trainer sends."""
+        """Receive and load the weights that the trainer sends."""
         await self._load("update_weights", {"update_info": info})
 
     async def end_update(self, version: int) -> None:
@@ -271,7 +271,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         await self._transport.call("POST", "v1/load_lora_adapter", body, timeout=timeout)
 
     async def unload_adapter(self, name: str) -> None:
-        """Remove a LoRA adapter; requests that run with it go on."""
+        """Remove a LoRA adapter; requests that run with it continue."""
         await self._transport.call(
             "POST",
             "v1/unload_lora_adapter",
@@ -286,14 +286,14 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
 
 class VLLMFleet(UrlFleet[VLLMEngine]):
-    """The vLLM servers at `urls`; the arguments are those of :class:`~aprilsched.SGLangFleet`, and
-    the settings those of :class:`~aprilsched.kernel.engines.vllm.engine.VLLMEngine`."""
+    """The vLLM servers at `urls`; the arguments are as in :class:`~aprilsched.SGLangFleet`, and the
+    settings as in :class:`~aprilsched.kernel.engines.vllm.engine.VLLMEngine`."""
 
     _engine_type = VLLMEngine
 
 
 class VLLMListedFleet(ListedFleet[VLLMEngine]):
-    """The vLLM servers that a function lists, as they come and go; the arguments are those of
+    """The vLLM servers that a function lists, as they join and leave; the arguments are as in
     :class:`~aprilsched.SGLangListedFleet`."""
 
     _engine_type = VLLMEngine

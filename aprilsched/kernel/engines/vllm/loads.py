@@ -24,7 +24,7 @@ _COUNTERS: Mapping[str, Over] = {
 
 
 async def read_load(asked: Questions, facts: ServerFacts, *, metrics: bool) -> EngineLoad:
-    """Ask a server for its load, which it tells on its page of metrics only.
+    """Ask a server for its load, which it reports only on its metrics page.
 
     vLLM counts no seconds of steps, so ``decode_seconds`` and ``prefill_seconds`` are None.
 

@@ -1,4 +1,4 @@
-"""Finds out what one vLLM server is and can do by asking it, and what load it has."""
+"""Probes one vLLM server for its properties, its capabilities and its load."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from aprilsched.types import MEDIA
 SINCE = (0, 32, 0)
 """First release whose pause, labels and spans were tried."""
 LOADING = "aprilsched-loading"
-"""Label of weights that are being loaded. A label of its own, because the load and the label of its
-version are two calls: whoever asks between them must not take the new weights for the old ones."""
+"""Label of weights that are being loaded. It is a separate label because the load and the label of
+its version are two calls: a client that asks between them must not mistake new weights for old."""
 
 _KEYED = frozenset(
     {
@@ -119,10 +119,10 @@ class _Paused(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerFacts(Facts):
-    """What :func:`probe` found out about a server, besides what every server tells.
+    """The properties of a server that :func:`probe` finds, beyond those that every server reports.
 
     Attributes:
-        logprobs_mode: of which logits the logprobs are, as ``--logprobs-mode`` names it.
+        logprobs_mode: which logits the logprobs come from, as ``--logprobs-mode`` names it.
         device: the kind of device that it runs on, as "cuda" or "cpu".
     """
 
@@ -131,11 +131,11 @@ class ServerFacts(Facts):
 
 
 async def probe(asked: Questions) -> ServerFacts:
-    """Ask a server what it is; refuse one whose responses could not be paused, aborted and scored.
+    """Probe a server; refuse one whose responses could not be paused, aborted and scored.
 
     Raises:
         EngineProtocolError: if it is another program or an older release, or if its settings do
-            not fit; the message says what to change.
+            not fit; the message names what to change.
         EngineRejected: if the server wants a key that we do not have.
     """
     version = await asked.ask("version", accept=(200, _NOT_FOUND))
@@ -171,7 +171,7 @@ async def probe(asked: Questions) -> ServerFacts:
     asleep = model.enable_sleep_mode or config.device_config.device == "cpu"
     return ServerFacts(
         model_path=model.model,
-        # The version of weights that nobody finished loading is asked for later.
+        # The load was never finished, so the version is asked for later.
         label="0" if label == LOADING else label,
         capabilities=Capabilities(
             version_spans=True,
@@ -218,7 +218,7 @@ async def _server_info(asked: Questions) -> ServerInfo:
 
 
 async def server_process(asked: Questions) -> str | None:
-    """Ask when the process that answers was started; None where the system does not tell."""
+    """Return when the answering process was started, or None if the system does not report it."""
     page = await metrics_page(asked)
     match = re.search(rb"^process_start_time_seconds ([0-9.e+]{1,32})$", page, re.MULTILINE)
     return None if match is None else match[1].decode()
@@ -234,7 +234,7 @@ async def weight_label(asked: Questions) -> str:
 
 
 async def paused(asked: Questions) -> bool:
-    """Ask whether the server is paused, by whomever."""
+    """Ask whether the server is paused, whichever client paused it."""
     return (await asked.get("is_paused", _Paused)).is_paused
 
 
@@ -249,10 +249,10 @@ async def pause_questions(asked: Questions) -> float:
 
 
 async def _vocab_size(asked: Questions) -> int | None:
-    """The model's vocabulary size, which vLLM tells only in a refusal.
+    """Return the model's vocabulary size, which vLLM reports only in a refusal.
 
     A bias on an impossible id is refused before the request reaches the scheduler, so nothing
-    is generated, also by a paused server.
+    is generated, even by a paused server.
     """
     # A server with --return-sampling-mask refuses requests without top_k before it looks further.
     params = {"max_tokens": 1, "top_k": 1, "logit_bias": {str(_TOO_LARGE): 0.0}}

@@ -166,7 +166,7 @@ def _array(encoded: str, row: tuple[int, ...]) -> NDArray[Any]:
     """The values of a .npy file in base64.
 
     Raises:
-        Exception: if it is not such a file, or not one of whole numbers in rows of the shape `row`.
+        Exception: if it is not a .npy file, or not one of integers in rows of the shape `row`.
             NumPy's reader of headers raises ValueError, SyntaxError, TypeError and others.
     """
     file = BytesIO(b64decode(encoded, validate=True))
