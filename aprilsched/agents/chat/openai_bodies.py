@@ -131,8 +131,10 @@ def _sampled_function(function: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_plain(value: Any, levels: int) -> None:
-    """Raise ValueError if a strict parser of JSON refuses `value`, such as NaN and half of a
-    surrogate pair, or if it has more than so many `levels`."""
+    """Raise ValueError if a strict JSON parser would reject `value`, or if it nests too deep.
+
+    Strict parsers reject NaN and a lone surrogate; `value` may have at most `levels` levels.
+    """
     if isinstance(value, str):
         value.encode()
     elif isinstance(value, int | float):
@@ -154,15 +156,15 @@ class ForcedCalls:
         self._text = ""
 
     def feed(self, text: str) -> list[dict[str, Any]]:
-        """Take text; nothing is told before the end."""
+        """Buffer text; returns no events until :meth:`finalize`."""
         self._text += text
         return []
 
     def finalize(self) -> tuple[None, list[dict[str, Any]]]:
-        """The calls.
+        """Return the calls.
 
         Raises:
-            DecodeError, TypeError: if the text is no list, because the response was cut.
+            DecodeError, TypeError: if the text is not a list, as in a truncated response.
         """
         region = {"field": "tool_calls", "text": self._text}
         calls = [{"function": each} for each in msgspec.json.decode(self._text)]
@@ -186,12 +188,12 @@ class Message:
         """White space that is given only if more text of its field follows."""
         self._raw = ""
         self._given = 0
-        """Where in the raw text that begins which is not in the message yet."""
+        """Offset of the first character of the raw text that the message does not contain yet."""
         self._body = ""
         """The text of the tool calls that are open."""
 
     def push(self, text: str) -> list[dict[str, Any]]:
-        """The changes of the message by `text`, in the form of ``delta``."""
+        """Return the changes of the message by `text`, in the form of ``delta``."""
         self._raw += text
         if self._parser is None:
             return self._add(_CONTENT, text)
@@ -215,7 +217,7 @@ class Message:
         return self._as_it_is()
 
     def told(self) -> dict[str, Any]:
-        """The field ``message`` of a whole answer."""
+        """Return the field ``message`` of a whole answer."""
         content, reasoning = self._texts[_CONTENT], self._texts[_REASONING]
         calls = [{k: v for k, v in call.items() if k != "index"} for call in self.calls]
         return {
@@ -244,7 +246,7 @@ class Message:
         return changes
 
     def _take_calls(self, value: Any, region: str) -> list[dict[str, Any]]:
-        """The calls in the parsed `value` of a `region`, which is content if one is no call."""
+        """Return the calls in the parsed `value` of a `region`, or content if one is invalid."""
         several: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
         try:
             functions = [_sampled_function(each["function"]) for each in several]
@@ -266,7 +268,7 @@ class Message:
         return changes
 
     def _id(self, call: Mapping[str, Any]) -> str:
-        """The id that was sampled, which templates may write again, or a new one."""
+        """Return the id that was sampled, which templates may write again, or a new one."""
         known = [each["id"] for each in self.calls]
         for given in (call.get("id"), call["function"].get("id")):
             if not isinstance(given, str) or given in known:

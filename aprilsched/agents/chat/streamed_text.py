@@ -15,7 +15,7 @@ from aprilsched.types import Prompt
 log = logging.getLogger("aprilsched")
 
 
-# The gateway's tokenizer as handlers see it: there is one, or a sentence says why not.
+# The gateway's tokenizer as handlers see it. Without one, a sentence gives the reason.
 
 
 class Texts:
@@ -80,7 +80,7 @@ class Texts:
         return self._tokenizer.detokenizer(prompt.input_ids.tolist(), skip_special=skip_special)
 
     def text_of(self, token_id: int) -> str:
-        """The text of one token by itself, also of a special one."""
+        """Return the text of one token by itself, also of a special one."""
         return self.tokenizer.decode([token_id], skip_special=False)
 
     def context(self, engines: int | None) -> int | None:
@@ -92,12 +92,12 @@ class Texts:
     async def encode_texts(
         self, texts: Sequence[str], context: int | None, *, special: bool = True
     ) -> list[list[int]]:
-        """The token ids of each text; `context` is what :meth:`context` gives.
+        """Return the token ids of each text; `context` is the result of :meth:`context`.
 
         Raises:
-            Refused: if there is no tokenizer.
+            Refused: if the gateway has no tokenizer.
             ConfigError: if the texts are too long.
-            Unavailable: if too much text is at work.
+            Unavailable: if too much text is waiting or being converted.
         """
         tokenizer = self.tokenizer
         tokenizer.check_size(*texts, context=context)

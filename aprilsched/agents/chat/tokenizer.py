@@ -44,22 +44,24 @@ _AT_WORK = 2**28
 """Characters that wait for a thread or are converted; a body has up to 2^26 bytes."""
 _THREADS = 2
 _HELD = 8
-"""Tokens without a text of their own after which what there is becomes text. A character has at
-most 4 bytes, so more tokens than that are no beginning of one."""
+"""Buffered tokens after which they are decoded even if incomplete.
+
+A UTF-8 character has at most 4 bytes, so a longer run cannot be the prefix of one.
+"""
 
 
 def load_tokenizer(folder: Path, response_template: Path | None = None) -> ModelTokenizer:
-    """The tokenizer in `folder`.
+    """Load the tokenizer in `folder`.
 
     Args:
-        folder: what a model was saved in: tokenizer.json, tokenizer_config.json, and
-            generation_config.json where there is one.
-        response_template: a JSON file that says how the model writes tool calls and reasoning, in
-            the form of transformers; None takes the one in tokenizer_config.json, or that of TRL
-            for the same chat template if TRL is installed.
+        folder: the model's folder: tokenizer.json, tokenizer_config.json, and optionally
+            generation_config.json.
+        response_template: JSON file that describes how the model writes tool calls and reasoning,
+            in the form of transformers. None takes the one in tokenizer_config.json, or TRL's for
+            the same chat template if TRL is installed.
 
     Raises:
-        ConfigError: if there is none that can be used without code of the folder.
+        ConfigError: if no tokenizer can be loaded without running code from the folder.
         MissingExtra: if transformers is not installed.
     """
     if not any((folder / name).is_file() for name in _FILES):
@@ -102,7 +104,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _known_template(loaded: Any) -> Mapping[str, Any] | None:
-    """The response template in the tokenizer's files, or TRL's for its chat template."""
+    """Return the response template in the tokenizer's files, or TRL's for its chat template."""
     found = getattr(loaded, "response_template", None)
     if found is not None or loaded.chat_template is None:
         return found
@@ -116,7 +118,7 @@ def _known_template(loaded: Any) -> Mapping[str, Any] | None:
 
 
 def _ends(folder: Path) -> frozenset[int]:
-    """The tokens at which the model ends a response, by its generation_config.json."""
+    """Return the tokens at which the model ends a response, by its generation_config.json."""
     try:
         config = msgspec.json.decode(read_regular(folder / "generation_config.json"))
         found = config["eos_token_id"]
@@ -223,23 +225,24 @@ class ModelTokenizer:
         return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of `token_ids`; an id that the tokenizer does not know has none."""
+        """Return the text of `token_ids`; an id that the tokenizer does not know has none."""
         if len(token_ids) <= _QUICK:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special)
         return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special)[0]
 
     async def work_out(self, make: Callable[[], T], *, size: int, is_required: bool = False) -> T:
-        """Return the result of `make` for `size` characters or tokens, from a thread if they are
-        many. A cancellation waits for its end.
+        """Return the result of `make`, which runs in a thread if `size` is large.
+
+        A cancellation waits until the thread is finished.
 
         Args:
-            make: what is done.
-            size: characters or tokens.
-            is_required: whether it is done although too much text is at work, and although a
-                cancellation comes before its begin.
+            make: the work.
+            size: characters or tokens to process.
+            is_required: whether to run `make` even if too much text is waiting or being converted,
+                and even if the caller is cancelled before `make` starts.
 
         Raises:
-            Unavailable: if too much text is at work.
+            Unavailable: if too much text is waiting or being converted.
         """
         if size <= _QUICK:
             return make()
@@ -265,7 +268,7 @@ class ModelTokenizer:
         return Detokenizer(self._backend, prompt[-_CONTEXT:], skip_special=skip_special)
 
     def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> Any:
-        """A parser of a response to the rendered `prompt`; None if :attr:`parses` is False.
+        """Return a parser of a response to the rendered `prompt`; None if :attr:`parses` is False.
 
         It raises nothing for the text of a region: the event ``region_close`` of one that cannot be
         parsed has the value None. That of a region with a delimiter has its whole text as ``raw``.
@@ -322,11 +325,12 @@ class Detokenizer:
         self._stream = self._open_stream(before if whole else ())
 
     def push(self, token_id: int) -> str:
-        """The text that is complete with `token_id`."""
+        """Return the text that is complete with `token_id`."""
         text = self._step(token_id)
         if len(self._held) < _HELD:
             return text
-        # The last tokens may begin a character; the others are none, or have no text at all.
+        # The last three tokens may be the prefix of a character. The earlier ones are invalid
+        # bytes or have no text.
         *others, a, b, c = self._held
         self._held = []
         self._stream = self._open_stream(())
@@ -346,11 +350,11 @@ class Detokenizer:
         return text
 
     def text_of(self, token_id: int) -> str:
-        """The text of one token by itself, also of a special one."""
+        """Return the text of one token by itself, also of a special one."""
         return self._backend.decode([token_id], skip_special_tokens=False)
 
     def rest(self) -> str:
-        """The text of what is held back, with U+FFFD for what is no character."""
+        """Return the text of the buffered tokens, with U+FFFD for invalid bytes."""
         held, self._held = self._held, []
         if not held:
             return ""

@@ -150,7 +150,7 @@ def _tool(tool: _Tool) -> Event:
 
 
 def _in_openai_form(message: _Message) -> list[Event]:
-    """A message as OpenAI has it: each result of a tool is a message of its own there."""
+    """Return a message as OpenAI has it: each result of a tool is a message of its own there."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results: list[Event] = []
@@ -178,7 +178,7 @@ def _in_openai_form(message: _Message) -> list[Event]:
 
 
 def _joined(content: str | Sequence[_Text | _Image] | None) -> str | list[Event]:
-    """A string as it is, texts alone as one string, and others as parts."""
+    """Return a string as it is, texts alone as one string, and others as parts."""
     if isinstance(content, str):
         return content
     parts = content or ()
@@ -216,7 +216,7 @@ class _Answer:
         }
 
     def events(self, part: Part) -> Iterable[Event]:
-        """The events of a message, whose only part is the whole of it."""
+        """Return the events of a message, whose only part is the whole of it."""
         whole = self.whole([part])
         start: Event = whole | {"content": [], "stop_reason": None}
         start["usage"] = {**whole["usage"], "output_tokens": 0}
@@ -257,7 +257,7 @@ def _blocks(message: Event) -> list[Event]:
 
 
 def _frame(event: Event) -> bytes:
-    """A frame with the name of its event."""
+    """Return a frame with the name of its event."""
     return f"event: {event['type']}\n".encode() + frame_item(event)
 
 

@@ -157,10 +157,10 @@ class ChatBody(_Body, frozen=True, kw_only=True):
 
     @property
     def forced(self) -> str | None:
-        """The JSON schema of a list of calls if the model must call a tool; None if it need not.
+        """Return the JSON schema of a list of calls if a tool call is required, else None.
 
         Raises:
-            ConfigError: if there is no such tool, or if another form of answer is asked for too.
+            ConfigError: if the tool is unknown, or if another response format is requested as well.
         """
         if self.tool_choice in (None, "auto", "none"):
             return None
@@ -289,7 +289,7 @@ class _CompletionAnswer:
         }
 
     def _usage(self, wholes: Sequence[Part]) -> Event:
-        """The field ``usage``; a prompt counts once for all of its responses."""
+        """Return the field ``usage``; a prompt counts once for all of its responses."""
         asked = sum(len(each.prompt_ids) for each in wholes[:: self._asked.n])
         sampled = sum(len(each.token_ids) for each in wholes)
         return {

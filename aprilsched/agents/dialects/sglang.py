@@ -179,8 +179,10 @@ class _Answer:
 
 
 def finish_reason(reason: str | None, *, tokens: int, last: int | str) -> dict[str, Any] | None:
-    """The field ``finish_reason`` of a response that has `tokens` tokens, of which `last` is the
-    last; None while it goes on."""
+    """Return the field ``finish_reason`` of a response with `tokens` tokens.
+
+    `last` is its last token. None while the response is still running.
+    """
     match reason:
         case None:
             return None

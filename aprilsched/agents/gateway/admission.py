@@ -71,12 +71,13 @@ class Admission:
 
     @contextmanager
     def open(self, wanted: Sequence[NewResponse]) -> Generator[list[Response]]:
-        """Begin responses, or continue those of the prior process that have the same names. All of
-        them begin or none does, and the client leaves all at the end of the block.
+        """Start responses, or continue responses of the prior process with the same names.
+
+        Either all of them start or none does; the client leaves all at the end of the block.
 
         Raises:
             Refused: if a prompt or a name cannot be used.
-            Unavailable: if the gateway stops, or has as many requests as it may have.
+            Unavailable: if the gateway is stopping, or is at its limit of open requests.
         """
         if self.draining:
             raise Unavailable("The gateway stops and takes no new requests.")

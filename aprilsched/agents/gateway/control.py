@@ -1,9 +1,9 @@
 """The control calls of a gateway: pauses, and weights from a folder or in calls.
 
 Invariants:
-- A pause lasts until the continue, whatever updates come in between.
-- Control calls are carried out one at a time, in the order in which they came, and to their end,
-  also if their clients leave: what was done halfway would be undone by nobody.
+- A pause lasts until the continue call, whatever updates come in between.
+- Control calls run one at a time, in their order of arrival, and run to completion even if the
+  client disconnects: otherwise a half-applied call would never be undone.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class _Open:
     task: asyncio.Task[RefitReport]
     label: str | None = None
     is_announced: bool = False
-    """Whether the client has begun it by a call, and will end it by one."""
+    """Whether the client started the update by a call, and will end it by one."""
 
 
 class ControlCalls:
@@ -134,8 +134,10 @@ class ControlCalls:
 
     @property
     def takers(self) -> Sequence[Engine]:
-        """The engines that new weights are for, in the order of the fleet: those that answer, or
-        those that the open update began with."""
+        """The engines that take new weights, in the order of the fleet.
+
+        These are the engines of the open update; without one, the engines that answer.
+        """
         if self._is_open and self._open is not None and self._open.weights.engines:
             return self._open.weights.engines
         names = {control.name for control in self._scheduler.state.fleet.control.all()}
@@ -182,9 +184,10 @@ class ControlCalls:
     # Pauses.
 
     def pause(self, mode: PauseMode) -> Coroutine[Any, Any, None]:
-        """Pause the fleet; the call returns when every engine in use is paused. The mode "abort"
-        ends every request at once; after the others the requests wait inside the engines, as the
-        gateway's own straggler rule says.
+        """Pause the fleet; the call returns when every engine in use is paused.
+
+        The mode "abort" ends every request at once. In the other modes, requests wait inside the
+        engines according to the gateway's straggler rule.
 
         Raises:
             TimeoutError: if an engine is not paused in time. The pause still holds.
@@ -291,7 +294,7 @@ class ControlCalls:
         return self._not_updated(report.quarantined)
 
     async def begin_update(self) -> None:
-        """Begin an update whose weights come in calls, unless one is open.
+        """Start an update whose weights come in calls, unless one is open.
 
         Raises:
             RefitError: if the update ends before the engines take any weights.
@@ -301,9 +304,10 @@ class ControlCalls:
         await opened.weights.ready()
 
     async def take_tensors(self, body: TensorBody) -> str:
-        """Pass a bucket on to all engines; the first begins the update. The label that came with
-        the last one names the weights. A bucket that flushes is the last, unless the client has
-        paused the gateway or will end the update by a call.
+        """Pass a bucket on to all engines; the first one starts the update.
+
+        The label of the last bucket names the weights. A bucket that flushes is the last, unless
+        the client has paused the gateway or will end the update by a call.
 
         Raises:
             ConfigError: if the label or the bucket cannot be used.
@@ -350,7 +354,7 @@ class ControlCalls:
         await leave_group(name, self._fleet.engines)
 
     def _open_update(self) -> _Open:
-        """Return the open update; begins one if there is none."""
+        """Return the open update, or start one."""
         if self._open is None or self._open.task.done():
             version, weights = self._scheduler.version + 1, FromCalls()
             task = asyncio.create_task(
@@ -379,7 +383,7 @@ class ControlCalls:
     async def _update(self, publisher: WeightPublisher, label: str | None) -> RefitReport:
         version = self._scheduler.version + 1
         await self._name(version, label)
-        # A store keeps a response until its client has read it, whatever is loaded meanwhile.
+        # With a store, a response is kept until its client has read it, whatever loads before that.
         return await self._explained(
             self._scheduler.update_weights(
                 publisher, version=version, acknowledge=self._acknowledges
@@ -387,8 +391,7 @@ class ControlCalls:
         )
 
     async def _explained(self, update: Awaitable[RefitReport]) -> RefitReport:
-        """Wait for an update; its error says what a client has to send if nothing can be generated
-        after it."""
+        """Wait for an update; if it leaves no engine usable, the error names the next call."""
         try:
             return await update
         except RefitError as error:

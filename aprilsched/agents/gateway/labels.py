@@ -14,8 +14,7 @@ log = logging.getLogger("aprilsched")
 
 _MAX_CHARACTERS = 256
 _MAX_LABELS = 1000
-"""Number of labels that are kept. A response that is older than so many updates shows numbers for
-its oldest tokens."""
+"""Number of labels that are kept. Older versions appear as numbers."""
 
 
 class Labels:
@@ -30,7 +29,7 @@ class Labels:
         self._labels: dict[int, str] = {}
 
     def __getitem__(self, version: int) -> str:
-        """The label of a version; a version without one is a decimal number."""
+        """Return the label of a version; a version without one is a decimal number."""
         return self._labels.get(version, str(version))
 
     def __contains__(self, version: int) -> bool:

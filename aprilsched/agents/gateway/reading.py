@@ -61,7 +61,7 @@ class TextRules:
         return dict(params) if self.ignore_ends else {**params, "stop_token_ids": sorted(self.ends)}
 
     def trims(self, token_id: int) -> bool:
-        """Whether `token_id` ends the response and has no text."""
+        """Return whether `token_id` ends the response and has no text."""
         return token_id in self.ends and not (self.keep_stop or self.ignore_ends)
 
 
@@ -76,7 +76,7 @@ class Stops:
         """The string that was found."""
 
     def push(self, text: str) -> str:
-        """The text that belongs to the response for certain."""
+        """Return the text that belongs to the response for certain."""
         if not self._strings:
             return text
         held = self._held + text
@@ -90,7 +90,7 @@ class Stops:
         return held[: len(held) - keep]
 
     def rest(self) -> str:
-        """The text that is held back, when no more comes."""
+        """Return the text that is held back, when no more comes."""
         held, self._held = self._held, ""
         return held
 
@@ -103,17 +103,17 @@ def _overlap(text: str, stop: str) -> int:
 
 @dataclass(kw_only=True)
 class Reading:
-    """What one client reads of `response`.
+    """One client's view of `response`.
 
     Args:
-        responses: where the response is ended if a stop string is found.
-        response: what is read.
-        rules: what of the text is wanted.
-        detokenizer: makes its text; None leaves it without text.
-        message: takes its text as that of a chat; None if it is no chat.
-        index: its number in the answer.
-        likely: number of likely tokens that are wanted in the place of each.
-        label_of: the label of a version.
+        responses: ends the response if a stop string is found.
+        response: the response to read.
+        rules: the text options of the request.
+        detokenizer: decodes its tokens; None if the client gets no text.
+        message: parses its text as a chat message; None if this is not a chat.
+        index: its index in the answer.
+        likely: number of top logprobs per token.
+        label_of: returns the label of a version.
     """
 
     responses: Responses
@@ -151,7 +151,7 @@ class Reading:
         return self._part(0, self.text, ())
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """The parts as they come, up to the last one."""
+        """Yield the parts as they come, up to the last one."""
         while not self.over:
             yield await self.more()
 
@@ -275,7 +275,7 @@ class Failed(Refusal):
 
 
 async def parts_of(readings: Sequence[Reading]) -> AsyncGenerator[tuple[Reading, Part], None]:
-    """The parts of all readings as they come."""
+    """Yield the parts of all readings as they come."""
     if len(readings) == 1:  # Most bodies ask for one response, which needs no tasks.
         async for part in readings[0].parts():
             yield readings[0], part

@@ -143,10 +143,10 @@ class _Input:
     """A prompt as tokens.
 
     Attributes:
-        ids: its tokens.
-        rules: what is wanted of the text of a response.
-        new_tokens: most tokens of a response; None if its parameters say so.
-        message: makes what takes the text of a response; None if it is no answer in a chat.
+        ids: its token ids.
+        rules: the text options of the response.
+        new_tokens: max tokens of the response; None if its parameters set them.
+        message: makes the parser of the response's text; None if this is not a chat.
     """
 
     ids: Sequence[int]
@@ -162,10 +162,10 @@ def _repeated(inputs: Sequence[_Input], n: int) -> list[_Input]:
 async def _inputs(
     service: Service, dialect: Dialect[Any], asked: Asked, fields: dict[str, Any], size: int
 ) -> list[_Input]:
-    """Return the tokens of each prompt; those of a body have the same kind.
+    """Return the tokens of each prompt; the prompts of a body have the same kind.
 
     Raises:
-        Refused: if there is no tokenizer, or a prompt has no tokens.
+        Refused: if the gateway has no tokenizer, or a prompt has no tokens.
         ConfigError: if a prompt cannot be used, or does not fit the context.
         Unavailable: if too much text waits for a thread.
     """

@@ -80,19 +80,19 @@ class Response:
     """One response that a client waits for.
 
     Attributes:
-        rid: the client's name for it.
-        key: its name in the run, which no other response has.
+        rid: the client's request id.
+        key: its name in the run, which is unique.
         prompt: its prompt.
-        group: name of the responses that belong together; empty for none.
+        group: name shared by the responses that belong together; empty for none.
         token_ids: the tokens that have arrived, in order.
         logprobs: the log-probability of each of them.
-        group_id: the group of its rollout; None before it is launched.
-        member: its rollout, once it is launched.
+        group_id: the group of its rollout; None before launch.
+        member: its rollout; None before launch.
         finish: why it ended; None while it is open.
-        message: what an aborted response says of its end.
+        message: why it was aborted, as the client reads it.
         segments: the versions of its tokens; known at its end.
-        companions: the rows that it asked for; known at its end.
-        versions_exact: whether the engines could tell the version of every token.
+        companions: the companion rows that it requested; known at its end.
+        versions_exact: whether the engines reported the version of every token.
         failure: the cause, if it has failed.
         status: the HTTP status of a failure.
     """
@@ -107,7 +107,7 @@ class Response:
         self.group_id: int | None = None
         self.member: RolloutRecord | None = None
         self.unwanted = ""
-        """Why nobody wants it any more; empty as long as somebody does."""
+        """Why no client wants it; empty while a client does."""
         self.finish: FinishReason | str | None = None
         self.message = "Aborted"
         self.segments: tuple[Segment, ...] = ()
@@ -132,8 +132,7 @@ class Response:
         return self.finish is not None or bool(self.failure)
 
     def rows(self, name: str, begin: int, end: int) -> Rows | None:
-        """The rows `begin` to `end` of a companion, as far as they have arrived; None if it was not
-        launched."""
+        """Return the rows `begin` to `end` of a companion that have arrived; None before launch."""
         known = self.companions.get(name)
         if known is not None:
             found = known.rows.part(min(begin, len(known.rows)))
@@ -155,7 +154,7 @@ class Response:
             await self.news()
 
     def arrive(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take new tokens; those that come after the end are nobody's."""
+        """Add new tokens; tokens that arrive after the end are dropped."""
         if self.over:
             return
         self.token_ids += token_ids
@@ -201,9 +200,9 @@ class Responses:
     """The open responses by their names; a listener of the run that they belong to.
 
     Args:
-        withdraw: tells the scheduler that nobody wants a group any more, and why.
-        state: the scheduler's state, to be read only.
-        first_token: is told the seconds from a request to the first token of its response.
+        withdraw: cancels a group that no client wants, with the cause.
+        state: the scheduler's state, read-only.
+        first_token: called with the seconds from a request to its first token.
     """
 
     wants_tokens = True
@@ -217,7 +216,7 @@ class Responses:
     ) -> None:
         self._first_token = first_token
         self.foreign = False
-        """Whether the store had rollouts that are no gateway's."""
+        """Whether the store has rollouts that no gateway launched."""
         self._withdraw = withdraw
         self._state = state
         self._next = 0
@@ -226,7 +225,7 @@ class Responses:
         self._unclaimed: dict[str, Response] = {}
         """Responses of the prior process for which no client has asked yet."""
         self._by_key: dict[str, Response] = {}
-        """Responses whose rollout is not launched yet, those that nobody wants included."""
+        """Responses whose rollout is not launched yet, including those that no client wants."""
         self._by_group: dict[int, Response] = {}
         self._by_request: dict[int, Response] = {}
         self._requests: dict[int, set[int]] = {}
@@ -236,8 +235,10 @@ class Responses:
         self._empty.set()
 
     def __len__(self) -> int:
-        """Number of responses that a client waits for, has not read to their end, or may still ask
-        for, and of rollouts that are still to be launched for nobody."""
+        """Return the number of responses that are open, unread or unclaimed.
+
+        Rollouts that are still to be launched count even if no client wants them.
+        """
         unwanted = sum(bool(r.unwanted) for r in self._by_key.values())
         return len(self._by_rid) + len(self._unclaimed) + unwanted
 
@@ -249,12 +250,13 @@ class Responses:
     # --- clients -------------------------------------------------------------------------------
 
     def new(self, asked: Sequence[NewResponse]) -> int:
-        """How many of these responses no prior process had begun."""
+        """Return how many of these responses are not from the prior process."""
         return sum(ask.rid not in self._unclaimed for ask in asked)
 
     def open(self, asked: Sequence[NewResponse]) -> tuple[list[Response], list[Prompt]]:
-        """The responses that are asked for, all or none, and the prompts to launch for those that
-        no prior process had begun.
+        """Return the requested responses, all or none, and the prompts that need a launch.
+
+        A response from the prior process continues and needs none.
 
         Raises:
             ConfigError: if a name is in use, or belongs to a response with another prompt.
@@ -311,8 +313,10 @@ class Responses:
                 self._give_up(response, _ABORTED)
 
     def end_all(self, why: str) -> None:
-        """End every response that a client waits for with the tokens that it has. `why` is the
-        cause in the ledger, and what the response says of its end."""
+        """End every response that a client waits for, with its tokens so far.
+
+        `why` is the cause in the ledger, and the message in the response.
+        """
         for response in list(self._by_rid.values()):
             self._give_up(response, why, why)
 
@@ -322,7 +326,7 @@ class Responses:
             response.fail(cause, _UNAVAILABLE)
 
     def expire(self, cause: str) -> None:
-        """Give up the responses of the prior process for which nobody has asked."""
+        """Give up the responses of the prior process that no client has claimed."""
         unclaimed, self._unclaimed = self._unclaimed, {}
         for response in unclaimed.values():
             self._drop(response, cause)
@@ -359,7 +363,7 @@ class Responses:
         self._read(response)
 
     def _read(self, response: Response) -> None:
-        """Note that nobody reads any more of it, so that the store may forget it at its end."""
+        """Note that no client will read more of it, so that the store may forget it at its end."""
         response.left = not response.failure
         if response.left and response.kept is not None:
             response.kept.read()
@@ -451,8 +455,11 @@ class Responses:
             self._withdraw(fact.group_id, response.unwanted)
 
     def _check_grammar(self, response: Response, group_id: int) -> None:
-        """Fail a response whose new request would begin its grammar again behind its tokens: the
-        text would be a beginning with a whole behind it."""
+        """Fail a response that the engine would continue with a fresh grammar.
+
+        The grammar would restart after the tokens so far, and the text would be a prefix followed
+        by a complete document.
+        """
         sampling = response.prompt.sampling
         if not (isinstance(sampling, SamplingParams) and response.token_ids) or response.over:
             return
@@ -462,7 +469,7 @@ class Responses:
             self._withdraw(group_id, response.failure)
 
     def _known(self, group: Group | GroupRecord) -> Response | None:
-        """A response of the prior process, by its group of one; None if it is no gateway's."""
+        """Return a response of the prior process by its group of one; None if not a gateway's."""
         prompt = group.prompt
         members = group.rollouts if isinstance(group, Group) else group.members
         rid, mark, number = str(prompt.key).rpartition("#")
@@ -508,7 +515,7 @@ class Responses:
 
 
 def _same(one: Prompt, other: Prompt) -> bool:
-    """Whether two prompts ask for the same response."""
+    """Return whether two prompts ask for the same response."""
     same = one.sampling == other.sampling and one.media == other.media
     same = same and one.companions == other.companions
     return same and np.array_equal(one.input_ids, other.input_ids)

@@ -156,16 +156,18 @@ class Service:
         return bool(self.in_use) and not self.admission.draining and not self.controls.held
 
     async def alive(self) -> bool:
-        """Whether the scheduler runs, also while it waits for an engine or stops."""
+        """Return whether the scheduler runs, also while it waits for an engine or stops."""
         return not self._failed.done()
 
     async def healthy(self) -> bool:
-        """Whether an engine is in use, and the gateway does not stop. Nothing is generated for it,
-        so it is also told during a pause."""
+        """Return whether an engine is in use and the gateway is not stopping.
+
+        This generates nothing, so it also works during a pause.
+        """
         return bool(self.in_use) and not self.admission.draining
 
     def running(self) -> int:
-        """Number of requests that are with an engine."""
+        """Return the number of requests that are with an engine."""
         return self._scheduler.state.in_flight.open_attempts
 
     def waiting(self) -> int:
@@ -173,7 +175,7 @@ class Service:
         return self.responses.to_launch + len(self._scheduler.state.in_flight.queue)
 
     def model_facts(self) -> dict[str, Any]:
-        """The name of the model; the engines know more of it than the gateway does."""
+        """Return the name of the model; the engines know more of it than the gateway does."""
         return {"served_model_name": self.model_name}
 
     def server_facts(self) -> dict[str, Any]:
@@ -204,7 +206,7 @@ class Service:
         }
 
     def rank_loads(self) -> dict[str, Any]:
-        """The requests of the gateway, as those of one server."""
+        """Return the requests of the gateway, as those of one server."""
         return {
             "timestamp": time.time(),
             "num_running_reqs": self.running(),
@@ -241,7 +243,7 @@ class Service:
         self.clients.refusals[reason or "failed"] += 1
 
     async def open(self) -> None:
-        """Open the fleet and begin to deliver; :meth:`close` follows also if this fails.
+        """Open the fleet and start delivery; call :meth:`close` even if this fails.
 
         Raises:
             EngineError: if an engine cannot be used.

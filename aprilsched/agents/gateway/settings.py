@@ -50,8 +50,8 @@ class Versions(Staleness):
     def admissible(
         self, *, batch_groups: int, outstanding: int, batches_since_update: int, wanted: bool
     ) -> int | None:
-        """Number of responses that may still begin. A batch is one response where they are
-        counted, so `batches_since_update` of them have ended since the update."""
+        """Number of responses that may still start. If responses are counted, each is a batch, so
+        `batches_since_update` of them have ended since the update."""
         if self.bound is None or self.per_version is None:
             return None
         limit = (self.bound + 1) * self.per_version
@@ -81,14 +81,14 @@ class GatewaySettings:
     max_requests: Annotated[int, AT_LEAST_1] = 4096
     """Largest number of open responses. A request beyond it is answered with 503 at once."""
     drain_s: Annotated[float, AT_LEAST_0] = 30.0
-    """Seconds for which open responses may go on when the gateway stops. Those that are left then
-    end as aborted, with their tokens. With a store they end with 503, and may be asked for again
+    """Seconds that open responses may continue when the gateway stops. After that they end as
+    aborted, with their tokens. With a store they end with 503, and clients may request them again
     after the restart."""
     tokenizer: Path | None = None
     """Folder of the model's tokenizer, for text and chats. None takes the folder of the model that
     the servers have loaded, if this machine can read it."""
     response_template: Path | None = None
-    """JSON file that says how the model writes tool calls and reasoning, in the form of
+    """JSON file that describes how the model writes tool calls and reasoning, in the form of
     transformers. None takes the one of the tokenizer's files, or TRL's for the same chat
     template."""
     store: Path | None = None
@@ -107,15 +107,15 @@ class GatewaySettings:
     Those that no client has asked for again by then are given up."""
 
     top_logprobs: Annotated[int, AT_LEAST_0] = 5
-    """Largest number of likely tokens in the place of each token that clients may ask for. The
-    servers are asked for as many by each request that wants some, and for none by others. vLLM
-    gives one fewer than its --max-logprobs, which is 20."""
+    """Maximum number of top logprobs per token that a client may request. Each request that wants
+    some passes this number to the servers; the others pass none. vLLM returns one fewer than its
+    --max-logprobs, which is 20."""
 
     client_fields: tuple[str, ...] = ()
-    """Further fields of requests that clients may set, such as priority or image_data. They are
-    passed on to the servers as they are; image_data lets chats have images too. Whoever may set a
-    custom_logit_processor runs code of theirs on the servers. A companion after "return_", such as
-    return_sampling_mask or return_routed_experts=uint8[48,8], lets clients of /generate ask for
+    """Further request fields that clients may set, such as priority or image_data. They pass to the
+    servers unchanged; image_data also lets chats contain images. A client that may set
+    custom_logit_processor can run its own code on the servers. A companion after "return_", such as
+    return_sampling_mask or return_routed_experts=uint8[48,8], lets clients of /generate request
     its rows."""
 
     def __post_init__(self) -> None:
@@ -130,7 +130,7 @@ class GatewaySettings:
 
     @property
     def passed_on(self) -> list[str]:
-        """The fields of clients that are no companions."""
+        """The client fields that are not companions."""
         return [name for name in self.client_fields if _companion(name) is None]
 
     @property
@@ -143,7 +143,7 @@ class GatewaySettings:
 
 @cache
 def _companion(field: str) -> Companion | None:
-    """The companion that a field of a request asks for, if it asks for one."""
+    """Return the companion that a field of a request asks for, if it asks for one."""
     written = field.removeprefix(_RETURN)
     asks = written != field and written.partition("=")[0].rstrip("!") in KINDS
     return Companion.of(written) if asks else None
@@ -184,7 +184,7 @@ def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> Scheduler
         retries=Retries(
             attempts=config.retries.attempts,
             interruptions=config.retries.interruptions,
-            # A client has the tokens of its response already, so it is told of the failure.
+            # The client has already read tokens of the response, so it gets the failure.
             member="drop_group",
             # A client whose requests are refused must not end the service for the others.
             failed_groups=_NEVER,

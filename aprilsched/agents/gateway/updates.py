@@ -69,8 +69,8 @@ class FromCalls:
     """Takes the buckets of one update from the calls of a client.
 
     The update pauses and flushes the engines as every update does, and waits for the buckets while
-    the engines are in :meth:`publish`. Each call of :meth:`pass_on` brings one, and :meth:`end`
-    says that there are no more. An engine that fails is left out of what follows.
+    the engines are in :meth:`publish`. Each call of :meth:`pass_on` brings one bucket, and
+    :meth:`end` marks the last. An engine that fails is left out of the remaining buckets.
     """
 
     def __init__(self) -> None:
@@ -107,10 +107,10 @@ class FromCalls:
         self._over = True
         if not self._ready.done():
             self._ready.set_exception(RefitError("the update ended before it took any weights."))
-            self._ready.exception()  # Perhaps nobody waits.
+            self._ready.exception()  # Mark it as retrieved: there may be no waiter.
 
     async def ready(self) -> None:
-        """Wait until the engines are paused and have begun to take the weights.
+        """Wait until the engines are paused and start to take the weights.
 
         Raises:
             RefitError: if the update ends before.
@@ -141,13 +141,13 @@ class FromCalls:
 def handles(
     serialized: Sequence[str], engines: Sequence[Engine], load_format: str | None
 ) -> Bucket:
-    """Passes on a bucket that comes as one handle for each rank.
+    """Pass on a bucket that comes as one handle per rank.
 
-    A client either gives the ranks of all engines handles of their own, in the order of the
-    engines, or gives as many as one engine has, and all engines open the same.
+    A client passes one handle for each rank of all engines, in the order of the engines, or one for
+    each rank of a single engine, which all engines open.
 
     Raises:
-        ConfigError: if there are neither so many handles.
+        ConfigError: if the number of handles fits neither.
     """
     ranks = {engine.name: engine.capabilities.ranks for engine in engines}
     total, given = sum(ranks.values()), len(serialized)
@@ -198,7 +198,7 @@ def broadcast(body: BroadcastBody) -> Bucket:
 
 
 def ranks_of(engines: Sequence[Engine]) -> int:
-    """Number of ranks of all engines."""
+    """Return the number of ranks of all engines."""
     return sum(engine.capabilities.ranks for engine in engines)
 
 

@@ -86,8 +86,7 @@ class Bodies:
 
 
 async def _unpacked(content: StreamReader) -> AsyncGenerator[bytes]:
-    """What gzip or deflate has compressed, a bounded piece at a time: a few bytes may stand for a
-    thousand times as many."""
+    """Decompress gzip or deflate in bounded pieces: a few bytes may expand a thousandfold."""
     unpacker = zlib.decompressobj(_GZIP_OR_ZLIB)
     try:
         async for piece in content.iter_chunked(_PIECE):
@@ -101,8 +100,10 @@ async def _unpacked(content: StreamReader) -> AsyncGenerator[bytes]:
 
 
 async def expect_later(request: web.Request) -> None:
-    """Handle ``Expect: 100-continue``: the body is asked for when it is read, where aiohttp would
-    ask before anybody has looked at the key."""
+    """Handle ``Expect: 100-continue`` when the body is read.
+
+    aiohttp would send the 100 earlier, before the key is checked.
+    """
 
 
 BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
@@ -110,7 +111,7 @@ BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
 
 
 async def body_of(request: web.Request, kind: type[T]) -> T:
-    """The body of `request` as a `kind`.
+    """Return the body of `request` as a `kind`.
 
     Raises:
         Refusal: if it cannot be read, or has another form.

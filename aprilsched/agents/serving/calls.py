@@ -147,11 +147,11 @@ class Backend(Protocol):
         ...
 
     async def alive(self) -> bool:
-        """Whether the process can do its work, now or later."""
+        """Return whether the process can do its work, now or later."""
         ...
 
     async def healthy(self) -> bool:
-        """Whether there is anything that generates."""
+        """Return whether there is anything that generates."""
         ...
 
     def model_facts(self) -> Event:
@@ -163,15 +163,15 @@ class Backend(Protocol):
         ...
 
     def rank_loads(self) -> Event:
-        """The figures of /v1/loads."""
+        """Return the figures of /v1/loads."""
         ...
 
 
 class Control(Protocol):
     """The calls that change a server.
 
-    A call that cannot be carried out raises an :class:`~aprilsched.errors.AprilschedError`. Updates
-    return what their answer says beyond the success, or nothing.
+    A call that fails raises an :class:`~aprilsched.errors.AprilschedError`. Updates return the
+    further fields of a successful answer, or nothing.
     """
 
     async def carry_out(self, call: Coroutine[Any, Any, T]) -> T:
@@ -240,7 +240,7 @@ async def _abort(request: web.Request) -> web.Response:
 
 
 async def _flush(request: web.Request) -> web.Response:
-    """GET or POST /flush_cache; 400 if the cache is still in use after so many seconds."""
+    """GET or POST /flush_cache; 400 if the cache is still in use after the timeout."""
     control = request.app[CONTROLS]
     try:
         seconds = float(request.query.get("timeout", "0"))
@@ -288,7 +288,7 @@ async def _update_from_distributed(request: web.Request) -> web.Response:
 
 
 async def _update_of(request: web.Request, kind: type[Update]) -> Update:
-    """The body of an update, for which every request ends first if it says so."""
+    """Return the body of an update; aborts all requests first if the body requires it."""
     body = await body_of(request, kind)
     if body.abort_all_requests:
         await request.app[CONTROLS].abort_all()
@@ -461,7 +461,7 @@ def make_app(
     admin_key: str | None = None,
     outermost: Sequence[Middleware] = (),
 ) -> web.Application:
-    """The web application of a backend.
+    """Return the web application of a backend.
 
     Args:
         backend: what answers.

@@ -20,7 +20,7 @@ def key_middleware(
     control: Collection[str],
     free: Collection[str] = (),
 ) -> Middleware:
-    """A middleware that refuses a call without the key that it needs, inside of
+    """Return a middleware that refuses a call without the key that it needs, inside of
     :func:`answer_refusals`.
 
     Args:

@@ -1,7 +1,7 @@
 """Listens at one address with an aiohttp application.
 
-Connections are accepted here rather than by asyncio, whose accept loop logs a traceback for each of
-`backlog` tries when there are no file descriptors left, 10,000 a second (CPython 3.11).
+Connections are accepted here rather than by asyncio, whose accept loop logs a traceback for each
+of `backlog` tries when no file descriptors are left: 10,000 a second (CPython 3.11).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ log = logging.getLogger("aprilsched")
 
 _LARGEST_PORT = 2**16 - 1
 _BACKLOG = 4096
-"""Connections that may wait to be accepted, as many as Linux grants by default. With asyncio's 100
-a burst of 1,000 clients waited for their second and third try."""
+"""Connections that may wait to be accepted: Linux's default limit. With asyncio's 100, a burst of
+1,000 clients waited for their second and third try."""
 _CLOSE_S = 1.0
 """Seconds that open connections have when the listener closes."""
 _IDLE_S = 120.0
@@ -300,7 +300,7 @@ class Listener:
         self._bound = sockets[0].getsockname()[1]
 
     async def _bind(self, port: int) -> list[socket.socket]:
-        """The listening sockets of the address, which asyncio looks up and binds."""
+        """Return the listening sockets of the address, which asyncio looks up and binds."""
         loop = asyncio.get_running_loop()
         found = await loop.create_server(asyncio.Protocol, self._host, port, start_serving=False)
         sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in found.sockets]

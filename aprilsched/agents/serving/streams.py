@@ -22,7 +22,7 @@ STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
 def frame_item(item: Item) -> bytes:
-    """The bytes of `item` on the wire."""
+    """Return the bytes of `item` on the wire."""
     return item if isinstance(item, bytes) else b"data: " + msgspec.json.encode(item) + b"\n\n"
 
 

@@ -65,7 +65,7 @@ class Keys:
         self.launcher = self._made("launcher", "")
 
     def of(self, session_id: str) -> str:
-        """The key of a session."""
+        """Return the key of a session."""
         return self._made("session", session_id)
 
     def _made(self, kind: str, name: str) -> str:
@@ -81,7 +81,7 @@ def _has_key(request: web.Request, key: str, given: str = "") -> bool:
 
 
 def make_session_app(sessions: Sessions, keys: Keys) -> web.Application:
-    """The web application of all sessions."""
+    """Return the web application of all sessions."""
     app = web.Application(middlewares=[_say_when, _in_json])
     bodies = Bodies(largest=_LARGEST_BODY, together=_ALL_BODIES)
 
@@ -155,10 +155,10 @@ def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: Dialect[Any])
 
 
 def _session(sessions: Sessions, name: str) -> Session:
-    """An open session.
+    """Return an open session.
 
     Raises:
-        Unavailable: if it may go on later.
+        Unavailable: if it may continue later.
         _Ended: if it has ended.
     """
     session = sessions.get(name) if sessions.ready else None
@@ -170,7 +170,7 @@ def _session(sessions: Sessions, name: str) -> Session:
 
 
 def _explained(error: Exception, sessions: Sessions) -> tuple[int, str]:
-    """The status and the sentence of an error.
+    """Return the status and the sentence of an error.
 
     Raises:
         Exception: the error itself, if it is a bug.
@@ -203,9 +203,12 @@ async def _stream(
     asked: Asked,
     answer: Awaitable[Reply],
 ) -> web.StreamResponse:
-    """Answer by a stream. Its events come when the answer is there, because only then it is known
-    which tokens are in it; what keeps it open until then is no event for a client. An error that
-    comes before that is an answer with its own status, which clients know better."""
+    """Answer with a stream whose events are sent when the answer is complete.
+
+    Only then is it known which tokens are in the answer. Pings, which clients do not see as events,
+    keep the stream open until then. An error before the first ping is sent as a plain answer with
+    its own status, which clients handle better.
+    """
     stream = web.StreamResponse(headers=STREAM_HEADERS)
     asking = asyncio.ensure_future(answer)
     try:
@@ -227,7 +230,7 @@ async def _stream(
     except ConnectionResetError:  # The client is gone.
         pass
     finally:
-        # Its turn is withdrawn; nobody has seen its tokens.
+        # Withdraw its turn: the client has seen none of its tokens.
         asking.cancel()
         await asyncio.wait([asking])
     return stream
@@ -240,7 +243,7 @@ class _Next(msgspec.Struct, frozen=True):
 
 
 class _Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a launcher says of a session."""
+    """A launcher's report of how a session ended."""
 
     score: float | None = None
     parts: dict[str, float] = {}
@@ -249,7 +252,7 @@ class _Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     why: str = ""
 
     def given(self) -> Score | None:
-        """The score, if there is anything of one."""
+        """Return the score, if there is anything of one."""
         if self.score is None and not self.parts and not self.info:
             return None
         return Score(reward=self.score, parts=self.parts, info=self.info)
@@ -359,7 +362,7 @@ class _Launcher:
         return as_json({})
 
     async def _body(self, request: web.Request, kind: type[T]) -> T:
-        """The body of a call that has the key."""
+        """Return the body of a call that has the key."""
         if not _has_key(request, self._keys.launcher):
             raise _NoKey("this is not the launchers' key.")
         async with self._bodies.read(request) as content:

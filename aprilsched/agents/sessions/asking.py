@@ -77,7 +77,7 @@ def _names_of(asked: Asked, reply: Reply) -> Names:
 
 
 def _part_of(asked: Asked, reply: Reply) -> Part:
-    """The only part of a reply."""
+    """Return the only part of a reply."""
     output, message = reply.output, reply.message
     changes: list[Event] = [
         {name: message[name]} for name in ("reasoning_content", "content") if message.get(name)

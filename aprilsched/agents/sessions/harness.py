@@ -40,17 +40,17 @@ _QUICK = 16384
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a session may take.
+    """Limits of a session.
 
     Attributes:
-        time_s: seconds until its harness must have ended; its member is lost then.
-        idle_s: seconds in which a harness outside may ask for nothing, tools included; its member
-            is lost then. They begin when a launcher has taken the session.
-        score_s: seconds from the end of the harness to a score that was announced.
+        time_s: seconds until its harness must end; after that its member is lost.
+        idle_s: seconds without a request from an external harness, tools included; after that its
+            member is lost. They start when a launcher takes the session.
+        score_s: seconds from the end of the harness to an announced score.
         turns: answers of a session; more are refused.
-        tokens: sampled tokens of a session; None for no limit. The last answer is cut short.
+        tokens: sampled tokens of a session; None for no limit. The last answer is truncated.
         branches: branches of a session; more are refused.
-        waiting: requests of a session that may wait for the one before them; more are refused.
+        waiting: requests of a session that may wait for an earlier one; more are refused.
     """
 
     time_s: float = 3600.0
@@ -92,21 +92,21 @@ class Reply:
 class Session:
     """One rollout, as its harness sees it.
 
-    Requests of a session are answered one after the other, in the order in which they came, because
-    a rollout generates one turn at a time.
+    A session answers its requests one at a time, in their order of arrival, because a rollout
+    generates one turn at a time.
 
     Attributes:
-        id: its name; a resumed run gives it the same one.
+        id: its name, which is the same in a resumed run.
         url: its address. An Anthropic client takes it as its base URL, and so does an OpenAI
-            client, with or without ``/v1`` behind it.
-        key: the API key of that address. It is good for nothing else.
+            client, with or without ``/v1`` appended.
+        key: the API key of that address, valid for nothing else.
         open_url: the address with the key in it, for clients that send none.
-        prompt: the prompt of its rollout. What the policy is told is what the harness asks.
-        index: position of the rollout in its group.
+        prompt: the prompt of its rollout. The policy sees the harness's messages instead.
+        index: index of the rollout in its group.
         turns: number of answers so far.
-        tokens: number of tokens that were sampled for them.
-        limits: what it may take.
-        check: called with each context, int32 [n]; what it raises refuses the request.
+        tokens: number of sampled tokens so far.
+        limits: its limits.
+        check: called with each context, int32 [n]; an exception refuses the request.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Session:
         self._end: asyncio.Future[float | Score | None] = asyncio.Future()
         self._score: asyncio.Future[float | Score] | None = None
 
-    # --- what it has said ------------------------------------------------------------------------
+    # --- messages and tokens ---------------------------------------------------------------------
 
     @property
     def messages(self) -> tuple[Said, ...]:
@@ -160,7 +160,7 @@ class Session:
 
     @property
     def branched(self) -> int:
-        """Number of branches that requests have begun."""
+        """Number of branches that requests have started."""
         return self._history.begun
 
     @property
@@ -178,7 +178,7 @@ class Session:
 
     @property
     def goes_on(self) -> bool:
-        """Whether its harness had begun before the run was resumed."""
+        """Whether its harness started before the run was resumed."""
         return self._turn.known > 0
 
     @property
@@ -211,7 +211,7 @@ class Session:
             EpisodeError: if the session has ended.
         """
         size = len(repr((messages, tools, options)))
-        # All of it becomes tokens where it begins another branch, which few requests do.
+        # A request that starts another branch is tokenised in full; few requests do.
         work = size if size > _QUICK else abs(size - self._size)
         async with self._place():
             if len(self._recalled) < self._turn.known:
@@ -274,8 +274,8 @@ class Session:
             question = await self._tokenizer.work_out(
                 lambda said=messages[:place]: self._history.ask(said, tools, options), size=size
             )
-            # Of a turn that was only begun, the harness knows more than was saved, and would find
-            # another end.
+            # The harness may have seen more of an unfinished turn than was saved, and would not
+            # match its end.
             if self._turn.knows(question.ids, whole=True):
                 await self._answer(question, None, ())
 
@@ -375,8 +375,10 @@ class Session:
         self._report(lambda: self._end.set_exception(EpisodeError(why)))
 
     def lost(self, why: str) -> None:
-        """Say that the harness is gone by no fault of its own: its member is lost, and its group
-        goes on (``retries.member``)."""
+        """Report the harness as gone through no fault of its own.
+
+        Its member is lost, and its group continues (``retries.member``).
+        """
         self._report(lambda: self._end.set_exception(MemberLost(why)))
 
     def _report(self, report: Callable[[], None]) -> None:
@@ -417,11 +419,12 @@ class Session:
         await self._turn.saved()
 
     async def reported(self) -> float | Score | None:
-        """Wait for the report of a harness outside, which may be idle only so long after a launcher
-        has taken the session.
+        """Wait for the report of an external harness.
+
+        It may be idle for at most ``limits.idle_s`` after a launcher has taken the session.
 
         Raises:
-            MemberLost: if it says nothing for too long, or is lost.
+            MemberLost: if it sends nothing for too long, or is lost.
             EpisodeError: if it has failed.
         """
         loop, idle = asyncio.get_running_loop(), self.limits.idle_s
@@ -442,16 +445,16 @@ class Session:
 
     @property
     def report(self) -> float | Score | None:
-        """The score with which it was said to be done.
+        """The score that :meth:`done` received.
 
         Raises:
-            MemberLost: if it was said to be lost.
-            EpisodeError: if it was said to have failed.
+            MemberLost: if it was reported as lost.
+            EpisodeError: if it was reported as failed.
         """
         return self._end.result()
 
     async def scored(self, score: float | Score | None) -> float | Score | None:
-        """The score: `score`, or the one that was announced.
+        """Return the score: `score`, or the one that was announced.
 
         Raises:
             MemberLost: if that does not come in time.
@@ -477,22 +480,22 @@ class Sessions:
 
     Args:
         harness: ``async harness(session, prompt)`` runs an agent at ``session.url`` and may return
-            the reward. With None, :meth:`next` gives the sessions to a launcher.
-        tokenizer: the model's own, or the folder that it is saved in.
+            the reward. With None, :meth:`next` hands the sessions to a launcher.
+        tokenizer: the model's tokenizer, or its folder.
         reward: ``async reward(session, prompt)`` scores a session that has ended without a score,
-            by its messages and what else it knows. It may take its time.
-        branches: what of a session with several branches becomes training data: the branch of its
-            "last" answer, the "longest" one, or "all", of which each token is trained once. The
-            reward is that of the whole session.
-        limits: what a session may take.
+            by its messages and other attributes. It may be slow.
+        branches: which branches of a session become training data: the branch of the "last"
+            answer, the "longest" one, or "all", which trains each token once. The reward is the
+            reward of the whole session.
+        limits: limits of a session.
         host: address to listen at; any but loopback lets other machines in.
-        port: port to listen at; 0 for any free one. A harness that shall find its session again
+        port: port to listen at; 0 for any free one. A harness that must find its session again
             after a restart needs a fixed one.
-        public_url: how harnesses reach the address, if not as the address says.
+        public_url: the base URL that harnesses use, if it differs from the address.
         remote_images: whether requests may name images by http and https URLs. The engines fetch
             them, so an agent could read what only their network can reach.
-        secret: what keys are made of, or the file that it is kept in, which is made if it is not
-            there. A run that shall be resumed needs the same one again; None makes a new one.
+        secret: the secret that keys are derived from, or its file, which is created if missing. A
+            resumed run needs the same secret; None makes a new one.
 
     Attributes:
         launcher_key: API key of the launchers' calls.
@@ -547,12 +550,14 @@ class Sessions:
         await self._listener.close()
 
     def get(self, session_id: str) -> Session | None:
-        """The open session with this id."""
+        """Return the open session with this id."""
         return self._sessions.get(session_id)
 
     def awaits(self, session_id: str) -> bool:
-        """Whether a session that is not open may go on later: the scheduler is not open yet, or it
-        has closed and another one may resume its run."""
+        """Return whether a session that is not open may continue later.
+
+        Either the scheduler is not open yet, or it has closed and another one may resume its run.
+        """
         return self._starting is None or session_id in self._starting
 
     @property
@@ -574,11 +579,13 @@ class Sessions:
         self._starting = None if goes_on and self._harness is None else set()
 
     async def next(self, within: float | None = None) -> Session:
-        """Wait for a session that no launcher has taken yet. Its harness, and the launcher, say how
-        it ended: :meth:`Session.done`, :meth:`Session.failed` or :meth:`Session.lost`.
+        """Wait for a session that no launcher has taken yet.
+
+        Its harness or the launcher reports the end: :meth:`Session.done`, :meth:`Session.failed` or
+        :meth:`Session.lost`.
 
         Raises:
-            TimeoutError: if none comes within so many seconds.
+            TimeoutError: if none comes within `within` seconds.
         """
         while True:
             async with asyncio.timeout(within):
@@ -614,7 +621,7 @@ class Sessions:
             remote_images=self._remote_images,
         )
         turn.branches = self._branches
-        # A harness outside had its answers, and after a restart perhaps only says how it ended.
+        # An external harness keeps its answers, and after a restart may only report its end.
         turn.keeps_known = self._harness is None
         self._sessions[name] = session
         if self._starting is not None:
@@ -637,7 +644,7 @@ class Sessions:
                     score = await self._harness(session, prompt)
                     return session.report if score is None and session.over else score
                 if session.goes_on:
-                    # A harness that had begun comes back by itself.
+                    # A harness that is already running reconnects by itself.
                     session.take()
                 else:
                     session.waits_for("agent")
@@ -652,7 +659,7 @@ class Sessions:
 
 
 def _with_figures(score: float | Score | None, session: Session) -> Score:
-    """The score of a session, with what else is told of it."""
+    """Return the score of a session with the session's figures in its ``info``."""
     told = score if isinstance(score, Score) else Score(reward=score)
     figures = {
         "turns": session.turns,

@@ -1,15 +1,14 @@
-"""What a harness said and was told, as messages and as tokens.
+"""The messages of a session's requests and answers, and their tokens.
 
-A harness knows messages, and the policy knows tokens. What was sampled is never tokenised again:
-the messages of a request are matched to those that are known, from the first one on, and only what
-follows the last known answer becomes tokens. It is what the chat template writes behind that
-answer, so a template that writes earlier messages otherwise now (without their reasoning, say, or
-with another end) changes no known token. How many tokens would have changed is counted, as
-:attr:`History.drift`.
+A harness knows messages, and the policy knows tokens. Sampled tokens are never tokenised again: the
+messages of a request are matched to the known messages, from the first one on, and only the text
+after the last known answer is tokenised. The chat template renders that text. A template that now
+renders earlier messages differently (without their reasoning, say, or with another end) therefore
+changes no known token. :attr:`History.drift` counts the tokens that would have changed.
 
-Messages are compared by what a template sees of them: amounts of white space in an answer, the ids
-and the order of its tool calls, its reasoning, joiners without width and empty fields make no
-difference, and an answer that has neither a text nor a call may be left out.
+Messages are compared in the form that a template sees. These make no difference: amounts of white
+space in an answer, the ids and the order of its tool calls, its reasoning, zero-width joiners and
+empty fields. An answer that has neither a text nor a call may be left out.
 """
 
 from __future__ import annotations
@@ -50,12 +49,12 @@ class Question:
 
     Attributes:
         ids: int32 [n], its whole context.
-        text: what these say.
-        mark: stands for its messages.
+        text: the text of `ids`.
+        mark: the hash of its messages.
         messages: its messages.
         tools: the tools that it may call.
-        after: the mark of the answer that it goes on from; None if it goes on from none.
-        media: its images, in the order of their places.
+        after: the mark of the answer that it continues; None if it continues none.
+        media: its images, in order.
         shown: the text of a completion as its client has it.
         raw: whether the client of a completion reads special tokens.
     """
@@ -73,14 +72,14 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """An answer, with what of its context stands behind the answer that it goes on from.
+    """An answer, with the part of its context that follows the previous answer.
 
     Attributes:
-        ids: int32 [n], the tokens from there on.
-        text: what these say.
-        after: the answer before; None if there is none. Another one with the same mark may come
+        ids: int32 [n], the tokens after the previous answer.
+        text: the text of `ids`.
+        after: the previous answer; None if there is none. Another one with the same mark may come
             later.
-        begin: number of tokens, and of characters, before these.
+        begin: number of tokens, and of characters, before `ids`.
     """
 
     ids: Int32Array
@@ -99,10 +98,10 @@ class _Seen:
     """A message of a request.
 
     Attributes:
-        plain: a copy of it, if it has texts alone; None if not.
-        told: what a template sees of it.
+        plain: a copy of it if all its values are plain text; None otherwise.
+        told: the message in the form that a template sees.
         images: the URLs of its images.
-        mark: stands for it and those before it.
+        mark: the hash of it and the messages before it.
     """
 
     plain: Said | None
@@ -115,12 +114,12 @@ class History:
     """The answers of one session, by the messages that led to them.
 
     Args:
-        tokenizer: the model's own.
-        most_branches: number of branches that requests may begin.
+        tokenizer: the model's tokenizer.
+        most_branches: number of branches that requests may start.
 
     Attributes:
-        begun: number of branches that requests have begun.
-        messages: those of the latest answer, from the first one to the answer.
+        begun: number of branches that requests have started.
+        messages: the messages of the latest branch, up to and including the latest answer.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, *, most_branches: int) -> None:
@@ -130,18 +129,18 @@ class History:
         self._most = most_branches
         self._answers: dict[Mark, _Answer] = {}
         self._ends: dict[Mark, tuple[Said, ...]] = {}
-        """The answers that nothing has gone on from, with their messages."""
+        """The last answer of each branch, with its messages."""
         self._texts: dict[str, Mark] = {}
         """Texts of completions with what came back."""
         self._resampled = self._rewritten = 0
         self._begin: tuple[str, Mark] = ("", b"")
-        """The tools and options of the latest request, and the mark that all of it begins with."""
+        """The tools and options of the latest request, and the mark of an empty chat with them."""
         self._seen: list[_Seen] = []
         """The messages of the latest request."""
         self._latest: tuple[Mark, Int32Array, str] = (b"", np.array((), np.int32), "")
         """The latest answer with its whole context, and what these tokens say."""
         self._open: Mark | None = None
-        """The request that was begun last, until it is answered."""
+        """The latest request that started a branch, until it is answered."""
 
     @property
     def drift(self) -> int:
@@ -162,7 +161,7 @@ class History:
         tools: Sequence[Said] | None = None,
         options: Said | None = None,
     ) -> Question:
-        """The tokens of a chat.
+        """Return the tokens of a chat.
 
         Args:
             messages: all of them, in OpenAI's form.
@@ -195,11 +194,13 @@ class History:
         )
 
     def continue_text(self, prompt: str | Sequence[int], *, raw: bool = False) -> Question:
-        """The tokens of a completion. A text goes on from the longest known text that it begins
-        with; token ids are taken as they are. With `raw` the answer's text has special tokens.
+        """Return the tokens of a completion.
+
+        A text continues the longest known text that is its prefix; token ids are used unchanged.
+        With `raw` the answer's text contains special tokens.
 
         Raises:
-            ConfigError: if there are none.
+            ConfigError: if the prompt is empty, or has token ids outside of the vocabulary.
         """
         after: Mark | None = None
         if isinstance(prompt, str):
@@ -225,7 +226,7 @@ class History:
         return Question(ids=ids, text=text, mark=mark, after=after, shown=shown, raw=raw)
 
     def _begun_with(self, ids: Int32Array) -> tuple[Mark | None, str]:
-        """The last answer of the branch that these tokens go on from, and what they say."""
+        """Return the last answer of the branch that `ids` continue, and the text of `ids`."""
         for mark in self._ends:
             known, text = self._whole(mark)
             if len(known) <= len(ids) and np.array_equal(known, ids[: len(known)]):
@@ -233,11 +234,12 @@ class History:
         return None, self._tokenizer.decode(ids.tolist())
 
     def begin(self, question: Question) -> None:
-        """Note that a request is about to be answered. One that is asked again, because its client
-        had left, begins no other branch.
+        """Note that a request is about to be answered.
+
+        A request that its client sends again after a disconnect starts no other branch.
 
         Raises:
-            ConfigError: if it would begin a branch too many.
+            ConfigError: if it would start more than `most_branches` branches.
         """
         if question.after in self._ends or question.mark == self._open:
             return
@@ -286,7 +288,7 @@ class History:
         else:
             shown = question.shown + text
             mark = _after(b"text", {"text": shown})
-            # What goes on from a text is longer, so the one before is not needed any more.
+            # A continuation is longer than its text, so the earlier text is no longer needed.
             self._texts = {t: m for t, m in self._texts.items() if m != question.after}
             self._texts[shown] = mark
         self._open = None
@@ -301,7 +303,7 @@ class History:
     def unknown(
         self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said | None
     ) -> list[int]:
-        """The places of the answers in these messages that are not known."""
+        """Return the places of the answers in these messages that are not known."""
         seen = self._see(messages, tools, options or {})
         return [
             place
@@ -312,8 +314,10 @@ class History:
     def _see(
         self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said
     ) -> list[_Seen]:
-        """The messages with their marks. A request mostly begins with the one before it, of which
-        is taken over what is the same."""
+        """Return the messages with their marks.
+
+        A request mostly starts with the previous one, so unchanged messages are reused.
+        """
         given = repr((tools, options))
         empty: Said = {"role": "assistant", "content": ""}
         if given != self._begin[0]:
@@ -346,7 +350,7 @@ class History:
         return seen
 
     def _whole(self, mark: Mark) -> tuple[Int32Array, str]:
-        """An answer with its whole context, and what these tokens say."""
+        """Return an answer with its whole context, and what these tokens say."""
         if mark == self._latest[0]:
             return self._latest[1:]
         parts = [self._answers[mark]]
@@ -397,12 +401,14 @@ class History:
         tools: Sequence[Said] | None,
         options: Said,
     ) -> str | None:
-        """What the template writes behind the last known answer, whose last token is `last`; None
-        if it does not show where that answer ends. For each of the first messages, `is_known` says
-        whether it is a known answer."""
+        """Return the template's text after the last known answer, whose last token is `last`.
+
+        None if the template does not show where that answer ends. `is_known` marks the known
+        answers among the first messages.
+        """
         count = len(is_known)
-        # Sampled calls may be more than the template takes, or not what it takes. It may leave out
-        # the text beside calls, or have no place for calls.
+        # The template may reject the sampled calls, or accept fewer of them. It may leave out the
+        # text of an answer with calls, or have no place for calls.
         for most_calls in (None, 1, 0):
             before = [
                 _stand_in(each, most_calls, _PLACE if i == count - 1 else _OTHER) if known else each
@@ -473,7 +479,7 @@ class History:
             if at >= 0:
                 return follows[at + len(each) :]
         if behind[same:].startswith(tuple(ends)):
-            # The template has another end where something follows, before what begins that.
+            # The template ends an answer differently if another message follows it.
             first = special.match(follows)
             if first and special.match(follows[first.end() :].lstrip()):
                 return follows[first.end() :]
@@ -508,7 +514,7 @@ class History:
 
 
 def _stand_in(answer: Said, most_calls: int | None, text: str) -> Said:
-    """An answer with `text` in its place, and with at most so many of its calls."""
+    """Return an answer with `text` in its place, and with at most `most_calls` of its calls."""
     calls = cast("list[Any]", answer.get("tool_calls") or [])[:most_calls]
     if not calls:
         return {"role": "assistant", "content": text}
@@ -518,7 +524,7 @@ def _stand_in(answer: Said, most_calls: int | None, text: str) -> Said:
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of characters, or of tokens, with which both begin."""
+    """Return the length of the common prefix, in characters or tokens."""
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2
@@ -530,7 +536,7 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _differing(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens between the first and the last in which two rows differ."""
+    """Return the number of tokens between the first and the last in which two rows differ."""
     if one == other:
         return 0
     first = _same(one, other)
