@@ -1,4 +1,4 @@
-"""The text of a stream of tokens, without halves of characters."""
+"""The text of a token stream, in whole characters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ log = logging.getLogger("aprilsched")
 
 
 class Texts:
-    """What handlers ask about text.
+    """The gateway's tokenizer, which may be missing.
 
     Args:
-        folder: the model's tokenizer; None takes the folder of the model that the engines have
-            loaded, if it can be read here.
+        folder: the model's tokenizer; None takes the folder of the engines' model, if this machine
+            can read it.
         response_template: see :func:`~aprilsched.agents.chat.tokenizer.load_tokenizer`.
     """
 
@@ -37,8 +37,8 @@ class Texts:
         """Load the tokenizer; `model_path` is the engines' model.
 
         Raises:
-            ConfigError: if the named tokenizer cannot be used. The one of the engines' model is not
-                needed, and is left out then.
+            ConfigError: if the configured tokenizer cannot be used. The tokenizer of the engines'
+                model is optional, so an error there is not raised.
         """
         if self._tokenizer is not None:
             return
@@ -74,7 +74,7 @@ class Texts:
         return self._tokenizer
 
     def detokenizer(self, prompt: Prompt, skip_special: bool) -> Detokenizer | None:
-        """What gives the text of a response to `prompt`; None without a tokenizer."""
+        """Return a detokenizer for a response to `prompt`; None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return self._tokenizer.detokenizer(prompt.input_ids.tolist(), skip_special=skip_special)
@@ -84,8 +84,10 @@ class Texts:
         return self.tokenizer.decode([token_id], skip_special=False)
 
     def context(self, engines: int | None) -> int | None:
-        """Tokens of the longest context, of which the engines know as much as `engines`; None if
-        neither they nor the tokenizer's files tell it."""
+        """Return the maximum context in tokens: the least of `engines` and the tokenizer's files.
+
+        None if neither is known.
+        """
         known = (engines, None if self._tokenizer is None else self._tokenizer.context_tokens)
         return min((each for each in known if each is not None), default=None)
 

@@ -1,9 +1,9 @@
-"""The model's chat template: the text of messages, of which none is left out.
+"""The model's chat template, with a check that it leaves out no message.
 
 Templates differ in what they take: text as a string or as a list of parts, the arguments of calls
-as an object or as JSON, the role ``developer`` or not. Some leave out what they do not know, which
-shows only in what the model answers. Messages of the same shape whose texts are marks show it, so
-each shape is rendered once in this way, in one form after the other until all marks are there.
+as an object or as JSON, the role ``developer`` or not. Some silently leave out what they do not
+know, which shows only in the model's answers. To detect that, each shape of chat is rendered once
+with marks as its texts, in one form after another until all marks appear.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from aprilsched.errors import ConfigError
 _BEGIN = "AprilschedText{}Part"
 _MARK = _BEGIN + "{}End"
 _KEY = "AprilschedArgument"
-"""Stand for texts, and for the name of an argument."""
+"""Placeholder for the name of an argument, as `_MARK` is for texts."""
 _MAX_SHAPES = 4096
-"""Shapes of chats that are remembered, of some hundred bytes each."""
+"""Shapes of chats that are cached, at some hundred bytes each."""
 _ID_LENGTH = 9
-"""Letters and digits of an id that every template takes: those of Mistral take no other."""
+"""Length of an alphanumeric id that every template accepts; Mistral's accept no other length."""
 _ALPHABET = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """How messages are given to a template.
+    """How messages are passed to a template.
 
     Attributes:
-        parts: the roles whose text is given as a list of parts.
-        has_text_arguments: whether the arguments of calls are given as JSON.
-        has_system: whether the role ``developer`` is given as ``system``.
+        parts: the roles whose text is passed as a list of parts.
+        has_text_arguments: whether the arguments of calls are passed as JSON.
+        has_system: whether the role ``developer`` is passed as ``system``.
     """
 
     parts: frozenset[str] = frozenset()
@@ -139,7 +139,7 @@ class ChatTemplate:
         given = fit.form.of(messages)
         try:
             return self._render(given, settings)
-        except Exception as error:  # A template is a program, and raises what it likes.
+        except Exception as error:  # A template is a program, and may raise anything.
             short = _with_short_ids(given)
             if short != given:
                 with suppress(Exception):
@@ -195,7 +195,7 @@ class ChatTemplate:
     def _missing(
         self, sample: list[dict[str, Any]], text: str, settings: Mapping[str, Any]
     ) -> tuple[tuple[int, str], ...]:
-        """What of a sample is not in its text, or only as Python writes a list or an object."""
+        """Return the parts of a sample that its text lacks, or shows only as a Python literal."""
         missing: list[tuple[int, str]] = []
         for place, message in enumerate(sample):
             content: Any = message["content"]
@@ -214,7 +214,7 @@ class ChatTemplate:
     def _without(
         self, sample: Sequence[dict[str, Any]], place: int, settings: Mapping[str, Any]
     ) -> str | None:
-        """Return the text of a sample without the images of a message; None if it is refused so."""
+        """Render a sample without the images of a message; None if the template rejects it."""
         texts = [part for part in sample[place]["content"] if "text" in part]
         plain = {**sample[place], "content": texts}
         try:
@@ -244,7 +244,7 @@ def _sample(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 for number, part in enumerate(parts)
             ]
         else:
-            # An empty result or question is one, too.
+            # An empty tool result or question still counts as a message.
             is_shown = content or message["role"] not in ("assistant", "developer", "system")
             shown["content"] = _MARK.format(place, 0) if is_shown else ""
         if calls := message.get("tool_calls"):

@@ -1,4 +1,4 @@
-"""A request and a result in no dialect: what each dialect parses into, and what it renders."""
+"""Requests and results independent of dialect: each dialect parses into and renders from them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ PING = b": the policy is at work\n\n"
 
 _MOST_STOPS = 64
 _STOP_CHARACTERS = 4096
-"""Characters of all stop strings together. The end of the text is compared with each beginning of
-each of them at every token, which takes up to 0.6 ms."""
+"""Total characters of all stop strings. At every token the end of the text is compared with every
+prefix of each of them, which takes up to 0.6 ms."""
 
 
 def check_stops(stops: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ def check_stops(stops: Sequence[str]) -> None:
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of a request that say where its text ends, and what of it is wanted."""
+    """The request parameters that end the text and select parts of it."""
 
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -160,7 +160,7 @@ class End:
         matched: the stop string or token that ended it.
         why: cause of an abort.
         message: the whole message, in OpenAI's form.
-        versions: further fields that say which weights sampled which tokens.
+        versions: further fields with the version of the weights of each token.
     """
 
     reason: FinishReason | str
@@ -177,19 +177,19 @@ class End:
 
 
 Likely = list[tuple[float, int, None]]
-"""The likeliest tokens in the place of one token: log-probability, token id and no text."""
+"""The top logprobs at one position: log-probability, token id and no text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """New tokens of one response; the parts of a response, one after another, are the whole of it.
+    """New tokens of one response; its parts, concatenated, are the whole response.
 
     Attributes:
         index: number of the response in the answer.
         name: its name.
         prompt_ids: int32 [n], the tokens of its prompt.
-        start: number of tokens before these.
-        likely: for each token the likeliest ones in its place; empty if they are not wanted.
+        start: number of earlier tokens.
+        likely: the top logprobs at each token's position; empty if not requested.
         text: new text; it may lag behind the tokens, except in the last part. None without a
             tokenizer.
         changes: changes of the message, in OpenAI's form of ``delta``.
@@ -245,7 +245,7 @@ class Answer(Protocol):
         ...
 
     def last(self, wholes: Sequence[Part]) -> Iterable[Event]:
-        """Return the events behind the last part of each response, whose `wholes` are given."""
+        """Return the events after the last part of each response; `wholes` are the responses."""
         ...
 
     def whole(self, wholes: Sequence[Part]) -> Any:

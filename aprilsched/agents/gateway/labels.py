@@ -1,4 +1,4 @@
-"""The names that clients give to the versions of the weights."""
+"""Clients' names for the versions of the weights."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class Labels:
             )
 
     def name(self, version: int, label: str) -> None:
-        """Call `version` by `label` from now on.
+        """Label `version` from now on.
 
-        A file that cannot be written does not keep the new weights away; it is logged.
+        If the file cannot be written, the error is logged and the new weights are used anyway.
         """
         self._labels[version] = label
         for old in sorted(self._labels)[:-_MAX_LABELS]:
