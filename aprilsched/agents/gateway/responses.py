@@ -1,17 +1,17 @@
-"""The open responses of a gateway: each is a rollout, whose tokens come from the facts of the run.
+"""The open responses of a gateway: each is a rollout that receives its tokens from the run's facts.
 
 A :class:`Response` is what the handler of one HTTP request waits for. Its tokens arrive with
 ``TokensReceived`` while the rollout generates, and it ends with ``RolloutFinished``, when the
-version of each token is known. What waits for a slow client is at most the rest of its response.
+version of each token is known. At most the rest of its response is buffered for a slow client.
 
-With a store the rollouts of the prior process are there when a gateway starts. Their responses are
+With a store, the rollouts of the prior process exist when a gateway starts. Their responses are
 *unclaimed* until a client sends the same rid again with the same prompt.
 
 Invariants:
 - A response ends exactly once: with its rollout, with an abort, or with the cause of its failure.
-- The tokens of an ended response are those of its rollout.
-- A rollout whose client has left is withdrawn, also if it is launched only later.
-- The store forgets a rollout only after its client has read it or has left.
+- The tokens of an ended response are the tokens of its rollout.
+- A rollout whose client has disconnected is withdrawn, even if it is launched later.
+- The store forgets a rollout only after its client has read it or has disconnected.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _REFUSED, _FAILED, _UNAVAILABLE = 400, 500, 503
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NewResponse:
-    """One response that a client asks for.
+    """One requested response.
 
     Attributes:
-        rid: the client's name for it; None if the client gives none.
+        rid: the client's request id; None if it sends none.
         prompt: its prompt, without a key.
-        group: name of the responses that belong together; empty for none.
+        group: name shared by the responses that belong together; empty for none.
     """
 
     rid: str | None
@@ -116,11 +116,11 @@ class Response:
         self.failure = ""
         self.status = _FAILED
         self.asked_at: float | None = None
-        """When its client asked for it, in seconds of the monotonic clock; None before."""
+        """Time of the client's request, in seconds of the monotonic clock; None before."""
         self.left = False
-        """Whether its client reads no more of it."""
+        """Whether its client will read no more of it."""
         self.kept: Kept | None = None
-        """What the store keeps until the client has left."""
+        """Its batch in the store, until the client has left."""
         self._news = asyncio.Event()
 
     @property
@@ -162,7 +162,7 @@ class Response:
         self._news.set()
 
     def complete(self, rollout: Rollout) -> None:
-        """End with the rollout, which is generated to its end."""
+        """End with the rollout, which is complete."""
         if self.over:
             return
         self.token_ids = rollout.token_ids.tolist()
@@ -176,7 +176,7 @@ class Response:
         """End with the tokens that have arrived."""
         member = self.member
         if not self.over and member is not None:
-            # Tokens of a dropped rollout that are still on their way are not in its record.
+            # The record of a dropped rollout lacks tokens that are still on their way.
             self.segments = member.log.segments()
             self.companions = member.log.companion_rows(prompt=self.prompt_tokens)
             sure = member.request is None or not member.request.unsure
@@ -220,10 +220,10 @@ class Responses:
         self._withdraw = withdraw
         self._state = state
         self._next = 0
-        """Number of the next response; it makes the keys different."""
+        """Number of the next response; it makes the keys unique."""
         self._by_rid: dict[str, Response] = {}
         self._unclaimed: dict[str, Response] = {}
-        """Responses of the prior process for which no client has asked yet."""
+        """Responses of the prior process that no client has claimed yet."""
         self._by_key: dict[str, Response] = {}
         """Responses whose rollout is not launched yet, including those that no client wants."""
         self._by_group: dict[int, Response] = {}
@@ -292,8 +292,10 @@ class Responses:
         return responses, prompts
 
     def abort(self, rid: str) -> None:
-        """End a response with the tokens that it has, or all responses of a body with this name;
-        an unknown name is ignored."""
+        """End a response with its tokens so far, or all responses of a body with this name.
+
+        An unknown name is ignored.
+        """
         if rid in self._by_rid:
             self._give_up(self._by_rid[rid], _ABORTED)
         elif rid in self._unclaimed:
@@ -302,12 +304,12 @@ class Responses:
             self.abort_group(rid)
 
     def abort_all(self) -> None:
-        """End every response with the tokens that it has."""
+        """End every response with its tokens so far."""
         for rid in [*self._by_rid, *self._unclaimed]:
             self.abort(rid)
 
     def abort_group(self, name: str) -> None:
-        """End every response of a group with the tokens that it has."""
+        """End every response of a group with its tokens so far."""
         for response in list(self._by_rid.values()):
             if response.group == name:
                 self._give_up(response, _ABORTED)
@@ -332,11 +334,11 @@ class Responses:
             self._drop(response, cause)
 
     def end(self, response: Response, why: str) -> None:
-        """End a response with the tokens that it has; `why` is the cause in the ledger."""
+        """End a response with its tokens so far; `why` is the cause in the ledger."""
         self._give_up(response, why)
 
     def leave(self, response: Response) -> None:
-        """Say that the client reads no more of it; its rollout is withdrawn, unless it is over."""
+        """Note that the client reads no more of it; withdraw its rollout unless it is over."""
         if not response.over:
             self._give_up(response, _LEFT)
         self._read(response)
@@ -372,12 +374,12 @@ class Responses:
     # --- the run -------------------------------------------------------------------------------
 
     async def changed(self) -> None:
-        """Wait until an engine has changed its mode, has come or gone, or has ended a request."""
+        """Wait until an engine changes its mode, joins, leaves or ends a request."""
         self._changed.clear()
         await self._changed.wait()
 
     def deliver(self, batch: Batch) -> None:
-        """Take a batch, whose groups of one have ended."""
+        """Take a batch; its groups of one have ended."""
         kept = Kept(batch, 1)
         for group in batch.groups:
             response = self._forget(group.group_id)
@@ -390,7 +392,7 @@ class Responses:
         kept.read()
 
     def restore(self, batch: Batch) -> None:
-        """Take a batch of the prior process that is delivered again later."""
+        """Take a batch of the prior process that will be delivered again."""
         for group in batch.groups:
             response = self._known(group)
             if response is not None:
@@ -429,7 +431,7 @@ class Responses:
                     of.EngineModeChanged()
                     | of.EngineAdmitted()
                     | of.EngineLost()
-                    # Requests that are called back leave an engine idle in the same mode.
+                    # Withdrawing requests may leave an engine idle without a change of mode.
                     | of.AttemptEnded()
                 ):
                     self._changed.set()
@@ -451,7 +453,7 @@ class Responses:
             if log.size:
                 response.arrive(log.token_ids.tolist(), log.logprobs().tolist())
         if response.unwanted:
-            # The core takes this after the event that it is handling now.
+            # The core handles this after the current event.
             self._withdraw(fact.group_id, response.unwanted)
 
     def _check_grammar(self, response: Response, group_id: int) -> None:
@@ -515,7 +517,7 @@ class Responses:
 
 
 def _same(one: Prompt, other: Prompt) -> bool:
-    """Return whether two prompts ask for the same response."""
+    """Return whether two prompts request the same response."""
     same = one.sampling == other.sampling and one.media == other.media
     same = same and one.companions == other.companions
     return same and np.array_equal(one.input_ids, other.input_ids)

@@ -54,7 +54,7 @@ class Refused(Refusal):
 
 
 class Unavailable(Refusal):
-    """The call cannot be taken now."""
+    """The call cannot be accepted now."""
 
     status = 503
 
@@ -78,7 +78,7 @@ class Crashed(Refusal):
 
 
 def error_event(message: str, status: int) -> dict[str, Any]:
-    """Return the error of one response as an event of a stream, whose own status is 200 already."""
+    """Return one response's error as an event of a stream, whose status is already 200."""
     kind = "invalid_request_error" if status == Refused.status else "internal_error"
     retryable = status >= Crashed.status
     return {"error": {"message": message, "type": kind, "code": status, "retryable": retryable}}
@@ -99,8 +99,10 @@ def error_content(message: str, status: int) -> dict[str, Any]:
 
 @web.middleware
 async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn refusals and settings that cannot work into answers. Unknown paths are answered as
-    FastAPI does, but for those below /v1/."""
+    """Turn refusals and configuration errors into answers.
+
+    Unknown paths get FastAPI's answer, except below /v1/.
+    """
     try:
         return await handler(request)
     except Refusal as refusal:
