@@ -1,8 +1,8 @@
-"""Sessions: rollouts that a program drives which knows nothing of aprilsched.
+"""Sessions: rollouts driven by a program that need not know aprilsched.
 
-A :class:`Session` is one rollout with an address of its own. What its harness asks for there
-becomes turns of the rollout. :class:`Sessions` is what a scheduler takes as its ``episode=``: it
-opens a session for each rollout, gives it to a coroutine or to a launcher, and ends it.
+A :class:`Session` is one rollout with its own address. Requests of its harness there become turns
+of the rollout. :class:`Sessions` is the scheduler's ``episode=``: it opens a session for each
+rollout, passes it to a coroutine or to a launcher, and ends it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Reply:
     """The answer to one request.
 
     Attributes:
-        message: in OpenAI's form.
+        message: the answer in OpenAI's form.
         question: its context.
         output: its tokens, with the version of each.
     """
@@ -135,14 +135,14 @@ class Session:
         self._history = History(tokenizer, most_branches=limits.branches)
         self._lock = asyncio.Lock()
         self._recalled: set[Mark] = set()
-        """Requests for what was known from before the run was resumed."""
+        """Requests that were answered with turns from before the run was resumed."""
         self._size = 0
         """Characters of the latest chat request."""
         self._asking = 0
         self._heard = asyncio.get_running_loop().time()
         self._taken = asyncio.Event()
         self._fresh = False
-        """Whether a launcher has it whose harness has not asked for anything."""
+        """Whether a launcher has it, and its harness has made no request yet."""
         self._end: asyncio.Future[float | Score | None] = asyncio.Future()
         self._score: asyncio.Future[float | Score] | None = None
 
@@ -165,15 +165,17 @@ class Session:
 
     @property
     def drift(self) -> int:
-        """Number of tokens that would be others if the chat were tokenised again: because the
-        policy samples tokens that its tokenizer does not make of their text, or because the chat
-        template writes earlier messages otherwise later. The rollout has those that were
-        sampled."""
+        """Number of tokens that would differ if the chat were tokenised again.
+
+        Either the policy samples tokens that its tokenizer would not produce for their text, or the
+        chat template renders earlier messages differently later. The rollout keeps the sampled
+        tokens.
+        """
         return self._history.drift
 
     @property
     def sampling(self) -> SamplingParams:
-        """How the trainer lets it sample."""
+        """The trainer's sampling parameters."""
         return self._turn.sampling
 
     @property
@@ -202,12 +204,12 @@ class Session:
         Args:
             messages: all messages, in OpenAI's form.
             tools: definitions of tools, in OpenAI's form.
-            max_tokens: tokens of the answer, if the rollout's own limit is not less.
+            max_tokens: maximum tokens of the answer; the rollout's limit applies as well.
             stop: texts of one token each that end the answer.
             options: variables of the chat template.
 
         Raises:
-            ConfigError: if the request cannot be used, or the session has used what it may take.
+            ConfigError: if the request cannot be used, or the session has reached a limit.
             EpisodeError: if the session has ended.
         """
         size = len(repr((messages, tools, options)))
@@ -230,8 +232,10 @@ class Session:
         stop: Sequence[str] = (),
         raw: bool = False,
     ) -> Reply:
-        """Answer a text or token ids with what follows; see :meth:`chat`. With `raw` the answer has
-        the texts of special tokens, also of the one that ended it."""
+        """Continue a text or token ids; see :meth:`chat`.
+
+        With `raw` the answer contains the texts of special tokens, including the one that ended it.
+        """
         async with self._place():
             question = await self._tokenizer.work_out(
                 lambda: self._history.continue_text(prompt, raw=raw), size=len(prompt)
@@ -240,7 +244,7 @@ class Session:
 
     @asynccontextmanager
     async def _place(self) -> AsyncGenerator[None]:
-        """The time of one request: it waits for those before it, and the session is not idle."""
+        """Hold the session for one request: it waits for earlier ones, and is not idle."""
         self._check_open()
         if self._asking >= self.limits.waiting:
             raise Unavailable(
@@ -269,7 +273,7 @@ class Session:
         options: Said | None,
         size: int,
     ) -> None:
-        """Take up the answers that a harness had before the run was resumed."""
+        """Restore the answers that a harness received before the run was resumed."""
         for place in self._history.unknown(messages, tools, options):
             question = await self._tokenizer.work_out(
                 lambda said=messages[:place]: self._history.ask(said, tools, options), size=size
@@ -313,7 +317,7 @@ class Session:
         check_stops(stop)
         for each in stop:
             if each in ([own] if isinstance(own, str) else own):
-                continue  # The engines look for it.
+                continue  # The engines check the trainer's own stop strings.
             ids = self._tokenizer.encode(each, special=False)
             if len(ids) != 1:
                 raise ConfigError(
@@ -334,8 +338,11 @@ class Session:
         return Reply(message=message, question=question, output=output)
 
     def _sampling_until(self, most: int, ends: tuple[int, ...]) -> SamplingParams:
-        """The trainer's parameters with a length and what ends an answer. New ones are checked as a
-        whole, and most requests of a session ask for those of the one before."""
+        """Return the trainer's parameters with the length and the stop conditions of an answer.
+
+        New ones are validated as a whole, so the previous ones are reused if they are the same, as
+        in most requests of a session.
+        """
         made = self._made
         if (made.max_new_tokens, made.stop_token_ids) != (most, ends):
             trainers = self._turn.sampling
@@ -348,30 +355,31 @@ class Session:
     # --- its end ---------------------------------------------------------------------------------
 
     def waits_for(self, what: EpisodeWait) -> None:
-        """Say what it waits for while nothing is asked; see :meth:`aprilsched.Turn.waits_for`."""
+        """Set what it waits for between requests; see :meth:`aprilsched.Turn.waits_for`."""
         self._turn.waits_for(what)
 
     def on_end(self, function: Callable[[], object]) -> None:
-        """Call `function` once when the session has ended, however it does; see
-        :meth:`aprilsched.Turn.on_end`."""
+        """Call `function` once when the session ends; see :meth:`aprilsched.Turn.on_end`."""
         self._turn.on_end(function)
 
     def done(self, score: float | Score | None = None, *, later: bool = False) -> None:
-        """Say that the harness has ended, with its score if it has one; with `later` the score is
-        still to come, by :meth:`score`. A second report changes nothing."""
+        """Report that the harness has ended, with its score if it has one.
+
+        With `later` the score will come by :meth:`score`. A second report changes nothing.
+        """
         if later and not self.over:
             self._score = asyncio.Future()
         self._report(lambda: self._end.set_result(score))
 
     def score(self, score: float | Score) -> None:
-        """Give the score that was announced, or end the session with this one."""
+        """Set the announced score, or end the session with this one."""
         if self._score is None:
             self.done(score)
         elif not self._score.done():
             self._score.set_result(score)
 
     def failed(self, why: str) -> None:
-        """Say that the harness has failed by a fault of its own, so that its group is dropped."""
+        """Report that the harness has failed by its own fault, so its group is dropped."""
         self._report(lambda: self._end.set_exception(EpisodeError(why)))
 
     def lost(self, why: str) -> None:
@@ -384,23 +392,25 @@ class Session:
     def _report(self, report: Callable[[], None]) -> None:
         if not self._end.done():
             report()
-            # Marks an error as retrieved, because perhaps nothing waits for it.
+            # Mark the error as retrieved: there may be no waiter.
             self._end.exception()
 
     @property
     def taken(self) -> bool:
-        """Whether a launcher has it, or its harness has asked for something."""
+        """Whether a launcher has it, or its harness has made a request."""
         return self._taken.is_set()
 
     def take(self) -> None:
-        """Note that a launcher has it, or that its harness comes back by itself."""
+        """Note that a launcher has it, or that its harness reconnects by itself."""
         self.waits_for("tools")
         self._heard, self._fresh = asyncio.get_running_loop().time(), True
         self._taken.set()
 
     def give_back(self) -> bool:
-        """Undo :meth:`take`. Returns False if no other launcher may take it: it has ended, or its
-        harness has asked for something."""
+        """Undo :meth:`take`; return False if no other launcher may take it.
+
+        That is the case if it has ended, or if its harness has made a request.
+        """
         if not self._fresh or self.over:
             return False
         self._taken.clear()
@@ -454,10 +464,10 @@ class Session:
         return self._end.result()
 
     async def scored(self, score: float | Score | None) -> float | Score | None:
-        """Return the score: `score`, or the one that was announced.
+        """Return `score`, or wait for the announced score.
 
         Raises:
-            MemberLost: if that does not come in time.
+            MemberLost: if the announced score does not come in time.
         """
         if self._score is None:
             return score
@@ -533,13 +543,13 @@ class Sessions:
         self.launcher_key = self._keys.launcher
         self._sessions: dict[str, Session] = {}
         self._starting: set[str] | None = None if harness is None else set()
-        """Sessions that are about to be here again; None while that is not known. A harness of this
-        process asks for none of a prior one."""
+        """Sessions of the prior process that will be open again; None while they are unknown. A
+        harness that runs in this process has none from a prior one."""
         self._waiting: asyncio.Queue[Session] = asyncio.Queue()
 
     @property
     def url(self) -> str:
-        """Where harnesses and launchers reach it."""
+        """The base URL for harnesses and launchers."""
         return (self._public_url or self._listener.url).rstrip("/")
 
     async def __aenter__(self) -> Self:
@@ -567,7 +577,7 @@ class Sessions:
 
     @property
     def judges(self) -> bool:
-        """Whether sessions without a score are scored by a function, which may take its time."""
+        """Whether a function scores the sessions that have no score; it may be slow."""
         return self._reward is not None
 
     def run_opened(self, rollouts: Collection[int]) -> None:
@@ -594,7 +604,7 @@ class Sessions:
                 continue
             session.take()
             try:
-                # A restart would give the id of a rollout that is not saved to another one.
+                # Otherwise a restart could give the rollout's id to another rollout.
                 await session.saved()
             except asyncio.CancelledError:
                 self.offer_again(session)
@@ -602,12 +612,12 @@ class Sessions:
             return session
 
     def offer_again(self, session: Session) -> None:
-        """Offer a session to another launcher, because the one that took it has not got it."""
+        """Offer a session to another launcher, because its launcher did not receive it."""
         if session.give_back():
             self._waiting.put_nowait(session)
 
     async def __call__(self, turn: Turn, prompt: Prompt) -> Score:
-        """Drive a rollout by a session."""
+        """Run a rollout as a session."""
         if not self._listener.listening:
             raise EpisodeError("Sessions are not open; use them as `async with sessions:`.")
         name = str(turn.rollout_id)
@@ -676,7 +686,7 @@ def _secret_of(given: bytes | Path | None) -> bytes:
         found = given
     else:
         try:
-            # Made for its owner alone, and never over one that is there.
+            # Readable by its owner only, and never over an existing file.
             with open(given, "xb", opener=open_private) as file:
                 file.write(secrets.token_bytes(32))
         except FileExistsError:

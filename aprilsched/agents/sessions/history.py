@@ -31,14 +31,14 @@ from aprilsched.types import Int32Array, Media
 Said: TypeAlias = Mapping[str, Any]
 """A message in OpenAI's form."""
 Mark: TypeAlias = bytes
-"""Stands for some messages, from the first one on, with the tools that they were given with."""
+"""Hash of the first messages of a chat, up to some message, and of their tools."""
 
 log = logging.getLogger("aprilsched")
 
 _PLACE = f"AprilschedPlaceOfAnAnswer{uuid.uuid4().hex}"
-"""Stands in a rendered chat for the last known answer, and is in no text of a client or policy."""
+"""Placeholder for the last known answer in a rendered chat; no client or policy can produce it."""
 _OTHER = f"AprilschedOtherAnswer{uuid.uuid4().hex}"
-"""Stands there for the answers before it."""
+"""Placeholder for the earlier answers."""
 _URLS = ("data:", "http://", "https://")
 _PLAIN = {str, type(None)}
 
@@ -89,7 +89,7 @@ class _Answer:
 
     @property
     def end(self) -> tuple[int, int]:
-        """Number of tokens and of characters up to its end."""
+        """Number of tokens and of characters up to the end of the answer."""
         return self.begin[0] + len(self.ids), self.begin[1] + len(self.text)
 
 
@@ -98,7 +98,7 @@ class _Seen:
     """A message of a request.
 
     Attributes:
-        plain: a copy of it if all its values are plain text; None otherwise.
+        plain: a copy of it if all its values are strings or None; None otherwise.
         told: the message in the form that a template sees.
         images: the URLs of its images.
         mark: the hash of it and the messages before it.
@@ -131,26 +131,28 @@ class History:
         self._ends: dict[Mark, tuple[Said, ...]] = {}
         """The last answer of each branch, with its messages."""
         self._texts: dict[str, Mark] = {}
-        """Texts of completions with what came back."""
+        """Texts of completions, prompt and answer together, with their marks."""
         self._resampled = self._rewritten = 0
         self._begin: tuple[str, Mark] = ("", b"")
         """The tools and options of the latest request, and the mark of an empty chat with them."""
         self._seen: list[_Seen] = []
         """The messages of the latest request."""
         self._latest: tuple[Mark, Int32Array, str] = (b"", np.array((), np.int32), "")
-        """The latest answer with its whole context, and what these tokens say."""
+        """The latest answer with its whole context: mark, token ids and text."""
         self._open: Mark | None = None
         """The latest request that started a branch, until it is answered."""
 
     @property
     def drift(self) -> int:
-        """Number of known tokens that would be others if the chat were tokenised again."""
+        """Number of known tokens that would differ if the chat were tokenised again."""
         return self._resampled + self._rewritten
 
     @property
     def branches(self) -> list[tuple[Said, ...]]:
-        """The messages of each branch, to its last answer; a completion has none. Branches that
-        say the same are one here."""
+        """The messages of each branch up to its last answer; none for a completion.
+
+        Branches with the same messages appear once.
+        """
         return list(self._ends.values())
 
     # --- requests --------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ class History:
         """Return the tokens of a chat.
 
         Args:
-            messages: all of them, in OpenAI's form.
+            messages: all messages, in OpenAI's form.
             tools: definitions of tools.
             options: variables of the template.
 
@@ -303,7 +305,7 @@ class History:
     def unknown(
         self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said | None
     ) -> list[int]:
-        """Return the places of the answers in these messages that are not known."""
+        """Return the indices of the answers in these messages that are not known."""
         seen = self._see(messages, tools, options or {})
         return [
             place
@@ -330,7 +332,7 @@ class History:
         for place, message in enumerate(messages):
             left_out = _after(mark, empty)
             if place and message.get("role") != "assistant" and left_out in self._answers:
-                # Some clients do not send an answer again that has neither a text nor a call.
+                # Some clients omit an earlier answer that has neither a text nor a call.
                 seen.append(_Seen(None, empty, (), left_out))
                 mark = left_out
             old = before[len(seen)] if len(seen) < len(before) else None
@@ -341,7 +343,7 @@ class History:
                 if old is None or (told, images) != (old.told, old.images):
                     before = ()
                     mark = _after(mark, told, images)
-                    # The caller may change its own.
+                    # The caller may change its own copy.
                     plain = dict(message) if set(map(type, message.values())) <= _PLAIN else None
                     old = _Seen(plain, told, images, mark)
             seen.append(old)
@@ -350,7 +352,7 @@ class History:
         return seen
 
     def _whole(self, mark: Mark) -> tuple[Int32Array, str]:
-        """Return an answer with its whole context, and what these tokens say."""
+        """Return the token ids and the text of an answer with its whole context."""
         if mark == self._latest[0]:
             return self._latest[1:]
         parts = [self._answers[mark]]
@@ -367,8 +369,11 @@ class History:
         tools: Sequence[Said] | None,
         options: Said,
     ) -> tuple[Int32Array, str]:
-        """The tokens of a chat, and what they say, from the last known answer on, which is `after`;
-        see :meth:`_follows`."""
+        """Return the tokens and the text of a chat that continues the known answer `after`.
+
+        Raises:
+            ConfigError: if the template does not show what follows that answer.
+        """
         ids, text = self._whole(after)
         whole: str | None = None
         refused = ConfigError(
@@ -378,10 +383,10 @@ class History:
         try:
             whole = self._render(told, tools, options, shown_from=len(is_known))
         except ConfigError as error:
-            # What was sampled may be what the template refuses to write.
+            # The template may reject a sampled message.
             refused = error
         if whole is not None and whole.startswith(text):
-            # As nearly always, the template writes what is known as it was sampled.
+            # The usual case: the template renders the known messages exactly as sampled.
             more: str | None = whole[len(text) :]
         else:
             more = self._follows(told, is_known, int(ids[-1]), tools, options)
@@ -426,7 +431,7 @@ class History:
                 continue
             if more is not None and behind is not None and end is not None:
                 return self._behind_end(more, behind, end, last)
-        # The answer is not shown at all, but perhaps what follows it is.
+        # The template leaves out the answer, but may show what follows it.
         whole = self._render(told, tools, options, shown_from=count)
         shown = self._render(told[:count], tools, options, begins=False, shown_from=count)
         return whole[len(shown) :] if shown and whole.startswith(shown) else None
@@ -446,21 +451,21 @@ class History:
         return behind if found else None
 
     def _behind_end(self, more: str, behind: str, end: str, last: int) -> str:
-        """What to add to an answer whose last token is `last`.
+        """Return the text to append to an answer whose last token is `last`.
 
         Args:
-            more: what the template writes behind the place of the answer.
-            behind: the same if nothing follows the answer.
-            end: the same if the answer has no calls, which stand behind its place.
+            more: the template's text after the answer's placeholder.
+            behind: the same if no message follows the answer.
+            end: the same if the answer has no calls, which the template writes after its text.
             last: the last token of the answer.
         """
         special = self._tokenizer.special_texts
         same = _same(more, behind)
         for text in (more, behind):
-            # One special token is not half of another one.
+            # A prefix must not split a special token.
             inside = [m.start() for m in special.finditer(text) if m.start() < same < m.end()]
             same = min([same, *inside])
-        # The end of the answer, as the template writes it whether or not something follows.
+        # The end of the answer, which the template writes whether or not a message follows.
         closing = next(n for n in range(same, -1, -1) if end.startswith(more[same - n : same]))
         tokenizer = self._tokenizer
         ends = [tokenizer.decode([each], skip_special=False) for each in sorted(tokenizer.ends)]
@@ -504,8 +509,7 @@ class History:
         return np.array(self._tokenizer.encode(text, special=False), dtype=np.int32)
 
     def _changed(self, text: str, whole: str) -> int:
-        """Number of tokens of the known `text` that are not in the `whole` that the template makes
-        now."""
+        """Return how many tokens of the known `text` differ in `whole`, the template's text now."""
         first = _same(text, whole)
         text, whole = text[first:], whole[first:]
         last = _same(text[::-1], whole[::-1])
@@ -518,7 +522,7 @@ def _stand_in(answer: Said, most_calls: int | None, text: str) -> Said:
     calls = cast("list[Any]", answer.get("tool_calls") or [])[:most_calls]
     if not calls:
         return {"role": "assistant", "content": text}
-    # Some templates write the text behind the results of the calls.
+    # Some templates write an answer's text after the results of its calls.
     calls = [{**c, "function": {**c["function"], "arguments": {text: text}}} for c in calls]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
@@ -536,7 +540,7 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _differing(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the number of tokens between the first and the last in which two rows differ."""
+    """Return the number of tokens between the first and the last difference of two rows."""
     if one == other:
         return 0
     first = _same(one, other)
@@ -545,24 +549,24 @@ def _differing(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _after(mark: Mark, what: Said, images: Sequence[str] = ()) -> Mark:
-    # A message is written in one way only, because arguments of calls are sorted. JSON takes four
-    # times as long.
+    # The text of a message is canonical, because arguments of calls are sorted. JSON would take
+    # four times as long.
     text = repr([*_compared(what), *images]) if what.get("role") else _in_one_order(what)
     return hashlib.blake2b(mark + text.encode(), digest_size=16).digest()
 
 
 def _compared(message: Said) -> list[Any]:
-    """What of a message, in the form of templates, makes it another one."""
+    """Return what identifies a message, in the form of templates."""
     content: Any = message.get("content") or ""
     calls: list[str] = []
     if message["role"] == "assistant":
         if isinstance(content, str):
-            # pydantic-ai takes texts of special tokens apart by joiners without width.
+            # pydantic-ai breaks up texts of special tokens with zero-width joiners.
             content = " ".join(content.split()).replace("\u200d", "")
         for call in cast("list[Any]", message.get("tool_calls") or ()):
             function = call["function"]
             text = _in_one_order([function["name"], function["arguments"]])
-            # A client in JavaScript has one kind of numbers, and writes 1.0 as 1.
+            # JavaScript has one number type, and writes 1.0 as 1.
             calls.append(repr(json.loads(text, parse_int=_number, parse_float=_number)))
     return [message["role"], content, message.get("name"), sorted(calls)]
 
