@@ -113,7 +113,7 @@ def _known_template(loaded: Any) -> Mapping[str, Any] | None:
         from trl.chat_template_utils import add_response_schema
 
         add_response_schema(loaded)  # TRL is not installed, or does not know the template.
-    except (ImportError, ValueError):  # TRL is not there, or does not know the template.
+    except (ImportError, ValueError):  # TRL is not installed, or does not know the template.
         return None
     return getattr(loaded, "response_template", None)
 
@@ -304,7 +304,7 @@ def _parser_class() -> Any:
             name, is_closed = self._current, self._opened
             try:
                 super()._close_current(events)  # The parsers of regions may raise anything.
-            except Exception as error:  # Parsers of regions raise what their input leads them to.
+            except Exception as error:  # The parsers of regions may raise anything.
                 log.debug("a sampled %s cannot be parsed and stays text: %r", name, error)
                 events.append({"type": "region_close", "field": name, "value": None})
                 self._reset_to_implicit()

@@ -98,7 +98,7 @@ class Question:
     Attributes:
         prompt: a text, token ids or a chat.
         params: sampling parameters, by the names of any library.
-        text: where its text ends, and what of it is wanted.
+        text: its text options.
         max_tokens: tokens of the answer; None for the dialect's default.
     """
 

@@ -206,7 +206,7 @@ class Service:
         }
 
     def rank_loads(self) -> dict[str, Any]:
-        """Return the requests of the gateway, as those of one server."""
+        """Return the requests of the gateway in the form of one server."""
         return {
             "timestamp": time.time(),
             "num_running_reqs": self.running(),

@@ -256,8 +256,10 @@ class History:
     # --- answers ---------------------------------------------------------------------------------
 
     def answered(self, question: Question, token_ids: Int32Array) -> Said:
-        """Note what was sampled, int32 [m]; returns the message of the answer in OpenAI's form.
-        That of a completion has the text as its content."""
+        """Record the sampled tokens, int32 [m]; return the answer's message in OpenAI's form.
+
+        The message of a completion has the text as its content.
+        """
         tokenizer = self._tokenizer
         sampled: list[int] = token_ids.tolist()
         ended = bool(sampled) and sampled[-1] in tokenizer.ends
