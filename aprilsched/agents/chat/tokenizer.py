@@ -112,7 +112,7 @@ def _known_template(loaded: Any) -> Mapping[str, Any] | None:
     try:
         from trl.chat_template_utils import add_response_schema
 
-        add_response_schema(loaded)  # TRL is not installed, or does not know the template.
+        add_response_schema(loaded)  # pyright: ignore[reportUnknownMemberType]
     except (ImportError, ValueError):  # TRL is not installed, or does not know the template.
         return None
     return getattr(loaded, "response_template", None)
@@ -303,7 +303,7 @@ def _parser_class() -> Any:
         def _close_current(self, events: list[Any]) -> None:
             name, is_closed = self._current, self._opened
             try:
-                super()._close_current(events)  # The parsers of regions may raise anything.
+                super()._close_current(events)  # pyright: ignore[reportUnknownMemberType]
             except Exception as error:  # The parsers of regions may raise anything.
                 log.debug("a sampled %s cannot be parsed and stays text: %r", name, error)
                 events.append({"type": "region_close", "field": name, "value": None})
