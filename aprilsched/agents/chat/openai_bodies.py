@@ -1,8 +1,8 @@
-"""Messages of a chat: those of a request in the form that templates take, and that of the answer.
+"""Chat messages: a request's in the form that templates take, and the message of the answer.
 
 transformers parses the answer by the model's response template, which names the regions of a
-response: text, reasoning, tool calls. A region that cannot be parsed is given as the text that it
-is, so nothing that was sampled is lost.
+response: text, reasoning, tool calls. A region that cannot be parsed becomes plain text, so no
+sampled text is lost.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ _CONTENT, _REASONING = "content", "reasoning_content"
 _REASONING_REGIONS = ("reasoning_content", "reasoning", "thinking")
 """Names of the region with reasoning in response templates."""
 _MAX_LEVELS = 50
-"""Objects and lists within each other in the arguments of a sampled call. A parser of .NET reads 64
-in an answer, and one of Rust 128."""
+"""Nesting depth of objects and lists in the arguments of a sampled call. Parsers in .NET accept 64
+levels in an answer, and in Rust 128."""
 _MAX_ID = 128
-"""Characters of a sampled id that a client is given."""
+"""Characters of a sampled call id that a client receives; longer ids are replaced."""
 
 
 def for_template(
     messages: Sequence[Mapping[str, Any]],
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """`messages` as templates of transformers take them: content is text, or parts where there are
-    images, and the arguments of tool calls are objects; and the URLs of the images.
+    """Return `messages` in the form of transformers' templates, and the URLs of their images.
+
+    Content is text, or parts if there are images; the arguments of tool calls are objects.
 
     Raises:
-        ConfigError: if a message has a part that is neither text nor an image, or has not OpenAI's
-            form.
+        ConfigError: if a message has a part that is neither text nor an image, or is not in
+            OpenAI's form.
     """
     images: list[str] = []
     told = [one_for_template(each, f"messages[{i}]", images) for i, each in enumerate(messages)]
@@ -47,7 +48,7 @@ def for_template(
 
 
 def one_for_template(message: Mapping[str, Any], where: str, images: list[str]) -> dict[str, Any]:
-    """One message, which errors call `where`; adds its images. See :func:`for_template`."""
+    """Convert one message, which errors call `where`; append its image URLs to `images`."""
     if not isinstance(message.get("role"), str):
         raise ConfigError(f"{where} has no role; give system, user, assistant or tool.")
     for name in ("function_call", "refusal", "audio"):
@@ -74,7 +75,7 @@ def _content(content: object, where: str, images: list[str]) -> str | list[dict[
         case list():
             before = len(images)
             parts = [_part(part, where, images) for part in cast("list[Any]", content)]
-            # A template of a model without images knows text alone.
+            # Templates of models without image input accept only a plain string.
             seen = len(images) > before
             return parts if seen else " ".join(part["text"] for part in parts)
         case _:
@@ -105,7 +106,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
         if isinstance(arguments, str):
             arguments = msgspec.json.decode(arguments.strip() or "{}")
         else:
-            # A caller may change its own, and messages are compared with those before.
+            # The caller may change its own copy, and later messages are compared with this one.
             arguments = copy.deepcopy(arguments)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{where} has a tool call whose arguments are no JSON.") from error
@@ -113,10 +114,10 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _sampled_function(function: Mapping[str, Any]) -> dict[str, str]:
-    """The name and the arguments, as JSON of an object, of a call that the policy has sampled.
+    """Return the name and the JSON arguments of a sampled call.
 
     Raises:
-        Exception: if a client's strict parser would refuse them, or a template cannot write them.
+        Exception: if a client's strict parser would reject them, or a template cannot write them.
     """
     name: Any = function["name"]
     arguments: Any = function.get("arguments")
@@ -131,8 +132,10 @@ def _sampled_function(function: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_plain(value: Any, levels: int) -> None:
-    """Raise ValueError if a strict parser of JSON refuses `value`, such as NaN and half of a
-    surrogate pair, or if it has more than so many `levels`."""
+    """Raise ValueError if a strict JSON parser would reject `value`, or if it nests too deep.
+
+    Strict parsers reject NaN and a lone surrogate; `value` may have at most `levels` levels.
+    """
     if isinstance(value, str):
         value.encode()
     elif isinstance(value, int | float):
@@ -147,22 +150,24 @@ def _check_plain(value: Any, levels: int) -> None:
 
 
 class ForcedCalls:
-    """The parser of a response that a schema keeps to a list of calls (``tool_choice``), in
-    the form of transformers' parsers."""
+    """Parses a response that a schema constrains to a list of calls (``tool_choice``).
+
+    It has the interface of transformers' parsers.
+    """
 
     def __init__(self) -> None:
         self._text = ""
 
     def feed(self, text: str) -> list[dict[str, Any]]:
-        """Take text; nothing is told before the end."""
+        """Buffer text; returns no events until :meth:`finalize`."""
         self._text += text
         return []
 
     def finalize(self) -> tuple[None, list[dict[str, Any]]]:
-        """The calls.
+        """Return the calls.
 
         Raises:
-            DecodeError, TypeError: if the text is no list, because the response was cut.
+            DecodeError, TypeError: if the text is not a list, as in a truncated response.
         """
         region = {"field": "tool_calls", "text": self._text}
         calls = [{"function": each} for each in msgspec.json.decode(self._text)]
@@ -183,26 +188,28 @@ class Message:
         self._parser = parser
         self._texts = {_CONTENT: "", _REASONING: ""}
         self._blank = {_CONTENT: "", _REASONING: ""}
-        """White space that is given only if more text of its field follows."""
+        """White space that is emitted only if more text of its field follows."""
         self._raw = ""
         self._given = 0
-        """Where in the raw text that begins which is not in the message yet."""
+        """Offset of the first character of the raw text that the message does not contain yet."""
         self._body = ""
         """The text of the tool calls that are open."""
 
     def push(self, text: str) -> list[dict[str, Any]]:
-        """The changes of the message by `text`, in the form of ``delta``."""
+        """Return the changes of the message by `text`, in the form of ``delta``."""
         self._raw += text
         if self._parser is None:
             return self._add(_CONTENT, text)
         try:
             return self._take(self._parser.feed(text))
-        except Exception:  # The parsers of regions raise what their input leads them to.
+        except Exception:  # The parsers of regions may raise anything.
             return self._as_it_is()
 
     def finish(self, end: str = "") -> list[dict[str, Any]]:
-        """The changes that are left when no more text comes; `end` is the text of the token that
-        ended it, which some templates have in what closes a call."""
+        """Return the remaining changes at the end of the response.
+
+        `end` is the text of the token that ended it: in some templates it closes a call.
+        """
         for last in dict.fromkeys((end, "")):
             parser = copy.copy(self._parser)
             try:
@@ -215,7 +222,7 @@ class Message:
         return self._as_it_is()
 
     def told(self) -> dict[str, Any]:
-        """The field ``message`` of a whole answer."""
+        """Return the field ``message`` of a whole answer."""
         content, reasoning = self._texts[_CONTENT], self._texts[_REASONING]
         calls = [{k: v for k, v in call.items() if k != "index"} for call in self.calls]
         return {
@@ -244,7 +251,7 @@ class Message:
         return changes
 
     def _take_calls(self, value: Any, region: str) -> list[dict[str, Any]]:
-        """The calls in the parsed `value` of a `region`, which is content if one is no call."""
+        """Return the calls in the parsed `value` of a `region`, or content if one is invalid."""
         several: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
         try:
             functions = [_sampled_function(each["function"]) for each in several]
@@ -266,7 +273,7 @@ class Message:
         return changes
 
     def _id(self, call: Mapping[str, Any]) -> str:
-        """The id that was sampled, which templates may write again, or a new one."""
+        """Return the id that was sampled, which templates may write again, or a new one."""
         known = [each["id"] for each in self.calls]
         for given in (call.get("id"), call["function"].get("id")):
             if not isinstance(given, str) or given in known:
@@ -278,7 +285,7 @@ class Message:
 
     def _pass(self, text: str) -> None:
         at = self._raw.find(text, self._given)
-        # The text of a region that the prompt has opened is not in the response.
+        # A region that the prompt has opened: its opening text is not in the response.
         if at >= 0:
             self._given = at + len(text)
 
@@ -295,6 +302,6 @@ class Message:
         return [{target: text}] if text else []
 
     def _as_it_is(self) -> list[dict[str, Any]]:
-        """Give what has not been given as content, and take what follows so, too."""
+        """Emit the rest of the text as content, and treat all further text as content."""
         self._parser = None
         return self._add(_CONTENT, self._raw[self._given :])

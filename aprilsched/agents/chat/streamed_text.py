@@ -1,4 +1,4 @@
-"""The text of a stream of tokens, without halves of characters."""
+"""The text of a token stream, in whole characters."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from aprilsched.types import Prompt
 log = logging.getLogger("aprilsched")
 
 
-# The gateway's tokenizer as handlers see it: there is one, or a sentence says why not.
+# The gateway's tokenizer as handlers see it. Without one, a sentence gives the reason.
 
 
 class Texts:
-    """What handlers ask about text.
+    """The gateway's tokenizer, which may be missing.
 
     Args:
-        folder: the model's tokenizer; None takes the folder of the model that the engines have
-            loaded, if it can be read here.
+        folder: the model's tokenizer; None takes the folder of the engines' model, if this machine
+            can read it.
         response_template: see :func:`~aprilsched.agents.chat.tokenizer.load_tokenizer`.
     """
 
@@ -37,8 +37,8 @@ class Texts:
         """Load the tokenizer; `model_path` is the engines' model.
 
         Raises:
-            ConfigError: if the named tokenizer cannot be used. The one of the engines' model is not
-                needed, and is left out then.
+            ConfigError: if the configured tokenizer cannot be used. The tokenizer of the engines'
+                model is optional, so an error there is not raised.
         """
         if self._tokenizer is not None:
             return
@@ -74,30 +74,32 @@ class Texts:
         return self._tokenizer
 
     def detokenizer(self, prompt: Prompt, skip_special: bool) -> Detokenizer | None:
-        """What gives the text of a response to `prompt`; None without a tokenizer."""
+        """Return a detokenizer for a response to `prompt`; None without a tokenizer."""
         if self._tokenizer is None:
             return None
         return self._tokenizer.detokenizer(prompt.input_ids.tolist(), skip_special=skip_special)
 
     def text_of(self, token_id: int) -> str:
-        """The text of one token by itself, also of a special one."""
+        """Return the text of one token by itself, also of a special one."""
         return self.tokenizer.decode([token_id], skip_special=False)
 
     def context(self, engines: int | None) -> int | None:
-        """Tokens of the longest context, of which the engines know as much as `engines`; None if
-        neither they nor the tokenizer's files tell it."""
+        """Return the maximum context in tokens: the least of `engines` and the tokenizer's files.
+
+        None if neither is known.
+        """
         known = (engines, None if self._tokenizer is None else self._tokenizer.context_tokens)
         return min((each for each in known if each is not None), default=None)
 
     async def encode_texts(
         self, texts: Sequence[str], context: int | None, *, special: bool = True
     ) -> list[list[int]]:
-        """The token ids of each text; `context` is what :meth:`context` gives.
+        """Return the token ids of each text; `context` is the result of :meth:`context`.
 
         Raises:
-            Refused: if there is no tokenizer.
+            Refused: if the gateway has no tokenizer.
             ConfigError: if the texts are too long.
-            Unavailable: if too much text is at work.
+            Unavailable: if too much text is waiting or being converted.
         """
         tokenizer = self.tokenizer
         tokenizer.check_size(*texts, context=context)

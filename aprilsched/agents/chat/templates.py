@@ -1,9 +1,9 @@
-"""The model's chat template: the text of messages, of which none is left out.
+"""The model's chat template, with a check that it leaves out no message.
 
 Templates differ in what they take: text as a string or as a list of parts, the arguments of calls
-as an object or as JSON, the role ``developer`` or not. Some leave out what they do not know, which
-shows only in what the model answers. Messages of the same shape whose texts are marks show it, so
-each shape is rendered once in this way, in one form after the other until all marks are there.
+as an object or as JSON, the role ``developer`` or not. Some silently leave out what they do not
+know, which shows only in the model's answers. To detect that, each shape of chat is rendered once
+with marks as its texts, in one form after another until all marks appear.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from aprilsched.errors import ConfigError
 _BEGIN = "AprilschedText{}Part"
 _MARK = _BEGIN + "{}End"
 _KEY = "AprilschedArgument"
-"""Stand for texts, and for the name of an argument."""
+"""Placeholder for the name of an argument, as `_MARK` is for texts."""
 _MAX_SHAPES = 4096
-"""Shapes of chats that are remembered, of some hundred bytes each."""
+"""Shapes of chats that are cached, at some hundred bytes each."""
 _ID_LENGTH = 9
-"""Letters and digits of an id that every template takes: those of Mistral take no other."""
+"""Length of an alphanumeric id that every template accepts; Mistral's accept no other length."""
 _ALPHABET = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Form:
-    """How messages are given to a template.
+    """How messages are passed to a template.
 
     Attributes:
-        parts: the roles whose text is given as a list of parts.
-        has_text_arguments: whether the arguments of calls are given as JSON.
-        has_system: whether the role ``developer`` is given as ``system``.
+        parts: the roles whose text is passed as a list of parts.
+        has_text_arguments: whether the arguments of calls are passed as JSON.
+        has_system: whether the role ``developer`` is passed as ``system``.
     """
 
     parts: frozenset[str] = frozenset()
@@ -46,7 +46,7 @@ class _Form:
     has_system: bool = False
 
     def of(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The messages in this form."""
+        """Return the messages in this form."""
         return [self._one(message) for message in messages]
 
     def _one(self, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,8 +65,8 @@ class _Fit:
     """The best form for messages of one shape.
 
     Attributes:
-        missing: what is left out even then: the place of a message, and what of it.
-        spans: where in the text each message begins and ends; none if that is not known.
+        missing: what this form still leaves out: (index of a message, which part of it).
+        spans: start and end offset of each message in the text; empty if unknown.
     """
 
     form: _Form = _Form()
@@ -96,19 +96,19 @@ class ChatTemplate:
         begins: bool = True,
         shown_from: int = 0,
     ) -> str:
-        """The text of a chat by the model's template.
+        """Render a chat with the model's template.
 
         Args:
-            messages: the messages, in the form that transformers gives to templates.
+            messages: the messages, in the form that transformers passes to templates.
             tools: definitions of tools.
-            go_on: whether the response goes on with the last message, and begins none of its own.
+            go_on: whether the response continues the last message instead of adding a new one.
             options: variables of the template.
-            begins: whether the text ends with the beginning of a response, unless it goes on.
-            shown_from: the place of the first message that must be in the text.
+            begins: whether to append the generation prompt; ignored with `go_on`.
+            shown_from: index of the first message that must appear in the text.
 
         Raises:
-            ConfigError: if there is no template, if it refuses what it is given, or if it leaves
-                out a message, with the place of that message.
+            ConfigError: if the model has no template, or if the template rejects its input or
+                leaves out a message; the error names the index of that message.
         """
         if self._tokenizer.chat_template is None:
             raise ConfigError("The model's tokenizer has no chat template; use /v1/completions.")
@@ -139,7 +139,7 @@ class ChatTemplate:
         given = fit.form.of(messages)
         try:
             return self._render(given, settings)
-        except Exception as error:  # A template is a program, and raises what it likes.
+        except Exception as error:  # A template is a program, and may raise anything.
             short = _with_short_ids(given)
             if short != given:
                 with suppress(Exception):
@@ -161,8 +161,11 @@ class ChatTemplate:
         return fit
 
     def _best(self, sample: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> _Fit:
-        """The form in which the least is left out. If the template refuses all of them, it is asked
-        again with the messages themselves, and says why."""
+        """Return the form that leaves out the least.
+
+        If the template rejects every form, the default form is returned, so that rendering the real
+        messages raises the template's own error.
+        """
         roles = frozenset([each["role"] for each in sample])
         several = (False, True)
         has_calls = any(each.get("tool_calls") for each in sample)
@@ -192,7 +195,7 @@ class ChatTemplate:
     def _missing(
         self, sample: list[dict[str, Any]], text: str, settings: Mapping[str, Any]
     ) -> tuple[tuple[int, str], ...]:
-        """What of a sample is not in its text, or only as Python writes a list or an object."""
+        """Return the parts of a sample that its text lacks, or shows only as a Python literal."""
         missing: list[tuple[int, str]] = []
         for place, message in enumerate(sample):
             content: Any = message["content"]
@@ -211,7 +214,7 @@ class ChatTemplate:
     def _without(
         self, sample: Sequence[dict[str, Any]], place: int, settings: Mapping[str, Any]
     ) -> str | None:
-        """The text of a sample without the images of a message; None if it is refused so."""
+        """Render a sample without the images of a message; None if the template rejects it."""
         texts = [part for part in sample[place]["content"] if "text" in part]
         plain = {**sample[place], "content": texts}
         try:
@@ -241,7 +244,7 @@ def _sample(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 for number, part in enumerate(parts)
             ]
         else:
-            # An empty result or question is one, too.
+            # An empty tool result or question still counts as a message.
             is_shown = content or message["role"] not in ("assistant", "developer", "system")
             shown["content"] = _MARK.format(place, 0) if is_shown else ""
         if calls := message.get("tool_calls"):
@@ -261,7 +264,7 @@ def _sample(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _span(place: int, text: str) -> tuple[int, int]:
-    """Where the marks of a message begin and end; one without marks is nowhere in the way."""
+    """Return the start and end of a message's marks; (len(text), 0) if it has none."""
     begin = _BEGIN.format(place)
     start = text.find(begin)
     return (start, text.rfind(begin)) if start >= 0 else (len(text), 0)
@@ -276,7 +279,7 @@ def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_short_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with ids of nine letters and digits, the same for the same id."""
+    """Return the messages with ids of nine letters and digits, the same for the same id."""
     made: list[dict[str, Any]] = []
     for message in messages:
         given = dict(message)

@@ -1,7 +1,7 @@
-"""The model's own tokenizer: token ids for text and chats, and text for token ids.
+"""The model's tokenizer: token ids for text and chats, and text for token ids.
 
-transformers reads it from a local folder, and runs no code of that folder. Text of a stream comes
-from the ``DecodeStream`` of tokenizers, which gives only whole characters.
+transformers loads it from a local folder, and runs no code from that folder. Streamed text comes
+from the ``DecodeStream`` of tokenizers, which emits only whole characters.
 """
 
 from __future__ import annotations
@@ -30,36 +30,38 @@ T = TypeVar("T")
 
 _FILES = ("tokenizer.json", "tokenizer_config.json")
 _CONTEXT = 6
-"""Tokens of the prompt that are decoded with the first ones of the response, because many
-tokenizers write the space in front of a word only if something stands before it."""
+"""Prompt tokens that are decoded together with the first response tokens. Many tokenizers write
+the space before a word only if another token precedes it."""
 _NO_LIMIT = 2**40
-"""transformers writes a huge number where no limit is known."""
+"""transformers writes a larger number if no limit is known."""
 _QUICK = 4096
-"""Characters, or tokens, that are converted within a millisecond. A thread is not worth it."""
+"""Characters, or tokens, that are converted within a millisecond, too short for a thread."""
 _MOST_TEXT = 2**23
-"""Characters that one request may have tokenised: they take 3 s and 1 GB of memory."""
+"""Characters that one request may have tokenised; this many take 3 s and 1 GB of memory."""
 _LONGEST_TOKEN = 128
 """Characters of the longest token that a tokenizer has: a run of blanks."""
 _AT_WORK = 2**28
 """Characters that wait for a thread or are converted; a body has up to 2^26 bytes."""
 _THREADS = 2
 _HELD = 8
-"""Tokens without a text of their own after which what there is becomes text. A character has at
-most 4 bytes, so more tokens than that are no beginning of one."""
+"""Buffered tokens after which they are decoded even if incomplete.
+
+A UTF-8 character has at most 4 bytes, so a longer run cannot be the prefix of one.
+"""
 
 
 def load_tokenizer(folder: Path, response_template: Path | None = None) -> ModelTokenizer:
-    """The tokenizer in `folder`.
+    """Load the tokenizer in `folder`.
 
     Args:
-        folder: what a model was saved in: tokenizer.json, tokenizer_config.json, and
-            generation_config.json where there is one.
-        response_template: a JSON file that says how the model writes tool calls and reasoning, in
-            the form of transformers; None takes the one in tokenizer_config.json, or that of TRL
-            for the same chat template if TRL is installed.
+        folder: the model's folder: tokenizer.json, tokenizer_config.json, and optionally
+            generation_config.json.
+        response_template: JSON file that describes how the model writes tool calls and reasoning,
+            in the form of transformers. None takes the one in tokenizer_config.json, or TRL's for
+            the same chat template if TRL is installed.
 
     Raises:
-        ConfigError: if there is none that can be used without code of the folder.
+        ConfigError: if no tokenizer can be loaded without running code from the folder.
         MissingExtra: if transformers is not installed.
     """
     if not any((folder / name).is_file() for name in _FILES):
@@ -71,7 +73,7 @@ def load_tokenizer(folder: Path, response_template: Path | None = None) -> Model
         loaded: Any = read.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # transformers raises whatever a file leads it to.
+    except Exception as error:  # transformers may raise anything.
         raise ConfigError(f"The tokenizer in {folder} cannot be loaded: {error}") from error
     return wrapped_tokenizer(loaded, folder, response_template)
 
@@ -79,8 +81,9 @@ def load_tokenizer(folder: Path, response_template: Path | None = None) -> Model
 def wrapped_tokenizer(
     loaded: Any, folder: Path, response_template: Path | None = None
 ) -> ModelTokenizer:
-    """A tokenizer of transformers that was loaded by others, whose model is perhaps in `folder`;
-    see :func:`load_tokenizer`.
+    """Wrap a transformers tokenizer that is already loaded; its model may be in `folder`.
+
+    See :func:`load_tokenizer`.
 
     Raises:
         ConfigError: if it cannot be used.
@@ -102,7 +105,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _known_template(loaded: Any) -> Mapping[str, Any] | None:
-    """The response template in the tokenizer's files, or TRL's for its chat template."""
+    """Return the response template in the tokenizer's files, or TRL's for its chat template."""
     found = getattr(loaded, "response_template", None)
     if found is not None or loaded.chat_template is None:
         return found
@@ -110,13 +113,13 @@ def _known_template(loaded: Any) -> Mapping[str, Any] | None:
         from trl.chat_template_utils import add_response_schema
 
         add_response_schema(loaded)  # pyright: ignore[reportUnknownMemberType]
-    except (ImportError, ValueError):  # TRL is not there, or does not know the template.
+    except (ImportError, ValueError):  # TRL is not installed, or does not know the template.
         return None
     return getattr(loaded, "response_template", None)
 
 
 def _ends(folder: Path) -> frozenset[int]:
-    """The tokens at which the model ends a response, by its generation_config.json."""
+    """Return the tokens at which the model ends a response, by its generation_config.json."""
     try:
         config = msgspec.json.decode(read_regular(folder / "generation_config.json"))
         found = config["eos_token_id"]
@@ -127,11 +130,11 @@ def _ends(folder: Path) -> frozenset[int]:
 
 
 class ModelTokenizer:
-    """A tokenizer of transformers, as far as a gateway needs it; threads may share it.
+    """A transformers tokenizer with the methods that a gateway needs; threads may share it.
 
     Attributes:
         ends: the tokens that end a response.
-        render: the text of a chat; see :meth:`ChatTemplate.render`.
+        render: renders a chat; see :meth:`ChatTemplate.render`.
         knows_tools: whether the chat template has a place for tool definitions.
     """
 
@@ -144,7 +147,7 @@ class ModelTokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._backend: Any = tokenizer.backend_tokenizer
-        # These are settings of the file, and would cut a prompt or fill it up.
+        # The file's truncation and padding would cut or extend a prompt.
         self._backend.no_truncation()
         self._backend.no_padding()
         eos: int | None = tokenizer.eos_token_id
@@ -152,7 +155,8 @@ class ModelTokenizer:
         self._template = self._load_template(response_template)
         self.render = ChatTemplate(tokenizer).render
         self.knows_tools = "tools" in str(tokenizer.chat_template)
-        # They are not asyncio's, which others wait for, and which are many: each may need 1 GB.
+        # Not asyncio's default pool: other work waits for it, and with its many threads, at 1 GB
+        # each, memory would run out.
         self._threads = ThreadPoolExecutor(_THREADS, "aprilsched-text")
         self._at_work = 0
 
@@ -182,12 +186,12 @@ class ModelTokenizer:
 
     @property
     def parses(self) -> bool:
-        """Whether it is known how the model writes tool calls and reasoning."""
+        """Whether the model's format of tool calls and reasoning is known."""
         return self._template is not None
 
     @property
     def context_tokens(self) -> int | None:
-        """Tokens of the longest input, as the tokenizer's files say; None if they do not."""
+        """Maximum input in tokens according to the tokenizer's files; None if they set none."""
         longest = int(self._tokenizer.model_max_length)
         return longest if longest < _NO_LIMIT else None
 
@@ -215,31 +219,32 @@ class ModelTokenizer:
             )
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """The token ids of `text`; `special` adds those that the model wants around a text."""
+        """Return the token ids of `text`; `special` adds the model's special tokens around it."""
         if len(text) <= _QUICK:
             return self._backend.encode(text, add_special_tokens=special).ids
-        # Only calls for several texts release the GIL: 1 MiB by `encode` stops the loop for 0.8 s
-        # also from a thread (tokenizers 0.22.2).
+        # Only the batch calls release the GIL: `encode` of 1 MiB blocks the loop for 0.8 s, even
+        # from a thread (tokenizers 0.22.2).
         return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of `token_ids`; an id that the tokenizer does not know has none."""
+        """Return the text of `token_ids`; an unknown id has no text."""
         if len(token_ids) <= _QUICK:
             return self._backend.decode(token_ids, skip_special_tokens=skip_special)
         return self._backend.decode_batch([token_ids], skip_special_tokens=skip_special)[0]
 
     async def work_out(self, make: Callable[[], T], *, size: int, is_required: bool = False) -> T:
-        """Return the result of `make` for `size` characters or tokens, from a thread if they are
-        many. A cancellation waits for its end.
+        """Return the result of `make`, which runs in a thread if `size` is large.
+
+        A cancellation waits until the thread is finished.
 
         Args:
-            make: what is done.
-            size: characters or tokens.
-            is_required: whether it is done although too much text is at work, and although a
-                cancellation comes before its begin.
+            make: the work.
+            size: characters or tokens to process.
+            is_required: whether to run `make` even if too much text is waiting or being converted,
+                and even if the caller is cancelled before `make` starts.
 
         Raises:
-            Unavailable: if too much text is at work.
+            Unavailable: if too much text is waiting or being converted.
         """
         if size <= _QUICK:
             return make()
@@ -261,14 +266,15 @@ class ModelTokenizer:
             self._at_work -= size
 
     def detokenizer(self, prompt: Sequence[int], *, skip_special: bool) -> Detokenizer:
-        """What gives the text of a response to `prompt` token by token."""
+        """Return a detokenizer that decodes a response to `prompt` token by token."""
         return Detokenizer(self._backend, prompt[-_CONTEXT:], skip_special=skip_special)
 
     def parser(self, prompt: str, tools: Sequence[Mapping[str, Any]] | None) -> Any:
-        """A parser of a response to the rendered `prompt`; None if :attr:`parses` is False.
+        """Return a parser of a response to the rendered `prompt`; None if :attr:`parses` is False.
 
-        It raises nothing for the text of a region: the event ``region_close`` of one that cannot be
-        parsed has the value None. That of a region with a delimiter has its whole text as ``raw``.
+        It raises nothing for the text of a region. If a region cannot be parsed, its event
+        ``region_close`` has the value None, and the region's whole text as ``raw`` if it has a
+        delimiter.
         """
         if self._template is None:
             return None
@@ -282,7 +288,7 @@ def _parser_class() -> Any:
     base: Any = ResponseParser
 
     class Parser(base):
-        """Continues behind a region that cannot be parsed; transformers' own parser stops there."""
+        """Continues after a region that cannot be parsed; transformers' parser stops there."""
 
         def __init__(self, *args: Any, **more: Any) -> None:
             self._region = self._response = 0
@@ -298,7 +304,7 @@ def _parser_class() -> Any:
             name, is_closed = self._current, self._opened
             try:
                 super()._close_current(events)  # pyright: ignore[reportUnknownMemberType]
-            except Exception as error:  # Parsers of regions raise what their input leads them to.
+            except Exception as error:  # The parsers of regions may raise anything.
                 log.debug("a sampled %s cannot be parsed and stays text: %r", name, error)
                 events.append({"type": "region_close", "field": name, "value": None})
                 self._reset_to_implicit()
@@ -310,23 +316,24 @@ def _parser_class() -> Any:
 
 
 class Detokenizer:
-    """Turns the tokens of one response into text, which only ever has whole characters."""
+    """Turns the tokens of one response into text; every piece consists of whole characters."""
 
     def __init__(self, backend: Any, before: Sequence[int], *, skip_special: bool) -> None:
         self._backend = backend
         self._skip = skip_special
         self._held: list[int] = []
-        """Tokens whose text is not given yet."""
-        # Text in front that ends within a character would be given once more.
+        """Tokens whose text is not emitted yet."""
+        # If the prompt's text ends within a character, that text would be emitted again.
         whole = not self._decode(before).endswith("\ufffd")
         self._stream = self._open_stream(before if whole else ())
 
     def push(self, token_id: int) -> str:
-        """The text that is complete with `token_id`."""
+        """Return the text that is complete with `token_id`."""
         text = self._step(token_id)
         if len(self._held) < _HELD:
             return text
-        # The last tokens may begin a character; the others are none, or have no text at all.
+        # The last three tokens may be the prefix of a character. The earlier ones are invalid
+        # bytes or have no text.
         *others, a, b, c = self._held
         self._held = []
         self._stream = self._open_stream(())
@@ -337,8 +344,8 @@ class Detokenizer:
         try:
             text: str | None = self._stream.step(self._backend, token_id)
         except Exception:
-            # Bytes that were no character have become another text with this one, which the
-            # stream refuses ("Invalid prefix encountered").
+            # Invalid bytes may become valid text with this token. The stream rejects that ("Invalid
+            # prefix encountered").
             return self.rest()
         if text is None:
             return ""
@@ -346,11 +353,11 @@ class Detokenizer:
         return text
 
     def text_of(self, token_id: int) -> str:
-        """The text of one token by itself, also of a special one."""
+        """Return the text of one token by itself, also of a special one."""
         return self._backend.decode([token_id], skip_special_tokens=False)
 
     def rest(self) -> str:
-        """The text of what is held back, with U+FFFD for what is no character."""
+        """Return the text of the buffered tokens, with U+FFFD for invalid bytes."""
         held, self._held = self._held, []
         if not held:
             return ""

@@ -1,4 +1,4 @@
-"""Anthropic's messages. Fields that say how to sample, cache or bill are not used."""
+"""Anthropic's messages. Fields for sampling, caching and billing are ignored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from aprilsched.errors import ConfigError
 
 _NO_THREAD = "thread is set, and only messages that are sent are answered; send all of them."
 _DETAILS: dict[str, Event] = {
-    # Anthropic's tool runner sends the new messages alone unless it gets this error.
+    # Without this error, Anthropic's tool runner sends only the new messages.
     _NO_THREAD: {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 }
 _TYPES = {
@@ -78,7 +78,7 @@ class _ToolResult(msgspec.Struct, frozen=True, tag="tool_result"):
 
 
 class _Thinking(msgspec.Struct, frozen=True, tag="thinking"):
-    """Reasoning, which the session knows as it was sampled."""
+    """Reasoning; the session already has the sampled original."""
 
 
 class _HiddenThinking(msgspec.Struct, frozen=True, tag="redacted_thinking"):
@@ -150,7 +150,7 @@ def _tool(tool: _Tool) -> Event:
 
 
 def _in_openai_form(message: _Message) -> list[Event]:
-    """A message as OpenAI has it: each result of a tool is a message of its own there."""
+    """Return a message in OpenAI's form, in which each tool result is a separate message."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results: list[Event] = []
@@ -172,13 +172,13 @@ def _in_openai_form(message: _Message) -> list[Event]:
                 pass
     if results and not parts and not calls:
         return results
-    # An answer without text has no blocks, or those of its reasoning alone.
+    # An answer without text has no blocks, or only reasoning blocks.
     whole: Event = {"role": message.role, "content": _joined(parts)}
     return [*results, whole | ({"tool_calls": calls} if calls else {})]
 
 
 def _joined(content: str | Sequence[_Text | _Image] | None) -> str | list[Event]:
-    """A string as it is, texts alone as one string, and others as parts."""
+    """Join content: a string stays, text parts become one string, other parts stay parts."""
     if isinstance(content, str):
         return content
     parts = content or ()
@@ -216,7 +216,7 @@ class _Answer:
         }
 
     def events(self, part: Part) -> Iterable[Event]:
-        """The events of a message, whose only part is the whole of it."""
+        """Return the events of a message, which has a single part."""
         whole = self.whole([part])
         start: Event = whole | {"content": [], "stop_reason": None}
         start["usage"] = {**whole["usage"], "output_tokens": 0}
@@ -257,7 +257,7 @@ def _blocks(message: Event) -> list[Event]:
 
 
 def _frame(event: Event) -> bytes:
-    """A frame with the name of its event."""
+    """Return a frame with the name of its event."""
     return f"event: {event['type']}\n".encode() + frame_item(event)
 
 

@@ -1,7 +1,7 @@
 """OpenAI's chats and completions.
 
-A field that is not known is refused: one that is ignored shows only in what the model answers.
-Fields that name the user, or that the answer does not depend on, are known and not used.
+Unknown fields are refused: an ignored one would show only in the model's answers. Fields that name
+the user, or that do not affect the answer, are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from aprilsched.errors import ConfigError
 _Count = Annotated[int, Meta(ge=1)]
 _MOST_CHOICES = 128
 _LEAST_LOGPROB = -9999.0
-"""OpenAI's logprob of a token that is never sampled."""
+"""OpenAI's logprob of a token with probability 0."""
 _NEW_TOKENS = 16
 """OpenAI's default of max_tokens for a completion."""
 
@@ -69,7 +69,7 @@ class _ToolChoice(msgspec.Struct, frozen=True):
 
 
 class _Sampling(TextOptions, frozen=True, kw_only=True):
-    """The fields that are sampling parameters under the same name, or under one that is known."""
+    """The fields that map to sampling parameters, under the same name or another known one."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -90,7 +90,7 @@ class _Sampling(TextOptions, frozen=True, kw_only=True):
 
 
 class _Body(_Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both kinds of requests have."""
+    """The fields of both kinds of requests."""
 
     model: str = ""
     n: Annotated[int, Meta(ge=1, le=_MOST_CHOICES)] | None = None
@@ -102,7 +102,7 @@ class _Body(_Sampling, frozen=True, kw_only=True, forbid_unknown_fields=True):
     rid: str | None = None
     return_token_ids: bool = False
 
-    # Known, and not used.
+    # Accepted and ignored.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -157,10 +157,10 @@ class ChatBody(_Body, frozen=True, kw_only=True):
 
     @property
     def forced(self) -> str | None:
-        """The JSON schema of a list of calls if the model must call a tool; None if it need not.
+        """Return the JSON schema of a list of calls if a tool call is required, else None.
 
         Raises:
-            ConfigError: if there is no such tool, or if another form of answer is asked for too.
+            ConfigError: if the tool is unknown, or if another response format is requested as well.
         """
         if self.tool_choice in (None, "auto", "none"):
             return None
@@ -289,7 +289,7 @@ class _CompletionAnswer:
         }
 
     def _usage(self, wholes: Sequence[Part]) -> Event:
-        """The field ``usage``; a prompt counts once for all of its responses."""
+        """Return the field ``usage``; a prompt counts once for all of its responses."""
         asked = sum(len(each.prompt_ids) for each in wholes[:: self._asked.n])
         sampled = sum(len(each.token_ids) for each in wholes)
         return {
@@ -334,8 +334,8 @@ class _CompletionAnswer:
         return {
             "tokens": tokens,
             "token_logprobs": part.logprobs,
-            # The sampled token is among them, however unlikely it is. Of tokens with one text, such
-            # as U+FFFD, it has the value, or else the likeliest.
+            # The sampled token is always included. If several tokens have the same text, such as
+            # U+FFFD, the text has the logprob of the sampled token, or else of the likeliest.
             "top_logprobs": [
                 {**dict(row), **dict(reversed(row)), token: p} for token, p, row in likely
             ]
@@ -358,7 +358,7 @@ class _ChatAnswer(_CompletionAnswer):
         *changes, last = part.changes or [{}]
         for change in changes:
             yield self._delta(part.index, change)
-        # Tokens whose text is held back say nothing to a client that wants text alone.
+        # Tokens whose text is still buffered have nothing for a client that reads only text.
         if last or part.end is not None or self._asked.logprobs or self._asked.token_ids:
             yield self._frame([self._choice(part, {"delta": last})], self.kinds[1])
 

@@ -54,7 +54,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
     @property
     def media(self) -> tuple[Media, ...]:
-        """The images, videos and sounds, of each kind in their order."""
+        """The images, videos and sounds, each kind in order."""
         found: list[Media] = []
         for kind in MEDIA:
             given: str | list[str] | None = getattr(self, f"{kind}_data")
@@ -64,7 +64,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
 
 class PromptsBody(msgspec.Struct, frozen=True):
-    """POST /generate with one prompt or several, and a number of responses to each."""
+    """POST /generate with one or more prompts, and a number of responses per prompt."""
 
     input_ids: list[int | list[int]] | None = None
     text: str | list[str] | None = None
@@ -73,7 +73,7 @@ class PromptsBody(msgspec.Struct, frozen=True):
     stream: bool = False
     return_logprob: bool = False
     lora_path: str | None = None
-    # Not passed on: it keeps cached KV apart, as the scheduler does itself if versions differ.
+    # Not passed on: it separates cached KV, which the scheduler does itself between versions.
     extra_key: str | None = None
     image_data: Any = None
     video_data: Any = None
@@ -81,7 +81,7 @@ class PromptsBody(msgspec.Struct, frozen=True):
 
 
 class _Options(TextOptions, frozen=True, kw_only=True):
-    """The sampling parameters that are used here, and not by an engine alone."""
+    """The sampling parameters that are handled here and not only by an engine."""
 
     n: Annotated[int, Meta(ge=1)] | None = None
     max_new_tokens: int | None = None
@@ -123,7 +123,7 @@ def _ask(body: PromptsBody) -> Asked:
         is_listed=is_list or counts != {1},
         name=body.rid,
         stream=body.stream,
-        # A client that sends text knows SGLang's default form, which repeats everything.
+        # A client that sends text expects SGLang's default form, which repeats the output so far.
         repeats=body.text is not None,
         logprobs=body.return_logprob,
         has_media=any((body.image_data, body.video_data, body.audio_data)),
@@ -179,8 +179,10 @@ class _Answer:
 
 
 def finish_reason(reason: str | None, *, tokens: int, last: int | str) -> dict[str, Any] | None:
-    """The field ``finish_reason`` of a response that has `tokens` tokens, of which `last` is the
-    last; None while it goes on."""
+    """Return the field ``finish_reason`` of a response with `tokens` tokens.
+
+    `last` is its last token. None while the response is still running.
+    """
     match reason:
         case None:
             return None
@@ -193,13 +195,15 @@ def finish_reason(reason: str | None, *, tokens: int, last: int | str) -> dict[s
 
 
 def token_logprobs(ids: Sequence[int], logprobs: Sequence[float]) -> list[tuple[float, int, None]]:
-    """The field ``output_token_logprobs``: for each token its logprob, its id, and no text."""
+    """Return the field ``output_token_logprobs``: the logprob and id of each token, no text."""
     return [(p, i, None) for p, i in zip(logprobs, ids, strict=True)]
 
 
 def likely_triples(rows: Rows, n: int) -> list[list[tuple[float, int, None]]]:
-    """The field ``output_top_logprobs``: for each token the `n` likeliest in its place, each with
-    its logprob, its id, and no text. A row that is not known is empty."""
+    """Return the field ``output_top_logprobs``: the `n` likeliest tokens at each position.
+
+    Each has its logprob, its id, and no text. A row that is not known is empty.
+    """
     return [
         [(float(p), int(i), None) for i, p in row[:n] if p == p] for row in rows.values.tolist()
     ]
@@ -208,12 +212,13 @@ def likely_triples(rows: Rows, n: int) -> list[list[tuple[float, int, None]]]:
 def labelled(
     spans: Iterable[tuple[int, int, int]], label_of: Callable[[int], str]
 ) -> list[dict[str, str | int]]:
-    """The field ``weight_versions``: the label of each token, where adjacent tokens of one label
-    are one span.
+    """Return the field ``weight_versions``: the label of each span of tokens.
+
+    Adjacent tokens with one label are one span.
 
     Args:
         spans: the version, the first token and the end of each span, in order.
-        label_of: the label of a version.
+        label_of: returns the label of a version.
     """
     found: list[dict[str, str | int]] = []
     for version, start, end in spans:

@@ -1,4 +1,4 @@
-"""A request and a result in no dialect: what each dialect parses into, and what it renders."""
+"""Requests and results independent of dialect: each dialect parses into and renders from them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from aprilsched.types import FinishReason, Int32Array
 B = TypeVar("B")
 
 PING = b": the policy is at work\n\n"
-"""Keeps a stream open, and is no event for a client."""
+"""A comment that keeps an SSE stream open; clients see no event."""
 
 _MOST_STOPS = 64
 _STOP_CHARACTERS = 4096
-"""Characters of all stop strings together. The end of the text is compared with each beginning of
-each of them at every token, which takes up to 0.6 ms."""
+"""Total characters of all stop strings. At every token the end of the text is compared with every
+prefix of each of them, which takes up to 0.6 ms."""
 
 
 def check_stops(stops: Sequence[str]) -> None:
@@ -38,7 +38,7 @@ def check_stops(stops: Sequence[str]) -> None:
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of a request that say where its text ends, and what of it is wanted."""
+    """The request parameters that end the text and select parts of it."""
 
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -98,7 +98,7 @@ class Question:
     Attributes:
         prompt: a text, token ids or a chat.
         params: sampling parameters, by the names of any library.
-        text: where its text ends, and what of it is wanted.
+        text: its text options.
         max_tokens: tokens of the answer; None for the dialect's default.
     """
 
@@ -114,19 +114,19 @@ class Asked:
 
     Attributes:
         questions: the prompts.
-        n: number of responses to each.
-        is_listed: whether the answer of SGLang is a list.
-        name: what the client calls it; a list has a name for each response.
-        model: the model that it asks for; empty for any.
+        n: number of responses per prompt.
+        is_listed: whether SGLang's answer is a list.
+        name: the client's request id; a list has a name for each response.
+        model: the requested model; empty for any.
         stream: whether the answer is a stream.
-        repeats: whether each event of a stream has all that came so far.
-        logprobs: whether the answer has the log-probability of each token.
-        likely: number of likely tokens in the place of each, and the field that has it; None if the
-            number is in the further fields of the request.
-        token_ids: whether the answer has token ids beside its text.
+        repeats: whether each event of a stream repeats the output so far.
+        logprobs: whether the answer contains the log-probability of each token.
+        likely: number of top logprobs per token, and the field that sets it; None if the number is
+            in the further fields of the request.
+        token_ids: whether the answer contains token ids in addition to its text.
         usage: whether a stream ends with the usage.
         seed: seed of the first response; each further one adds 1. None leaves seeds to `params`.
-        is_constrained: whether the engine must keep the answer to a form.
+        is_constrained: whether the engine must constrain the output to a grammar.
         has_media: whether it has media outside of messages.
     """
 
@@ -160,7 +160,7 @@ class End:
         matched: the stop string or token that ended it.
         why: cause of an abort.
         message: the whole message, in OpenAI's form.
-        versions: further fields that say which weights sampled which tokens.
+        versions: further fields with the version of the weights of each token.
     """
 
     reason: FinishReason | str
@@ -177,19 +177,19 @@ class End:
 
 
 Likely = list[tuple[float, int, None]]
-"""The likeliest tokens in the place of one token: log-probability, token id and no text."""
+"""The top logprobs at one position: log-probability, token id and no text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """New tokens of one response; the parts of a response, one after another, are the whole of it.
+    """New tokens of one response; its parts, concatenated, are the whole response.
 
     Attributes:
         index: number of the response in the answer.
         name: its name.
         prompt_ids: int32 [n], the tokens of its prompt.
-        start: number of tokens before these.
-        likely: for each token the likeliest ones in its place; empty if they are not wanted.
+        start: number of earlier tokens.
+        likely: the top logprobs at each token's position; empty if not requested.
         text: new text; it may lag behind the tokens, except in the last part. None without a
             tokenizer.
         changes: changes of the message, in OpenAI's form of ``delta``.
@@ -212,10 +212,10 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """What an answer says of its side.
+    """The names that an answer needs from its server.
 
     Attributes:
-        answer: the name of the answer.
+        answer: the id of the answer.
         model: the name of the model.
         token: the text of a token.
         label: the label of the newest weights.
@@ -237,37 +237,37 @@ class Answer(Protocol):
     survives_failure: ClassVar[bool]
 
     def first(self) -> Iterable[Event]:
-        """The events that begin a stream."""
+        """Return the first events of a stream."""
         ...
 
     def events(self, part: Part) -> Iterable[Event]:
-        """The events of a part."""
+        """Return the events of a part."""
         ...
 
     def last(self, wholes: Sequence[Part]) -> Iterable[Event]:
-        """The events behind the last part of each response, whose `wholes` are given."""
+        """Return the events after the last part of each response; `wholes` are the responses."""
         ...
 
     def whole(self, wholes: Sequence[Part]) -> Any:
-        """The answer as a whole."""
+        """Return the answer as a whole."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect(Generic[B]):
-    """One way of asking and answering.
+    """One API: how it parses requests and renders answers.
 
     Attributes:
-        body: the form of a body.
-        parse: what a body asks for; raises ConfigError if nothing could answer it.
-        answer: what renders its answer.
+        body: the type of a request body.
+        parse: parses a body; raises ConfigError if no server could answer it.
+        answer: the class that renders the answer.
         error: the content of an error with its status.
-        stream_error: the event of an error in a stream that has begun.
-        frame: an event on the wire.
-        done: the end of a stream on the wire.
-        ping: what keeps a stream open on the wire.
-        default_tokens: tokens of an answer to a request that does not say; None for what fits.
-        is_native: whether it is that of the engines, which check lengths, and needs no text.
+        stream_error: the event for an error after a stream has started.
+        frame: encodes an event for the wire.
+        done: ends a stream on the wire.
+        ping: keeps a stream open on the wire.
+        default_tokens: max tokens of a request that sets none; None for what fits the context.
+        is_native: whether it is the engines' own API, which checks lengths and needs no text.
     """
 
     body: type[B]

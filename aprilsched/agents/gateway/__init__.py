@@ -1,8 +1,8 @@
 """One address in front of a fleet: SGLang's HTTP API, with the scheduler behind it.
 
-A client sends ``/generate`` as to a single SGLang server. Its response is one rollout of the
-scheduler, so it goes on through pauses, new weights and engines that fail, and says which version
-of the weights sampled which token.
+A client calls ``/generate`` as on a single SGLang server. Each response is one rollout of the
+scheduler: it survives pauses, weight updates and engine failures, and records which version of the
+weights sampled each token.
 """
 
 from aprilsched.agents.gateway.server import Gateway

@@ -1,6 +1,6 @@
-"""Takes responses on, within the gateway's bounds, and ends them.
+"""Admission: accepts responses up to the gateway's limits, and ends them.
 
-Invariant: every response that a client waits for ends: with its rollout, with an abort, or with a
+Invariant: every response that a client waits for ends with its rollout, an abort, or a failure
 cause.
 """
 
@@ -27,16 +27,16 @@ _ENDED = "The gateway stops; send the prompt with these tokens elsewhere to go o
 
 
 class Admission:
-    """Takes responses on.
+    """Accepts responses.
 
     Args:
         responses: the open responses.
-        prompts: where the scheduler takes prompts from.
-        settings: how much the gateway takes on.
+        prompts: the scheduler's source of prompts.
+        settings: the gateway's limits.
         config: settings of the scheduler.
 
     Attributes:
-        draining: whether no new requests are taken, because the gateway stops.
+        draining: whether new requests are refused because the gateway is stopping.
     """
 
     def __init__(
@@ -55,15 +55,14 @@ class Admission:
 
     @property
     def retry_s(self) -> int:
-        """Seconds after which a client that was refused may ask again: when the open responses have
-        ended, or soon."""
+        """Seconds for Retry-After: 1, or `drain_s` while the gateway is draining."""
         return math.ceil(max(1, self._settings.drain_s if self.draining else 1))
 
     def check_amount(self, count: int) -> None:
-        """Refuse more responses than the gateway may have, before anything is made for each.
+        """Refuse more responses than the gateway's limit, before any is allocated.
 
         Raises:
-            Refused: if a body asks for more.
+            Refused: if a body requests more.
         """
         most = self._settings.max_requests
         if count > most:
@@ -71,12 +70,13 @@ class Admission:
 
     @contextmanager
     def open(self, wanted: Sequence[NewResponse]) -> Generator[list[Response]]:
-        """Begin responses, or continue those of the prior process that have the same names. All of
-        them begin or none does, and the client leaves all at the end of the block.
+        """Start responses, or continue responses of the prior process with the same names.
+
+        Either all of them start or none does; the client leaves all at the end of the block.
 
         Raises:
             Refused: if a prompt or a name cannot be used.
-            Unavailable: if the gateway stops, or has as many requests as it may have.
+            Unavailable: if the gateway is stopping, or is at its limit of open requests.
         """
         if self.draining:
             raise Unavailable("The gateway stops and takes no new requests.")
@@ -106,17 +106,17 @@ class Admission:
                 self._responses.leave(response)
 
     def expire_later(self) -> None:
-        """Give up the responses of the prior process that no client asks for in time."""
+        """Schedule the end of the prior process's responses that no client claims in time."""
         seconds = self._settings.reclaim_s
         why = f"nobody asked for it within {seconds:g} s after the restart"
         loop = asyncio.get_running_loop()
         self._expiring = loop.call_later(seconds, self._responses.expire, why)
 
     async def drain(self) -> None:
-        """Take no new requests, and let the open responses end.
+        """Refuse new requests, and let the open responses finish.
 
         A response that is still open after `drain_s` ends as aborted with its tokens and the
-        reason, or, with a store, without a result.
+        reason; with a store it ends without a result.
         """
         self.draining = True
         try:
@@ -129,7 +129,7 @@ class Admission:
                 self._responses.end_all(_ENDED)
 
     def close(self) -> None:
-        """Take no new requests."""
+        """Refuse new requests."""
         self.draining = True
         if self._expiring is not None:
             self._expiring.cancel()

@@ -1,9 +1,9 @@
 """The control calls of a gateway: pauses, and weights from a folder or in calls.
 
 Invariants:
-- A pause lasts until the continue, whatever updates come in between.
-- Control calls are carried out one at a time, in the order in which they came, and to their end,
-  also if their clients leave: what was done halfway would be undone by nobody.
+- A pause lasts until the continue call, whatever updates come in between.
+- Control calls run one at a time, in their order of arrival, and run to completion even if the
+  client disconnects: otherwise a half-applied call would never be undone.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _STRANDED = (
     "send /update_weights_from_disk with a folder that every server can read, or weights in parts."
 )
 _MAX_WAITING_CALLS = 64
-"""Control calls that may wait for their turn. They stay when their clients leave, so nothing else
-bounds their number, and each may have a body of many megabytes."""
+"""Control calls that may wait for their turn. They stay queued if their clients disconnect, so
+nothing else bounds their number, and each may have a body of many megabytes."""
 
 
 @dataclass
@@ -54,19 +54,19 @@ class _Open:
     task: asyncio.Task[RefitReport]
     label: str | None = None
     is_announced: bool = False
-    """Whether the client has begun it by a call, and will end it by one."""
+    """Whether the client started the update by a call, and will end it by one."""
 
 
 class ControlCalls:
-    """The control calls of clients, each of which :meth:`carry_out` carries out.
+    """Clients' control calls; run each of them with :meth:`carry_out`.
 
     Args:
         scheduler: the scheduler of the gateway.
         fleet: its engines.
         responses: the open responses.
-        labels: the names of versions.
+        labels: the labels of versions.
         is_stored: whether a store keeps responses until their clients have read them.
-        within_s: seconds for a pause and its end.
+        within_s: seconds for a pause, and for its end.
 
     Attributes:
         held: whether a client has paused the fleet.
@@ -93,17 +93,17 @@ class ControlCalls:
         self._within_s = within_s
         self._turn = asyncio.Lock()
         self._calls: set[asyncio.Task[Any]] = set()
-        """Control calls that are open or wait."""
+        """Control calls that run or wait."""
         self._open: _Open | None = None
-        """The update whose weights come in calls, while there is one."""
+        """The update whose weights come in calls; None if none is open."""
         self._unnamed: int | None = None
-        """The version of an update that ended without a label, which may follow."""
+        """The version of an update that ended without a label; the label may follow."""
 
     async def carry_out(self, call: Coroutine[Any, Any, T]) -> T:
-        """Carry a control call out in its turn and to its end, also if its client leaves.
+        """Run a control call in its turn and to completion, even if its client disconnects.
 
         Raises:
-            Unavailable: if too many wait for their turn.
+            Unavailable: if too many calls wait.
         """
         if len(self._calls) >= _MAX_WAITING_CALLS:
             call.close()
@@ -128,22 +128,27 @@ class ControlCalls:
 
     @property
     def names(self) -> list[str]:
-        """Names of all engines, also of those that have not answered yet."""
+        """Names of all engines, including those that have not answered yet."""
         awaited = self._fleet.awaited if isinstance(self._fleet, BeginsWithout) else ()
         return [*(engine.name for engine in self._fleet.engines), *awaited]
 
     @property
     def takers(self) -> Sequence[Engine]:
-        """The engines that new weights are for, in the order of the fleet: those that answer, or
-        those that the open update began with."""
+        """The engines that take new weights, in the order of the fleet.
+
+        These are the engines of the open update; without one, the engines that answer.
+        """
         if self._is_open and self._open is not None and self._open.weights.engines:
             return self._open.weights.engines
         names = {control.name for control in self._scheduler.state.fleet.control.all()}
         return [engine for engine in self._fleet.engines if engine.name in names]
 
     def mode_of(self, engine: str) -> str:
-        """What an engine does: its mode while it is in use, "standby" if it waits for the next
-        update, and "lost" if it does not answer."""
+        """Return an engine's mode.
+
+        This is its mode while it is in use, "standby" if it waits for the next update, and "lost"
+        if it does not answer.
+        """
         control = self._scheduler.state.fleet.control
         if engine in control.standby:
             return "standby"
@@ -161,8 +166,10 @@ class ControlCalls:
         return not control.engines and bool(control.standby) and state.weights.update is None
 
     def _not_updated(self, failed: Iterable[str] = ()) -> str:
-        """The end of a sentence that names the engines which an update has not reached: those that
-        have `failed`, and those that were lost before. Empty if it has reached all."""
+        """Return the end of a sentence that names the engines an update has not reached.
+
+        These have `failed` or were lost before. Empty if the update has reached all.
+        """
         lost = {name for name in self.names if self.mode_of(name) == "lost"}
         missed = ", ".join(sorted(lost.union(failed)))
         return f" Not updated, and out of use: {missed}." if missed else ""
@@ -182,9 +189,10 @@ class ControlCalls:
     # Pauses.
 
     def pause(self, mode: PauseMode) -> Coroutine[Any, Any, None]:
-        """Pause the fleet; the call returns when every engine in use is paused. The mode "abort"
-        ends every request at once; after the others the requests wait inside the engines, as the
-        gateway's own straggler rule says.
+        """Pause the fleet; the call returns when every engine in use is paused.
+
+        The mode "abort" ends every request at once. In the other modes, requests wait inside the
+        engines according to the gateway's straggler rule.
 
         Raises:
             TimeoutError: if an engine is not paused in time. The pause still holds.
@@ -236,11 +244,11 @@ class ControlCalls:
     async def _end_hold(self) -> None:
         self.held = False
         self._scheduler.hold(held=False)
-        # An engine that runs is asked for its version before it gets its first request.
+        # A running engine is asked for its version before it gets its first request.
         await self._until(lambda mode, _: mode in (Mode.RUNNING, Mode.VERIFYING))
 
     def _is_still(self, mode: Mode, engine: str) -> bool:
-        # The scheduler does not pause an engine that has nothing to do; it sends it nothing.
+        # The scheduler does not pause an idle engine; it only sends it nothing.
         idle = not self._scheduler.state.in_flight.open[engine]
         loading = mode is Mode.REFITTING and self._open is not None
         return mode is Mode.PAUSED or loading or (mode is Mode.RUNNING and idle)
@@ -252,12 +260,14 @@ class ControlCalls:
             while not all(reached(control.mode, name) for name, control in engines.items()):
                 await self._responses.changed()
 
-    # Weights. What a call returns names the engines that are out of use until a later update
+    # Weights. Each call returns the names of the engines that are out of use until a later update
     # reaches them.
 
     async def load(self, body: DiskBody) -> str:
-        """Load the weights in a directory into every engine, and label them. The scheduler pauses,
-        flushes and continues the engines where the client has not; `flush_cache` is ignored.
+        """Load the weights in a directory into every engine, and label them.
+
+        The scheduler pauses, flushes and continues the engines unless the client has paused them;
+        `flush_cache` is ignored.
 
         Raises:
             ConfigError: if the label cannot be used, or if weights are coming in calls.
@@ -273,8 +283,10 @@ class ControlCalls:
         return self._not_updated(report.quarantined)
 
     async def relabel(self, label: str) -> str:
-        """End an update whose weights came in calls, or name the one that has ended without a
-        label, or else take the weights that were loaded into the engines themselves.
+        """Set the label of the newest weights.
+
+        This ends an update whose weights came in calls, or labels one that ended without a label.
+        Otherwise it adopts weights that were loaded into the engines directly.
 
         Raises:
             ConfigError: if the label cannot be used.
@@ -291,7 +303,7 @@ class ControlCalls:
         return self._not_updated(report.quarantined)
 
     async def begin_update(self) -> None:
-        """Begin an update whose weights come in calls, unless one is open.
+        """Start an update whose weights come in calls, unless one is open.
 
         Raises:
             RefitError: if the update ends before the engines take any weights.
@@ -301,9 +313,10 @@ class ControlCalls:
         await opened.weights.ready()
 
     async def take_tensors(self, body: TensorBody) -> str:
-        """Pass a bucket on to all engines; the first begins the update. The label that came with
-        the last one names the weights. A bucket that flushes is the last, unless the client has
-        paused the gateway or will end the update by a call.
+        """Pass a bucket on to all engines; the first one starts the update.
+
+        The label of the last bucket names the weights. A bucket that flushes is the last, unless
+        the client has paused the gateway or will end the update by a call.
 
         Raises:
             ConfigError: if the label or the bucket cannot be used.
@@ -329,8 +342,8 @@ class ControlCalls:
         return self._not_updated(failed)
 
     async def end_update(self) -> None:
-        """Take all weights as complete. In a pause of the client the update ends with its label or
-        with the pause.
+        """Mark the weights as complete. If the client has paused the fleet, the update ends with
+        its label or with the pause.
 
         Raises:
             ConfigError: if no update is open.
@@ -350,7 +363,7 @@ class ControlCalls:
         await leave_group(name, self._fleet.engines)
 
     def _open_update(self) -> _Open:
-        """Return the open update; begins one if there is none."""
+        """Return the open update, or start one."""
         if self._open is None or self._open.task.done():
             version, weights = self._scheduler.version + 1, FromCalls()
             task = asyncio.create_task(
@@ -359,7 +372,7 @@ class ControlCalls:
                 ),
                 name="aprilsched update",
             )
-            # The call that ends the update gets its error, and perhaps there is none.
+            # The call that ends the update gets its error; there may be no such call.
             task.add_done_callback(_retrieve_error)
             self._open = _Open(version=version, weights=weights, task=task)
         return self._open
@@ -379,7 +392,7 @@ class ControlCalls:
     async def _update(self, publisher: WeightPublisher, label: str | None) -> RefitReport:
         version = self._scheduler.version + 1
         await self._name(version, label)
-        # A store keeps a response until its client has read it, whatever is loaded meanwhile.
+        # With a store, a response is kept until its client has read it, whatever loads before that.
         return await self._explained(
             self._scheduler.update_weights(
                 publisher, version=version, acknowledge=self._acknowledges
@@ -387,8 +400,7 @@ class ControlCalls:
         )
 
     async def _explained(self, update: Awaitable[RefitReport]) -> RefitReport:
-        """Wait for an update; its error says what a client has to send if nothing can be generated
-        after it."""
+        """Wait for an update; if it leaves no engine usable, the error names the next call."""
         try:
             return await update
         except RefitError as error:
@@ -397,7 +409,7 @@ class ControlCalls:
             raise RefitError(f"{error} {_STRANDED}") from error
 
     async def _name(self, version: int, label: str | None) -> None:
-        """Label a version, which is done before it is loaded: its tokens may arrive at once."""
+        """Label a version before it is loaded, because its tokens may arrive at once."""
         if label is not None:
             Labels.check(label)
         await asyncio.to_thread(
@@ -405,7 +417,7 @@ class ControlCalls:
         )
 
     async def close(self) -> None:
-        """End the open calls, and the open update, of whose weights a half is never in use."""
+        """Cancel the open calls and the open update, so that partial weights are never in use."""
         await cancel_all(self._calls)
         if self._open is not None:
             await cancel_all([self._open.task])

@@ -1,4 +1,4 @@
-"""The names that clients give to the versions of the weights."""
+"""Clients' names for the versions of the weights."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ log = logging.getLogger("aprilsched")
 
 _MAX_CHARACTERS = 256
 _MAX_LABELS = 1000
-"""Number of labels that are kept. A response that is older than so many updates shows numbers for
-its oldest tokens."""
+"""Number of labels that are kept. Older versions appear as numbers."""
 
 
 class Labels:
@@ -30,7 +29,7 @@ class Labels:
         self._labels: dict[int, str] = {}
 
     def __getitem__(self, version: int) -> str:
-        """The label of a version; a version without one is a decimal number."""
+        """Return the label of a version; a version without one is a decimal number."""
         return self._labels.get(version, str(version))
 
     def __contains__(self, version: int) -> bool:
@@ -68,9 +67,9 @@ class Labels:
             )
 
     def name(self, version: int, label: str) -> None:
-        """Call `version` by `label` from now on.
+        """Label `version` from now on.
 
-        A file that cannot be written does not keep the new weights away; it is logged.
+        If the file cannot be written, the error is logged and the new weights are used anyway.
         """
         self._labels[version] = label
         for old in sorted(self._labels)[:-_MAX_LABELS]:

@@ -1,11 +1,11 @@
-"""A client's reading of one response: its tokens and text as they come, up to a stop string.
+"""One client's view of one response: its tokens and text as they arrive, up to a stop string.
 
-Engines need no tokenizer, so the gateway looks for stop strings itself, and withdraws the rollout
-where one is found. The response then ends with the token that completed the stop string.
+Engines need no tokenizer, so the gateway looks for stop strings itself and withdraws the rollout at
+a match. The response then ends with the token that completed the stop string.
 
 Invariants:
-- The parts of a response, one after another, are the whole of it.
-- Text that may be the beginning of a stop string is held back until it is known.
+- The parts of a response, concatenated, are the whole response.
+- Text that may be the prefix of a stop string is held back until that is decided.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from aprilsched.kernel.values.companions import KINDS, TOP
 from aprilsched.types import FinishReason
 
 _AT_ONCE = 1024
-"""Tokens that become text before other clients have their turn."""
+"""Tokens that are decoded before other clients get their turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextRules:
-    """What of a response's text a client wants.
+    """The text options of one request.
 
     Attributes:
         stops: strings that end the response.
-        keep_stop: whether the string or the token that ended it is in the text.
-        skip_special: whether special tokens have no text.
+        keep_stop: whether the text contains the string or token that ended the response.
+        skip_special: whether special tokens are left out of the text.
         ends: tokens that end the response.
-        ignore_ends: whether they do not.
+        ignore_ends: whether generation continues after them.
 
     Raises:
         ConfigError: if the stop strings cannot be used.
@@ -56,17 +56,19 @@ class TextRules:
         check_stops(self.stops)
 
     def given(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """`params` with the tokens that end the response, which engines without a tokenizer do not
-        all know."""
+        """Return `params` with the tokens that end the response.
+
+        An engine without a tokenizer does not know all of them.
+        """
         return dict(params) if self.ignore_ends else {**params, "stop_token_ids": sorted(self.ends)}
 
     def trims(self, token_id: int) -> bool:
-        """Whether `token_id` ends the response and has no text."""
+        """Return whether `token_id` ends the response and has no text."""
         return token_id in self.ends and not (self.keep_stop or self.ignore_ends)
 
 
 class Stops:
-    """Finds the first stop string in a text that comes in pieces."""
+    """Finds the first stop string in a text that arrives in pieces."""
 
     def __init__(self, strings: Sequence[str], *, keep: bool) -> None:
         self._strings = strings
@@ -76,7 +78,7 @@ class Stops:
         """The string that was found."""
 
     def push(self, text: str) -> str:
-        """The text that belongs to the response for certain."""
+        """Return the text that can no longer be part of a stop string."""
         if not self._strings:
             return text
         held = self._held + text
@@ -90,30 +92,30 @@ class Stops:
         return held[: len(held) - keep]
 
     def rest(self) -> str:
-        """The text that is held back, when no more comes."""
+        """Return the text that is still held back at the end."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(kw_only=True)
 class Reading:
-    """What one client reads of `response`.
+    """One client's view of `response`.
 
     Args:
-        responses: where the response is ended if a stop string is found.
-        response: what is read.
-        rules: what of the text is wanted.
-        detokenizer: makes its text; None leaves it without text.
-        message: takes its text as that of a chat; None if it is no chat.
-        index: its number in the answer.
-        likely: number of likely tokens that are wanted in the place of each.
-        label_of: the label of a version.
+        responses: ends the response if a stop string is found.
+        response: the response to read.
+        rules: the text options of the request.
+        detokenizer: decodes its tokens; None if the client gets no text.
+        message: parses its text as a chat message; None if this is not a chat.
+        index: its index in the answer.
+        likely: number of top logprobs per token.
+        label_of: returns the label of a version.
     """
 
     responses: Responses
@@ -147,22 +149,22 @@ class Reading:
 
     @property
     def whole(self) -> Part:
-        """All that was read."""
+        """Return all parts so far as one."""
         return self._part(0, self.text, ())
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """The parts as they come, up to the last one."""
+        """Yield the parts as they arrive, up to the last one."""
         while not self.over:
             yield await self.more()
 
     async def more(self) -> Part:
-        """Wait for new tokens, or for the end; nothing follows a part that is the last."""
+        """Wait for new tokens or the end, and return them as a part."""
         start, pieces = len(self.token_ids), list[str]()
         while len(self.response.token_ids) == start and not self.response.over:
             await self.response.news()
         ids, logprobs = self.response.token_ids, self.response.logprobs
         if len(ids) - start > _AT_ONCE:
-            await asyncio.sleep(0)  # A client that had stopped reading must not hold up the others.
+            await asyncio.sleep(0)  # Catching up must not block other clients.
         end, last = start, min(len(ids), start + _AT_ONCE)
         while end < last and self._stops.matched is None:
             pieces.append(self._stops.push(self._push(ids[end])))
@@ -176,7 +178,7 @@ class Reading:
         self.token_ids += ids[start:end]
         self.logprobs += logprobs[start:end]
         if self._stops.matched is not None:
-            # Whatever comes now is not read. The versions are known when the response is over.
+            # Later tokens are not read. The versions are known when the response is over.
             self.responses.end(self.response, "a stop string has ended it")
             await self.response.end()
             over = True
@@ -195,7 +197,7 @@ class Reading:
         return self.detokenizer.push(token_id)
 
     def _end_text(self) -> str:
-        """The text of the token that has ended the response, if the response is without it."""
+        """Return the text of the token that ended the response, if the response lacks it."""
         last = self.token_ids[-1:]
         if self.detokenizer is None or self._stops.matched is not None or not last:
             return ""
@@ -236,8 +238,10 @@ class Reading:
         )
 
     def _likely_from(self, start: int) -> list[Likely]:
-        """The likeliest tokens in the place of each token from `start` on. A list is empty if the
-        engine's answer was lost."""
+        """Return the top logprobs at each position from `start` on.
+
+        A list is empty if the engine's answer was lost.
+        """
         if not self.likely:
             return []
         total = len(self.token_ids)
@@ -246,8 +250,10 @@ class Reading:
         return found + [[] for _ in range(total - start - len(found))]
 
     def _rows_from(self, start: int) -> Event:
-        """The rows of the companions that the client has asked for, as SGLang sends them: those of
-        tokens with their tokens, those of the context at the end."""
+        """Return the requested companion rows, as SGLang sends them.
+
+        Rows of tokens come with their tokens, rows of the context at the end.
+        """
         fields: Event = {}
         response, total = self.response, len(self.token_ids)
         for name in response.prompt.companions or ():
@@ -267,7 +273,7 @@ class Reading:
 
 
 class Failed(Refusal):
-    """A response has failed, and with it the request."""
+    """A response has failed, and therefore the request."""
 
     def __init__(self, response: Response) -> None:
         super().__init__(response.failure)
@@ -275,8 +281,8 @@ class Failed(Refusal):
 
 
 async def parts_of(readings: Sequence[Reading]) -> AsyncGenerator[tuple[Reading, Part], None]:
-    """The parts of all readings as they come."""
-    if len(readings) == 1:  # Most bodies ask for one response, which needs no tasks.
+    """Yield the parts of all readings as they arrive."""
+    if len(readings) == 1:  # Most bodies request one response, which needs no tasks.
         async for part in readings[0].parts():
             yield readings[0], part
         return

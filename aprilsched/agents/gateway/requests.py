@@ -1,8 +1,8 @@
-"""Requests of every dialect: each response is a rollout of its own.
+"""Requests of every dialect: each response is a separate rollout.
 
-A body has one prompt or several, and asks for ``n`` responses to each. A response stays open
-through pauses, new weights and engines that fail, and its end has the label of the weights that
-sampled each token. Text becomes tokens, and tokens text, by the model's own tokenizer files.
+A body has one or more prompts, and requests ``n`` responses per prompt. A response stays open
+through pauses, weight updates and engine failures, and its end has the label of the weights that
+sampled each token. Text is tokenised and detokenised with the model's own tokenizer files.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.types import Media, Prompt, SamplingParams
 
 GROUP_HEADER = "X-Aprilsched-Group"
-"""Names the group that the responses to a request belong to."""
+"""Header that names the group of a request's responses."""
 
 _NOT_FOR_ENGINES = ("n", "stop", "no_stop_trim", "skip_special_tokens", "stream_interval")
 _UNCHECKED = ("extra", "request", "keep")
-"""Sampling parameters that pass others on unchecked."""
+"""Sampling parameters that pass other fields on unchecked."""
 
 
 def answer_in(dialect: Dialect[Any]) -> Handler:
-    """Return the handler of the requests of a dialect."""
+    """Return the handler for the requests of a dialect."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
         service = request.app[SERVICE]
@@ -143,10 +143,10 @@ class _Input:
     """A prompt as tokens.
 
     Attributes:
-        ids: its tokens.
-        rules: what is wanted of the text of a response.
-        new_tokens: most tokens of a response; None if its parameters say so.
-        message: makes what takes the text of a response; None if it is no answer in a chat.
+        ids: its token ids.
+        rules: the text options of the response.
+        new_tokens: max tokens of the response; None if its parameters set them.
+        message: makes the parser of the response's text; None if this is not a chat.
     """
 
     ids: Sequence[int]
@@ -162,10 +162,10 @@ def _repeated(inputs: Sequence[_Input], n: int) -> list[_Input]:
 async def _inputs(
     service: Service, dialect: Dialect[Any], asked: Asked, fields: dict[str, Any], size: int
 ) -> list[_Input]:
-    """Return the tokens of each prompt; those of a body have the same kind.
+    """Return the tokens of each prompt; the prompts of a body have the same kind.
 
     Raises:
-        Refused: if there is no tokenizer, or a prompt has no tokens.
+        Refused: if the gateway has no tokenizer, or a prompt has no tokens.
         ConfigError: if a prompt cannot be used, or does not fit the context.
         Unavailable: if too much text waits for a thread.
     """
@@ -179,7 +179,7 @@ async def _inputs(
         skip_special = False if tokenizer.parses else None
 
         message = partial(_message, tokenizer, first, text)
-        # The template has written the special tokens around the messages.
+        # The template has already written the special tokens.
         several = await service.texts.encode_texts([text], service.context_tokens, special=False)
     elif isinstance(first, str):
         texts = cast("list[str]", prompts)
@@ -187,7 +187,7 @@ async def _inputs(
     else:
         several = cast("list[list[int]]", prompts)
     if not dialect.is_native:
-        _ = service.texts.tokenizer  # Every answer has text.
+        _ = service.texts.tokenizer  # Every answer has text, so the tokenizer is required.
     if not all(several):
         raise Refused("The prompt has no tokens; give some text.")
     return [
@@ -206,7 +206,7 @@ def _message(tokenizer: ModelTokenizer, chat: Chat, text: str) -> Message:
 
 
 async def _render(service: Service, chat: Chat, fields: dict[str, Any], size: int) -> str:
-    """Return the text of a chat of `size` bytes; its images join the further fields."""
+    """Render a chat of `size` bytes; append its images to the further fields."""
     tokenizer = service.texts.tokenizer
     if chat.tools and not tokenizer.knows_tools:
         raise ConfigError("The model's chat template has no place for tools; leave tools out.")
@@ -235,7 +235,7 @@ def _text_rules(service: Service, options: TextOptions, skip_special: bool | Non
     ends: frozenset[int] = frozenset()
     if options.stops or service.texts.there:
         size = service.vocab_size
-        # The tokenizer may know tokens that the model does not have.
+        # The tokenizer may have tokens that the model lacks.
         found = service.texts.tokenizer.ends
         ends = frozenset(each for each in found if size is None or each < size)
     return TextRules(
@@ -283,7 +283,7 @@ def _new_responses(
     group: str | None,
     name: str,
 ) -> list[NewResponse]:
-    """Return the responses that a request asks for, in the order of the answer.
+    """Return the responses of a request, in the order of the answer.
 
     Raises:
         ConfigError: if a parameter cannot be used.
@@ -300,7 +300,7 @@ def _new_responses(
         params = each.rules.given(question.params)
         if each.new_tokens is not None:
             params["max_new_tokens"] = each.new_tokens
-        # One seed for all would make every response the same.
+        # A shared seed would make every response the same.
         seeds = [] if asked.seed is None else [{"seed": asked.seed + i} for i in range(asked.n)]
         prompts = [
             _prompt_of(service, each.ids, params | seed, near, fields) for seed in seeds or [{}]
@@ -315,7 +315,7 @@ def _new_responses(
 def _rids_of(
     given: str | list[str] | None, count: int, *, several: bool
 ) -> Generator[str | None, None, None]:
-    """Generate the name of each response. As in SGLang one name for several gets a number."""
+    """Yield the name of each response. As in SGLang, one name for several gets a number."""
     if isinstance(given, list) and len(given) != count:
         raise Refused(f"There are {count} responses and {len(given)} rids; give one for each.")
     if isinstance(given, list):
@@ -333,11 +333,11 @@ def _prompt_of(
     near: str | None,
     fields: Mapping[str, Any],
 ) -> Prompt:
-    # How tokens travel between the gateway and its engines is not for a client to choose.
+    # Clients may not choose how tokens travel between the gateway and its engines.
     params = {key: value for key, value in params.items() if key not in _NOT_FOR_ENGINES}
     for name in _UNCHECKED:
         if params.get(name) is not None:
-            # An engine may fail for all clients because of what is in it.
+            # A bad value in it may make an engine fail for all clients.
             raise Refused(
                 f"{name} passes parameters on unchecked, which the gateway does not; give the "
                 "parameters that it knows by their names."
@@ -379,8 +379,9 @@ def _media_of(fields: Mapping[str, Any]) -> tuple[Media, ...]:
 def _take_fields(
     service: Service, content: bytes, rows: Collection[str]
 ) -> tuple[bytes, dict[str, Any]]:
-    """Return the body without the fields that the operator lets clients set, and these fields,
-    with those of the `rows` that this dialect answers with.
+    """Return the body without the operator's client fields, and these fields.
+
+    They include the fields of the `rows` that this dialect answers with.
 
     Raises:
         Malformed: if it is not an object.

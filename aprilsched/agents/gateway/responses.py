@@ -1,17 +1,17 @@
-"""The open responses of a gateway: each is a rollout, whose tokens come from the facts of the run.
+"""The open responses of a gateway: each is a rollout that receives its tokens from the run's facts.
 
 A :class:`Response` is what the handler of one HTTP request waits for. Its tokens arrive with
 ``TokensReceived`` while the rollout generates, and it ends with ``RolloutFinished``, when the
-version of each token is known. What waits for a slow client is at most the rest of its response.
+version of each token is known. At most the rest of its response is buffered for a slow client.
 
-With a store the rollouts of the prior process are there when a gateway starts. Their responses are
+With a store, the rollouts of the prior process exist when a gateway starts. Their responses are
 *unclaimed* until a client sends the same rid again with the same prompt.
 
 Invariants:
 - A response ends exactly once: with its rollout, with an abort, or with the cause of its failure.
-- The tokens of an ended response are those of its rollout.
-- A rollout whose client has left is withdrawn, also if it is launched only later.
-- The store forgets a rollout only after its client has read it or has left.
+- The tokens of an ended response are the tokens of its rollout.
+- A rollout whose client has disconnected is withdrawn, even if it is launched later.
+- The store forgets a rollout only after its client has read it or has disconnected.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _REFUSED, _FAILED, _UNAVAILABLE = 400, 500, 503
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NewResponse:
-    """One response that a client asks for.
+    """One requested response.
 
     Attributes:
-        rid: the client's name for it; None if the client gives none.
+        rid: the client's request id; None if it sends none.
         prompt: its prompt, without a key.
-        group: name of the responses that belong together; empty for none.
+        group: name shared by the responses that belong together; empty for none.
     """
 
     rid: str | None
@@ -80,19 +80,19 @@ class Response:
     """One response that a client waits for.
 
     Attributes:
-        rid: the client's name for it.
-        key: its name in the run, which no other response has.
+        rid: the client's request id.
+        key: its name in the run, which is unique.
         prompt: its prompt.
-        group: name of the responses that belong together; empty for none.
+        group: name shared by the responses that belong together; empty for none.
         token_ids: the tokens that have arrived, in order.
         logprobs: the log-probability of each of them.
-        group_id: the group of its rollout; None before it is launched.
-        member: its rollout, once it is launched.
+        group_id: the group of its rollout; None before launch.
+        member: its rollout; None before launch.
         finish: why it ended; None while it is open.
-        message: what an aborted response says of its end.
+        message: why it was aborted, as the client reads it.
         segments: the versions of its tokens; known at its end.
-        companions: the rows that it asked for; known at its end.
-        versions_exact: whether the engines could tell the version of every token.
+        companions: the companion rows that it requested; known at its end.
+        versions_exact: whether the engines reported the version of every token.
         failure: the cause, if it has failed.
         status: the HTTP status of a failure.
     """
@@ -107,7 +107,7 @@ class Response:
         self.group_id: int | None = None
         self.member: RolloutRecord | None = None
         self.unwanted = ""
-        """Why nobody wants it any more; empty as long as somebody does."""
+        """Why no client wants it; empty while a client does."""
         self.finish: FinishReason | str | None = None
         self.message = "Aborted"
         self.segments: tuple[Segment, ...] = ()
@@ -116,11 +116,11 @@ class Response:
         self.failure = ""
         self.status = _FAILED
         self.asked_at: float | None = None
-        """When its client asked for it, in seconds of the monotonic clock; None before."""
+        """Time of the client's request, in seconds of the monotonic clock; None before."""
         self.left = False
-        """Whether its client reads no more of it."""
+        """Whether its client will read no more of it."""
         self.kept: Kept | None = None
-        """What the store keeps until the client has left."""
+        """Its batch in the store, until the client has left."""
         self._news = asyncio.Event()
 
     @property
@@ -132,8 +132,7 @@ class Response:
         return self.finish is not None or bool(self.failure)
 
     def rows(self, name: str, begin: int, end: int) -> Rows | None:
-        """The rows `begin` to `end` of a companion, as far as they have arrived; None if it was not
-        launched."""
+        """Return the rows `begin` to `end` of a companion that have arrived; None before launch."""
         known = self.companions.get(name)
         if known is not None:
             found = known.rows.part(min(begin, len(known.rows)))
@@ -155,7 +154,7 @@ class Response:
             await self.news()
 
     def arrive(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take new tokens; those that come after the end are nobody's."""
+        """Add new tokens; tokens that arrive after the end are dropped."""
         if self.over:
             return
         self.token_ids += token_ids
@@ -163,7 +162,7 @@ class Response:
         self._news.set()
 
     def complete(self, rollout: Rollout) -> None:
-        """End with the rollout, which is generated to its end."""
+        """End with the rollout, which is complete."""
         if self.over:
             return
         self.token_ids = rollout.token_ids.tolist()
@@ -177,7 +176,7 @@ class Response:
         """End with the tokens that have arrived."""
         member = self.member
         if not self.over and member is not None:
-            # Tokens of a dropped rollout that are still on their way are not in its record.
+            # The record of a dropped rollout lacks tokens that are still on their way.
             self.segments = member.log.segments()
             self.companions = member.log.companion_rows(prompt=self.prompt_tokens)
             sure = member.request is None or not member.request.unsure
@@ -201,9 +200,9 @@ class Responses:
     """The open responses by their names; a listener of the run that they belong to.
 
     Args:
-        withdraw: tells the scheduler that nobody wants a group any more, and why.
-        state: the scheduler's state, to be read only.
-        first_token: is told the seconds from a request to the first token of its response.
+        withdraw: cancels a group that no client wants, with the cause.
+        state: the scheduler's state, read-only.
+        first_token: called with the seconds from a request to its first token.
     """
 
     wants_tokens = True
@@ -217,16 +216,16 @@ class Responses:
     ) -> None:
         self._first_token = first_token
         self.foreign = False
-        """Whether the store had rollouts that are no gateway's."""
+        """Whether the store has rollouts that no gateway launched."""
         self._withdraw = withdraw
         self._state = state
         self._next = 0
-        """Number of the next response; it makes the keys different."""
+        """Number of the next response; it makes the keys unique."""
         self._by_rid: dict[str, Response] = {}
         self._unclaimed: dict[str, Response] = {}
-        """Responses of the prior process for which no client has asked yet."""
+        """Responses of the prior process that no client has claimed yet."""
         self._by_key: dict[str, Response] = {}
-        """Responses whose rollout is not launched yet, those that nobody wants included."""
+        """Responses whose rollout is not launched yet, including those that no client wants."""
         self._by_group: dict[int, Response] = {}
         self._by_request: dict[int, Response] = {}
         self._requests: dict[int, set[int]] = {}
@@ -236,8 +235,10 @@ class Responses:
         self._empty.set()
 
     def __len__(self) -> int:
-        """Number of responses that a client waits for, has not read to their end, or may still ask
-        for, and of rollouts that are still to be launched for nobody."""
+        """Return the number of responses that are open, unread or unclaimed.
+
+        Rollouts that are still to be launched count even if no client wants them.
+        """
         unwanted = sum(bool(r.unwanted) for r in self._by_key.values())
         return len(self._by_rid) + len(self._unclaimed) + unwanted
 
@@ -249,12 +250,13 @@ class Responses:
     # --- clients -------------------------------------------------------------------------------
 
     def new(self, asked: Sequence[NewResponse]) -> int:
-        """How many of these responses no prior process had begun."""
+        """Return how many of these responses are not from the prior process."""
         return sum(ask.rid not in self._unclaimed for ask in asked)
 
     def open(self, asked: Sequence[NewResponse]) -> tuple[list[Response], list[Prompt]]:
-        """The responses that are asked for, all or none, and the prompts to launch for those that
-        no prior process had begun.
+        """Return the requested responses, all or none, and the prompts that need a launch.
+
+        A response from the prior process continues and needs none.
 
         Raises:
             ConfigError: if a name is in use, or belongs to a response with another prompt.
@@ -290,8 +292,10 @@ class Responses:
         return responses, prompts
 
     def abort(self, rid: str) -> None:
-        """End a response with the tokens that it has, or all responses of a body with this name;
-        an unknown name is ignored."""
+        """End a response with its tokens so far, or all responses of a body with this name.
+
+        An unknown name is ignored.
+        """
         if rid in self._by_rid:
             self._give_up(self._by_rid[rid], _ABORTED)
         elif rid in self._unclaimed:
@@ -300,19 +304,21 @@ class Responses:
             self.abort_group(rid)
 
     def abort_all(self) -> None:
-        """End every response with the tokens that it has."""
+        """End every response with its tokens so far."""
         for rid in [*self._by_rid, *self._unclaimed]:
             self.abort(rid)
 
     def abort_group(self, name: str) -> None:
-        """End every response of a group with the tokens that it has."""
+        """End every response of a group with its tokens so far."""
         for response in list(self._by_rid.values()):
             if response.group == name:
                 self._give_up(response, _ABORTED)
 
     def end_all(self, why: str) -> None:
-        """End every response that a client waits for with the tokens that it has. `why` is the
-        cause in the ledger, and what the response says of its end."""
+        """End every response that a client waits for, with its tokens so far.
+
+        `why` is the cause in the ledger, and the message in the response.
+        """
         for response in list(self._by_rid.values()):
             self._give_up(response, why, why)
 
@@ -322,17 +328,17 @@ class Responses:
             response.fail(cause, _UNAVAILABLE)
 
     def expire(self, cause: str) -> None:
-        """Give up the responses of the prior process for which nobody has asked."""
+        """Give up the responses of the prior process that no client has claimed."""
         unclaimed, self._unclaimed = self._unclaimed, {}
         for response in unclaimed.values():
             self._drop(response, cause)
 
     def end(self, response: Response, why: str) -> None:
-        """End a response with the tokens that it has; `why` is the cause in the ledger."""
+        """End a response with its tokens so far; `why` is the cause in the ledger."""
         self._give_up(response, why)
 
     def leave(self, response: Response) -> None:
-        """Say that the client reads no more of it; its rollout is withdrawn, unless it is over."""
+        """Note that the client reads no more of it; withdraw its rollout unless it is over."""
         if not response.over:
             self._give_up(response, _LEFT)
         self._read(response)
@@ -359,7 +365,7 @@ class Responses:
         self._read(response)
 
     def _read(self, response: Response) -> None:
-        """Note that nobody reads any more of it, so that the store may forget it at its end."""
+        """Note that no client will read more of it, so that the store may forget it at its end."""
         response.left = not response.failure
         if response.left and response.kept is not None:
             response.kept.read()
@@ -368,12 +374,12 @@ class Responses:
     # --- the run -------------------------------------------------------------------------------
 
     async def changed(self) -> None:
-        """Wait until an engine has changed its mode, has come or gone, or has ended a request."""
+        """Wait until an engine changes its mode, joins, leaves or ends a request."""
         self._changed.clear()
         await self._changed.wait()
 
     def deliver(self, batch: Batch) -> None:
-        """Take a batch, whose groups of one have ended."""
+        """Take a batch; its groups of one have ended."""
         kept = Kept(batch, 1)
         for group in batch.groups:
             response = self._forget(group.group_id)
@@ -386,7 +392,7 @@ class Responses:
         kept.read()
 
     def restore(self, batch: Batch) -> None:
-        """Take a batch of the prior process that is delivered again later."""
+        """Take a batch of the prior process that will be delivered again."""
         for group in batch.groups:
             response = self._known(group)
             if response is not None:
@@ -425,7 +431,7 @@ class Responses:
                     of.EngineModeChanged()
                     | of.EngineAdmitted()
                     | of.EngineLost()
-                    # Requests that are called back leave an engine idle in the same mode.
+                    # Withdrawing requests may leave an engine idle without a change of mode.
                     | of.AttemptEnded()
                 ):
                     self._changed.set()
@@ -447,12 +453,15 @@ class Responses:
             if log.size:
                 response.arrive(log.token_ids.tolist(), log.logprobs().tolist())
         if response.unwanted:
-            # The core takes this after the event that it is handling now.
+            # The core handles this after the current event.
             self._withdraw(fact.group_id, response.unwanted)
 
     def _check_grammar(self, response: Response, group_id: int) -> None:
-        """Fail a response whose new request would begin its grammar again behind its tokens: the
-        text would be a beginning with a whole behind it."""
+        """Fail a response that the engine would continue with a fresh grammar.
+
+        The grammar would restart after the tokens so far, and the text would be a prefix followed
+        by a complete document.
+        """
         sampling = response.prompt.sampling
         if not (isinstance(sampling, SamplingParams) and response.token_ids) or response.over:
             return
@@ -462,7 +471,7 @@ class Responses:
             self._withdraw(group_id, response.failure)
 
     def _known(self, group: Group | GroupRecord) -> Response | None:
-        """A response of the prior process, by its group of one; None if it is no gateway's."""
+        """Return a response of the prior process by its group of one; None if not a gateway's."""
         prompt = group.prompt
         members = group.rollouts if isinstance(group, Group) else group.members
         rid, mark, number = str(prompt.key).rpartition("#")
@@ -508,7 +517,7 @@ class Responses:
 
 
 def _same(one: Prompt, other: Prompt) -> bool:
-    """Whether two prompts ask for the same response."""
+    """Return whether two prompts request the same response."""
     same = one.sampling == other.sampling and one.media == other.media
     same = same and one.companions == other.companions
     return same and np.array_equal(one.input_ids, other.input_ids)

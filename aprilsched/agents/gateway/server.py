@@ -30,16 +30,17 @@ log = logging.getLogger("aprilsched")
 class Gateway:
     """One address in front of a fleet; an async context manager.
 
-    A request is a rollout of a group of one, and the scheduler is that of any run: it sends the
-    rollout to an engine, pauses and refits the engines for new weights, sends the rollout again
-    with its tokens if its engine is lost, and enters what a client gives up into its ledger.
+    Each response is a rollout in a group of one, and the scheduler is the same as in training. It
+    sends the rollout to an engine, and pauses and refits the engines for new weights. If an engine
+    is lost, it sends the rollout again with its tokens. What a client aborts is entered in the
+    ledger.
 
     Args:
         fleet: the engines; they are opened and closed with the gateway.
-        settings: how it listens, and how much it takes on.
-        config: settings of the scheduler; those for batches of a trainer are replaced.
-        api_key: bearer token that every call but those for health needs; None leaves them open.
-        admin_key: bearer token that control calls need; None asks for `api_key` there too.
+        settings: its address and limits.
+        config: settings of the scheduler; settings for a trainer's batches are replaced.
+        api_key: bearer token for all calls except health checks; None requires none.
+        admin_key: bearer token for control calls; None requires `api_key` there too.
         listeners: telemetry of the run behind the gateway.
 
     Raises:
@@ -102,14 +103,14 @@ class Gateway:
             raise
 
     async def wait_failed(self) -> AprilschedError:
-        """Wait until the scheduler has ended by itself, because the fleet is lost; returns why."""
+        """Wait until the scheduler ends by itself because the fleet is lost; return the cause."""
         return await self.service.wait_failed()
 
     async def stop(self) -> None:
-        """Take no new requests, let the open responses end, and close everything.
+        """Refuse new requests, let the open responses finish, and close everything.
 
         A response that is still open after `drain_s` ends as aborted with its tokens and the
-        reason, or, with a store, without a result.
+        reason; with a store it ends without a result.
         """
         if self._listener.listening:
             await self.service.admission.drain()
@@ -125,27 +126,26 @@ class Gateway:
 
 
 _LARGEST_BODY = 2**26
-"""Bytes of a request: a prompt of a million token ids needs a tenth of them."""
+"""Maximum bytes of a request; a prompt of a million token ids needs a tenth of them."""
 _ALL_BODIES = 2**28
-"""Bytes of all requests that are read at a time."""
+"""Maximum bytes of all requests that are read at a time."""
 _LARGEST_ID = 2**31 - 1
 
 
 @web.middleware
 async def _note_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Count the requests that are refused, and say when one may be sent again."""
+    """Count refused requests, and add Retry-After to a 503."""
     answer = await handler(request)
     if answer.status == web.HTTPServiceUnavailable.status_code:
         answer.headers["Retry-After"] = str(request.app[SERVICE].admission.retry_s)
-    # Who looks whether a server is ready asks for nothing that could be refused.
+    # A readiness probe is not a request that could be refused.
     if answer.status >= web.HTTPBadRequest.status_code and request.method == "POST":
         request.app[SERVICE].refused(answer.status)
     return answer
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """GET /metrics: the figures of the run behind the gateway and of its clients, as Prometheus
-    reads them."""
+    """GET /metrics: the figures of the run and of its clients in Prometheus format."""
     try:
         from aprilsched.observe.exports.prometheus import exposition
     except MissingExtra as error:
@@ -165,7 +165,7 @@ class _DetokenizeBody(msgspec.Struct, frozen=True):
 
 
 async def tokenize(request: web.Request) -> web.Response:
-    """POST /tokenize: the token ids of a text, or of each of several."""
+    """POST /tokenize: the token ids of one or more texts."""
     service = request.app[SERVICE]
     body = await body_of(request, _TokenizeBody)
     one = isinstance(body.prompt, str)
@@ -185,7 +185,7 @@ async def tokenize(request: web.Request) -> web.Response:
 
 
 async def detokenize(request: web.Request) -> web.Response:
-    """POST /detokenize: the text of token ids, or of each of several lists of them."""
+    """POST /detokenize: the text of one or more lists of token ids."""
     service = request.app[SERVICE]
     body = await body_of(request, _DetokenizeBody)
     tokenizer = service.texts.tokenizer
@@ -203,8 +203,10 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def workers(request: web.Request) -> web.Response:
-    """GET /workers: a program that expects SGLang's router finds the gateway as the only worker, so
-    that its control calls go through the gateway too."""
+    """GET /workers: the gateway as the only worker.
+
+    A program that expects SGLang's router therefore sends its control calls to the gateway.
+    """
     service = request.app[SERVICE]
     worker = {
         "id": "gateway",

@@ -1,4 +1,4 @@
-"""The scheduler behind a gateway, from its opening to its end, and what is known of the fleet."""
+"""The scheduler behind a gateway, from start to stop, and the known facts of the fleet."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from aprilsched.observe.figures.table import Clients
 log = logging.getLogger("aprilsched")
 
 _REASONS = {400: "invalid", 401: "key", 404: "unknown", 405: "unknown", 413: "large", 503: "busy"}
-"""Why requests are refused, by the HTTP status of the answer, as the metrics have it."""
+"""Reasons for refused requests in the metrics, by the HTTP status of the answer."""
 _RETRY_DELAY_S = 1.0
-"""Seconds after which a batch is requested again that no engine can generate before an update."""
+"""Seconds before the next batch is requested again while no engine can generate."""
 
 
 class UnknownModel(Refused):
@@ -55,13 +55,13 @@ class Service:
 
     Args:
         fleet: the engines; they are opened and closed with the service.
-        settings: how much it takes on.
-        config: settings of the scheduler; those for batches of a trainer are replaced.
+        settings: its limits.
+        config: settings of the scheduler; settings for a trainer's batches are replaced.
         listeners: telemetry of the run.
 
     Attributes:
-        admission: takes requests on.
-        controls: carries out the control calls of clients.
+        admission: accepts requests.
+        controls: runs the control calls of clients.
         labels: the names of versions.
         responses: the open responses.
         clients: figures of the clients.
@@ -105,7 +105,7 @@ class Service:
             listeners=[self.responses, self.metrics, *listeners],
             store=None if store is None else SqliteStore(store),
         )
-        # Clients get the label with each response, and know whether it is theirs.
+        # Clients get the label with each response, and can check it themselves.
         self._scheduler.trust_weights()
         self.labels = Labels(None if store is None else Path(f"{store}-labels.json"))
         self.admission = Admission(self.responses, prompts, settings, config)
@@ -122,7 +122,7 @@ class Service:
 
     @property
     def label(self) -> str:
-        """The label of the fleet's weights, as the client that loaded them has named it."""
+        """The label of the fleet's weights, set by the client that loaded them."""
         return self.labels[self._scheduler.version]
 
     @property
@@ -132,14 +132,14 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         return self.settings.served_model_name or self.model_path
 
     def check_model(self, name: str) -> None:
-        """Refuse the name of another model, if the operator has named the one that is served.
+        """Refuse another model's name if the operator has set the name of the served model.
 
         Raises:
-            UnknownModel: if it is another one.
+            UnknownModel: if `name` is another model.
         """
         known = self.settings.served_model_name
         if known is not None and name not in ("", known):
@@ -152,44 +152,46 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be generated now."""
+        """Whether a request would generate now."""
         return bool(self.in_use) and not self.admission.draining and not self.controls.held
 
     async def alive(self) -> bool:
-        """Whether the scheduler runs, also while it waits for an engine or stops."""
+        """Return whether the scheduler runs, even while it waits for an engine or stops."""
         return not self._failed.done()
 
     async def healthy(self) -> bool:
-        """Whether an engine is in use, and the gateway does not stop. Nothing is generated for it,
-        so it is also told during a pause."""
+        """Return whether an engine is in use and the gateway is not stopping.
+
+        This generates nothing, so it also works during a pause.
+        """
         return bool(self.in_use) and not self.admission.draining
 
     def running(self) -> int:
-        """Number of requests that are with an engine."""
+        """Number of requests that engines have."""
         return self._scheduler.state.in_flight.open_attempts
 
     def waiting(self) -> int:
-        """Number of requests that are with no engine: not launched yet, or waiting to be sent."""
+        """Number of requests that no engine has: not launched yet, or waiting to be sent."""
         return self.responses.to_launch + len(self._scheduler.state.in_flight.queue)
 
     def model_facts(self) -> dict[str, Any]:
-        """The name of the model; the engines know more of it than the gateway does."""
+        """The name of the model; only the engines know more about it."""
         return {"served_model_name": self.model_name}
 
     def server_facts(self) -> dict[str, Any]:
-        """What a client of SGLang looks up, and the engines under ``gateway``.
+        """What SGLang's clients look up, and the engines under ``gateway``.
 
-        A group for weights needs a rank for each rank of all engines, so `tp_size` is their number.
+        A weight group needs one rank for each rank of all engines, so `tp_size` is their number.
         """
         saved = (self._scheduler.store_error or "saved") if self._stored else None
-        # The oldest release among the engines, whose answers those of the gateway resemble.
+        # The gateway's answers resemble those of the engines' oldest release.
         found = [re.findall(r"\d+", each.capabilities.server)[:3] for each in self.fleet.engines]
         controls = self.controls
         return {
             "skip_tokenizer_init": not self.texts.there,
             "tp_size": ranks_of(controls.takers) or 1,
             "enable_lora": False,
-            # The KV of its engines is its own matter.
+            # How an engine stores its KV is not visible to clients.
             "enable_hierarchical_cache": False,
             **self._room(),
             "random_seed": self.random_seed,
@@ -204,7 +206,7 @@ class Service:
         }
 
     def rank_loads(self) -> dict[str, Any]:
-        """The requests of the gateway, as those of one server."""
+        """Return the requests of the gateway in the form of one server."""
         return {
             "timestamp": time.time(),
             "num_running_reqs": self.running(),
@@ -213,7 +215,7 @@ class Service:
         }
 
     def _room(self) -> dict[str, int]:
-        """Running requests and tokens of KV that fit on all engines which report it."""
+        """Return the running requests and KV tokens that fit on all engines that report them."""
         found = [engine.capabilities for engine in self.fleet.engines]
         return {
             "max_running_requests": sum(each.max_running_requests or 0 for each in found),
@@ -228,8 +230,7 @@ class Service:
 
     @property
     def context_tokens(self) -> int | None:
-        """Tokens of a prompt and its response together that every engine has room for; None if
-        unknown."""
+        """Maximum tokens of a prompt with its response on every engine; None if unknown."""
         facts = filter(None, map(facts_of, self.fleet.engines))
         known = (f.context_tokens for f in facts if f.context_tokens is not None)
         return self.texts.context(min(known, default=None))
@@ -241,7 +242,7 @@ class Service:
         self.clients.refusals[reason or "failed"] += 1
 
     async def open(self) -> None:
-        """Open the fleet and begin to deliver; :meth:`close` follows also if this fails.
+        """Open the fleet and start delivery; call :meth:`close` even if this fails.
 
         Raises:
             EngineError: if an engine cannot be used.
@@ -252,7 +253,7 @@ class Service:
         self._failed: asyncio.Future[AprilschedError] = asyncio.get_running_loop().create_future()
         await self._closing.enter_async_context(self._scheduler)
         for batch in self._scheduler.state.delivery.batches_again:
-            # Now, and not when it is delivered: its client may ask for it at once.
+            # Restore it before delivery, because its client may reconnect at once.
             self.responses.restore(batch)
         if self.responses.foreign:
             raise ConfigError(
@@ -279,7 +280,7 @@ class Service:
         await self._closing.aclose()
 
     async def wait_failed(self) -> AprilschedError:
-        """Wait until the scheduler has ended by itself, because the fleet is lost; returns why."""
+        """Wait until the scheduler ends by itself because the fleet is lost; return the cause."""
         return await asyncio.shield(self._failed)
 
     async def _deliver(self) -> None:
@@ -289,7 +290,7 @@ class Service:
             try:
                 batch = await self._scheduler.next_batch()
             except RefitError as error:
-                # No engine can generate before the next update, for which the requests wait.
+                # No engine can generate before the next update, so the requests wait for it.
                 if not waits:
                     log.error("the gateway waits for new weights: %s", error)
                 waits = True

@@ -22,15 +22,15 @@ from aprilsched.types import MEDIA, MediaKind
 _NEVER = 2**31 - 1
 _RETURN = "return_"
 TOP_FIELD = "top_logprobs_num"
-"""SGLang's name for the number of likely tokens."""
+"""SGLang's name for the number of top logprobs."""
 MEDIA_FIELDS: Mapping[str, MediaKind] = {f"{kind}_data": kind for kind in MEDIA}
-"""The kind of media in each field of a request that has some."""
+"""The kind of media in each request field that carries media."""
 
 
 @dataclass(frozen=True, slots=True)
 class Everything(Groups):
-    """A batch is all responses that have ended: a store writes them to the disk together, and while
-    it does, more of them end."""
+    """A batch is all responses that have ended. A store writes them to the disk together, and
+    further responses end during the write."""
 
     name: ClassVar[str] = "everything"
     fixed_groups: ClassVar[bool] = False
@@ -41,30 +41,35 @@ class Everything(Groups):
 
 @dataclass(frozen=True, slots=True)
 class Versions(Staleness):
-    """Ends responses at the update that would make their oldest tokens too old, and lets new ones
-    wait while there are enough for the versions that may consume them."""
+    """Ends responses at the update that would make their oldest tokens too stale.
+
+    New responses wait while enough are open for the versions that may consume them.
+    """
 
     per_version: int | None = None
-    """Number of responses that a version consumes; None lets no response wait."""
+    """Number of responses that a version consumes; None for no limit."""
 
     def admissible(
         self, *, batch_groups: int, outstanding: int, batches_since_update: int, wanted: bool
     ) -> int | None:
-        """Number of responses that may still begin. A batch is one response where they are
-        counted, so `batches_since_update` of them have ended since the update."""
+        """Return how many responses may still start; None for no limit.
+
+        If responses are counted, each is a batch, so `batches_since_update` of them have ended
+        since the update.
+        """
         if self.bound is None or self.per_version is None:
             return None
         limit = (self.bound + 1) * self.per_version
         return max(0, limit - batches_since_update - outstanding)
 
     def oldest_unmasked(self, version: int) -> int | None:
-        """None: a client gets every token with its version, and masks what it likes."""
+        """Return None: a client gets every token with its version, and masks as it likes."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewaySettings:
-    """How a gateway listens, and how much it takes on.
+    """The address and the limits of a gateway.
 
     Raises:
         ConfigError: if a value is out of its range.
@@ -73,49 +78,49 @@ class GatewaySettings:
     host: str = "127.0.0.1"
     """Address to listen at; any address but loopback lets other machines connect."""
     port: int = 31000
-    """Port to listen at; 0 for any free one. It is not SGLang's default, so that both run on one
-    machine."""
+    """Port to listen at; 0 for any free one. It differs from SGLang's default, so both can run on
+    one machine."""
     served_model_name: str | None = None
-    """What clients call the model. Requests for another one are refused then. None takes the
-    folder of the model, and any name in a request."""
+    """The model's name for clients; requests for another one are refused. None takes the folder of
+    the model, and accepts any name in a request."""
     max_requests: Annotated[int, AT_LEAST_1] = 4096
-    """Largest number of open responses. A request beyond it is answered with 503 at once."""
+    """Maximum number of open responses. Requests beyond it get 503 at once."""
     drain_s: Annotated[float, AT_LEAST_0] = 30.0
-    """Seconds for which open responses may go on when the gateway stops. Those that are left then
-    end as aborted, with their tokens. With a store they end with 503, and may be asked for again
+    """Seconds that open responses may continue when the gateway stops. After that they end as
+    aborted, with their tokens. With a store they end with 503, and clients may request them again
     after the restart."""
     tokenizer: Path | None = None
-    """Folder of the model's tokenizer, for text and chats. None takes the folder of the model that
-    the servers have loaded, if this machine can read it."""
+    """Folder of the model's tokenizer, for text and chats. None takes the folder of the servers'
+    model, if this machine can read it."""
     response_template: Path | None = None
-    """JSON file that says how the model writes tool calls and reasoning, in the form of
+    """JSON file that describes how the model writes tool calls and reasoning, in the form of
     transformers. None takes the one of the tokenizer's files, or TRL's for the same chat
     template."""
     store: Path | None = None
-    """File that keeps the open responses with their tokens, so that they survive a restart and the
-    end of the process. A client gets the tokens so far and the rest if it sends the same rid with
-    the same prompt again. None keeps nothing."""
+    """File that keeps the open responses with their tokens across a restart or a crash. A client
+    that sends the same rid with the same prompt again gets the tokens so far and the rest. None
+    keeps nothing."""
     max_staleness: Annotated[int, AT_LEAST_0] | None = None
-    """Largest number of versions between a token's and that of the newest weights. A response with
-    an older token ends at the update, as aborted and with its tokens. None ends none."""
+    """Maximum number of versions between a token's weights and the newest ones. A response with an
+    older token ends at the update, as aborted and with its tokens. None for no limit."""
     per_version: Annotated[int, AT_LEAST_1] | None = None
-    """Number of responses that a version of the weights consumes. With `max_staleness` at most
+    """Number of responses that a version of the weights consumes. With `max_staleness`, at most
     (max_staleness + 1) * per_version responses are open or have ended since the last update; others
-    wait. None lets none wait."""
+    wait. None for no limit."""
     reclaim_s: Annotated[float, AT_LEAST_0] = 600.0
     """Seconds after a restart for which responses of the prior process wait for their clients.
-    Those that no client has asked for again by then are given up."""
+    After that, unclaimed responses are given up."""
 
     top_logprobs: Annotated[int, AT_LEAST_0] = 5
-    """Largest number of likely tokens in the place of each token that clients may ask for. The
-    servers are asked for as many by each request that wants some, and for none by others. vLLM
-    gives one fewer than its --max-logprobs, which is 20."""
+    """Maximum number of top logprobs per token that a client may request. Each request that wants
+    some passes this number to the servers; the others pass none. vLLM returns one fewer than its
+    --max-logprobs, which is 20."""
 
     client_fields: tuple[str, ...] = ()
-    """Further fields of requests that clients may set, such as priority or image_data. They are
-    passed on to the servers as they are; image_data lets chats have images too. Whoever may set a
-    custom_logit_processor runs code of theirs on the servers. A companion after "return_", such as
-    return_sampling_mask or return_routed_experts=uint8[48,8], lets clients of /generate ask for
+    """Further request fields that clients may set, such as priority or image_data. They pass to the
+    servers unchanged; image_data also lets chats contain images. A client that may set
+    custom_logit_processor can run its own code on the servers. A companion after "return_", such as
+    return_sampling_mask or return_routed_experts=uint8[48,8], lets clients of /generate request
     its rows."""
 
     def __post_init__(self) -> None:
@@ -130,12 +135,12 @@ class GatewaySettings:
 
     @property
     def passed_on(self) -> list[str]:
-        """The fields of clients that are no companions."""
+        """The client fields that are not companions."""
         return [name for name in self.client_fields if _companion(name) is None]
 
     @property
     def companions(self) -> dict[str, Companion]:
-        """The companions whose rows clients may ask for, by the field that does."""
+        """The companions whose rows clients may request, by request field."""
         likely = {TOP_FIELD: top_logprobs(self.top_logprobs)} if self.top_logprobs else {}
         found = filter(None, map(_companion, self.client_fields))
         return likely | {f"{_RETURN}{each.name}": each for each in found}
@@ -143,14 +148,14 @@ class GatewaySettings:
 
 @cache
 def _companion(field: str) -> Companion | None:
-    """The companion that a field of a request asks for, if it asks for one."""
+    """Return the companion that a request field selects; None if it selects none."""
     written = field.removeprefix(_RETURN)
     asks = written != field and written.partition("=")[0].rstrip("!") in KINDS
     return Companion.of(written) if asks else None
 
 
 def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> SchedulerConfig:
-    """`config` with the settings that follow from serving clients in the place of a trainer.
+    """`config` with the settings that follow from serving clients instead of a trainer.
 
     Raises:
         ConfigError: if a setting cannot work behind a gateway.
@@ -170,13 +175,13 @@ def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> Scheduler
         batch_groups=1,
         group_size=1,
         over_provision=1.0,
-        # The bound for each version counts batches of one.
+        # The limit per version counts batches of one.
         stop=Everything(1) if settings.per_version is None else Groups(1),
         refill=OnDemand(limit=limit),
         straggler=config.straggler,
         pace="asynchronous",
         max_staleness=None if bound is None else Versions(bound, "evict", settings.per_version),
-        # Complete rollouts wait for the end of an update, and must not hold new ones up.
+        # Complete rollouts wait for the end of an update, and must not block new ones.
         ready_batches=limit,
         kv_after_refit=config.kv_after_refit,
         follow_weights=config.follow_weights,
@@ -184,9 +189,9 @@ def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> Scheduler
         retries=Retries(
             attempts=config.retries.attempts,
             interruptions=config.retries.interruptions,
-            # A client has the tokens of its response already, so it is told of the failure.
+            # The client has already read tokens of the response, so it gets the failure.
             member="drop_group",
-            # A client whose requests are refused must not end the service for the others.
+            # One client's refused requests must not end the service for the others.
             failed_groups=_NEVER,
         ),
         health=config.health,

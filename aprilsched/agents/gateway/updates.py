@@ -1,8 +1,8 @@
-"""How weights reach every engine when a client of the gateway sends them to one address.
+"""How weights reach every engine when a client sends them to the gateway.
 
-- :class:`FromDisk` gives the client's path to every engine.
+- :class:`FromDisk` passes the client's path to every engine.
 - :class:`FromCalls` takes the buckets of one update from any number of calls, and passes each on to
-  all engines. What is in a bucket is never opened here.
+  all engines. The gateway never opens a bucket.
 - :func:`join_group` spreads the ranks of a client's torch.distributed group over the engines.
 """
 
@@ -27,12 +27,12 @@ from aprilsched.kernel.weights.disk import DiskEngine
 from aprilsched.kernel.weights.threads import Takers, call_each
 
 _NOT_THERE = 409
-"""Status for an engine that lacks what a call needs."""
+"""Status if an engine lacks a method that the call needs."""
 
 
 @runtime_checkable
 class _InBuckets(RefitFromGroup, RefitFromTensors, Protocol):
-    """What an engine has that takes weights in buckets."""
+    """The methods of an engine that takes weights in buckets."""
 
 
 class Taker(Engine, _InBuckets, Protocol):
@@ -44,7 +44,7 @@ Bucket = Callable[[Taker], Awaitable[None]]
 
 
 class FromDisk:
-    """Lets every engine load a directory, which the engines see and the gateway need not see."""
+    """Lets every engine load a directory, which the gateway itself need not see."""
 
     loads_whole = True
 
@@ -69,13 +69,13 @@ class FromCalls:
     """Takes the buckets of one update from the calls of a client.
 
     The update pauses and flushes the engines as every update does, and waits for the buckets while
-    the engines are in :meth:`publish`. Each call of :meth:`pass_on` brings one, and :meth:`end`
-    says that there are no more. An engine that fails is left out of what follows.
+    the engines are in :meth:`publish`. Each call of :meth:`pass_on` brings one bucket, and
+    :meth:`end` marks the last. An engine that fails is left out of the remaining buckets.
     """
 
     def __init__(self) -> None:
         self.engines: Sequence[Engine] = ()
-        """The engines that the weights are for, once they are paused."""
+        """The engines that take the weights; empty until they are paused."""
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._complete = asyncio.Event()
         self._over = False
@@ -103,14 +103,14 @@ class FromCalls:
         return takers.outcomes
 
     async def conclude(self) -> None:
-        """Release those who wait to pass a bucket on, if the update ended before."""
+        """Release callers that wait to pass on a bucket, if the update ended early."""
         self._over = True
         if not self._ready.done():
             self._ready.set_exception(RefitError("the update ended before it took any weights."))
-            self._ready.exception()  # Perhaps nobody waits.
+            self._ready.exception()  # Mark it as retrieved: there may be no waiter.
 
     async def ready(self) -> None:
-        """Wait until the engines are paused and have begun to take the weights.
+        """Wait until the engines are paused and start to take the weights.
 
         Raises:
             RefitError: if the update ends before.
@@ -118,7 +118,7 @@ class FromCalls:
         await asyncio.shield(self._ready)
 
     async def pass_on(self, bucket: Bucket) -> Mapping[str, Exception]:
-        """Pass a bucket on to all engines that are left; returns those that have failed so far.
+        """Pass a bucket on to the remaining engines; return all failures so far.
 
         Raises:
             RefitError: if the update is over, or if no engine is left.
@@ -134,20 +134,20 @@ class FromCalls:
         return failed
 
     def end(self) -> None:
-        """Say that all weights are there."""
+        """Note that the weights are complete."""
         self._complete.set()
 
 
 def handles(
     serialized: Sequence[str], engines: Sequence[Engine], load_format: str | None
 ) -> Bucket:
-    """Passes on a bucket that comes as one handle for each rank.
+    """Pass on a bucket that comes as one handle per rank.
 
-    A client either gives the ranks of all engines handles of their own, in the order of the
-    engines, or gives as many as one engine has, and all engines open the same.
+    A client passes one handle for each rank of all engines, in the order of the engines, or one for
+    each rank of a single engine, which all engines open.
 
     Raises:
-        ConfigError: if there are neither so many handles.
+        ConfigError: if the number of handles fits neither.
     """
     ranks = {engine.name: engine.capabilities.ranks for engine in engines}
     total, given = sum(ranks.values()), len(serialized)
@@ -168,7 +168,7 @@ def handles(
 
 
 def broadcast(body: BroadcastBody) -> Bucket:
-    """Passes on a bucket that the client broadcasts in a group.
+    """Pass on a bucket that the client broadcasts in a group.
 
     Raises:
         ConfigError: if not every tensor has a name, a dtype and a shape.
@@ -198,16 +198,17 @@ def broadcast(body: BroadcastBody) -> Bucket:
 
 
 def ranks_of(engines: Sequence[Engine]) -> int:
-    """Number of ranks of all engines."""
+    """Return the number of ranks of all engines."""
     return sum(engine.capabilities.ranks for engine in engines)
 
 
 async def join_group(body: JoinBody, engines: Sequence[Engine]) -> None:
-    """Let all engines join a client's group: the first with the ranks from its offset on, and so
-    forth.
+    """Let all engines join a client's group.
+
+    The first engine takes its ranks from the offset on, and each further engine the next ones.
 
     Raises:
-        ConfigError: if the ranks do not fit into the group, or an engine joins none.
+        ConfigError: if the ranks do not fit into the group, or an engine cannot join any.
         RefitError: if an engine does not join. The others leave again.
     """
     total, offset = ranks_of(engines), body.rank_offset

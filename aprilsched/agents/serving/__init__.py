@@ -1,1 +1,1 @@
-"""The server side of SGLang's HTTP API: what the gateway and the test server are built on."""
+"""The server side of SGLang's HTTP API, for the gateway and the test server."""

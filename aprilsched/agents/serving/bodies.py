@@ -1,6 +1,6 @@
-"""Reads request bodies, within bounds on one and on all that are read at a time.
+"""Reads request bodies, with limits on each and on all that are read at a time.
 
-Nothing reads a body before a handler asks for it, which is after the key is checked.
+A body is read only when a handler requests it, which is after the key is checked.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ _READ_S = 120.0
 _GZIP_OR_ZLIB = zlib.MAX_WBITS | 32
 """zlib's value for either header."""
 _MOST_VALUES = 2**21
-"""Quotes and opening brackets of a body, and half of its commas. At these bounds a body holds the
-loop for half a second. 64 MiB of ``[],`` or ``1,`` held it for 6 and 4 s; 8 MiB of code have 1.5
-million quotes and brackets."""
+"""Maximum number of quotes and opening brackets in a body; the limit of commas is twice that.
+
+A body at these limits blocks the loop for half a second. 64 MiB of ``[],`` took 6 s, and of ``1,``
+4 s. 8 MiB of code have 1.5 million quotes and brackets.
+"""
 
 
 class Bodies:
     """Reads request bodies, plain or compressed with gzip or deflate.
 
     Args:
-        largest: bytes of one body, uncompressed.
-        together: bytes of all bodies that are read or decoded at a time. What a client sends slowly
-            counts, so a body that is not there in two minutes is refused.
+        largest: maximum bytes of one body, uncompressed.
+        together: maximum bytes of all bodies that are read or decoded at a time. Slow uploads
+            count, so a body that takes more than two minutes is refused.
     """
 
     def __init__(self, *, largest: int, together: int) -> None:
@@ -45,12 +47,12 @@ class Bodies:
 
     @asynccontextmanager
     async def read(self, request: web.Request) -> AsyncGenerator[bytes]:
-        """The body of a request, which counts until the block ends.
+        """Read the body of a request; its bytes count until the block ends.
 
         Raises:
-            HTTPRequestEntityTooLarge: if it is larger than one may be.
-            Unavailable: if it would be too much together with the others.
-            Malformed: if it is compressed in an unknown way, damaged or not there in time.
+            HTTPRequestEntityTooLarge: if it exceeds the limit of one body.
+            Unavailable: if it exceeds the limit together with the other bodies.
+            Malformed: if its compression is unknown, or if it is damaged or too slow.
         """
         body = bytearray()
         try:
@@ -86,8 +88,7 @@ class Bodies:
 
 
 async def _unpacked(content: StreamReader) -> AsyncGenerator[bytes]:
-    """What gzip or deflate has compressed, a bounded piece at a time: a few bytes may stand for a
-    thousand times as many."""
+    """Decompress gzip or deflate in bounded pieces: a few bytes may expand a thousandfold."""
     unpacker = zlib.decompressobj(_GZIP_OR_ZLIB)
     try:
         async for piece in content.iter_chunked(_PIECE):
@@ -101,16 +102,18 @@ async def _unpacked(content: StreamReader) -> AsyncGenerator[bytes]:
 
 
 async def expect_later(request: web.Request) -> None:
-    """Handle ``Expect: 100-continue``: the body is asked for when it is read, where aiohttp would
-    ask before anybody has looked at the key."""
+    """Handle ``Expect: 100-continue`` when the body is read.
+
+    aiohttp would send the 100 earlier, before the key is checked.
+    """
 
 
 BODIES: web.AppKey[Bodies] = web.AppKey("bodies", Bodies)
-"""The key under which :func:`body_of` finds the reader of the application."""
+"""The application key of the reader that :func:`body_of` uses."""
 
 
 async def body_of(request: web.Request, kind: type[T]) -> T:
-    """The body of `request` as a `kind`.
+    """Return the body of `request` as a `kind`.
 
     Raises:
         Refusal: if it cannot be read, or has another form.

@@ -1,7 +1,7 @@
-"""The calls that both backends have, with SGLang's names, defaults and answers.
+"""The calls that both backends share, with SGLang's names, defaults and answers.
 
 The gateway and the test server (:mod:`aprilsched.testing`) are the two backends. ``/generate`` and
-what only one of them has are routes of their own. Unknown fields of a body are ignored.
+the calls that only one of them has are separate routes. Unknown fields of a body are ignored.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ContinueBody(msgspec.Struct, frozen=True):
 
 
 class AbortBody(msgspec.Struct, frozen=True):
-    """POST /abort_request; the gateway alone knows a `group`."""
+    """POST /abort_request; only the gateway supports `group`."""
 
     rid: str | None = None
     abort_all: bool = False
@@ -47,7 +47,7 @@ class AbortBody(msgspec.Struct, frozen=True):
 
 
 class _LoadBody(msgspec.Struct, frozen=True, kw_only=True):
-    """What every call that loads weights may say."""
+    """The common fields of every call that loads weights."""
 
     weight_version: str | None = None
     flush_cache: bool = True
@@ -61,15 +61,15 @@ class DiskBody(_LoadBody, frozen=True, kw_only=True):
 
 
 class TensorBody(_LoadBody, frozen=True, kw_only=True):
-    """POST /update_weights_from_tensor: one handle or pickled bucket for each rank, as base64. They
-    are passed on as they come; nothing here opens them."""
+    """POST /update_weights_from_tensor: one handle or pickled bucket per rank, as base64. They are
+    passed on without being opened."""
 
     serialized_named_tensors: list[str]
     load_format: str | None = None
 
 
 class BroadcastBody(_LoadBody, frozen=True, kw_only=True):
-    """POST /update_weights_from_distributed: what the ranks of a group receive next."""
+    """POST /update_weights_from_distributed: the tensors that the ranks of a group receive next."""
 
     names: list[str]
     dtypes: list[str]
@@ -124,7 +124,7 @@ _SCHEMAS: Mapping[str, type[msgspec.Struct]] = {
 
 
 class Backend(Protocol):
-    """What answers the calls that only read: one engine, or a scheduler in front of several."""
+    """Answers the read-only calls: one engine, or a scheduler in front of several."""
 
     @property
     def model_path(self) -> str:
@@ -143,39 +143,39 @@ class Backend(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether a request would be generated now."""
+        """Whether a request would generate now."""
         ...
 
     async def alive(self) -> bool:
-        """Whether the process can do its work, now or later."""
+        """Return whether the process can do its work, now or later."""
         ...
 
     async def healthy(self) -> bool:
-        """Whether there is anything that generates."""
+        """Return whether anything generates."""
         ...
 
     def model_facts(self) -> Event:
-        """What /model_info has beyond the model and its weights."""
+        """The fields of /model_info beyond the model and its weights."""
         ...
 
     def server_facts(self) -> Event:
-        """What /server_info has beyond the model and its weights, such as the ``version``."""
+        """The fields of /server_info beyond the model and its weights, such as ``version``."""
         ...
 
     def rank_loads(self) -> Event:
-        """The figures of /v1/loads."""
+        """Return the figures of /v1/loads."""
         ...
 
 
 class Control(Protocol):
     """The calls that change a server.
 
-    A call that cannot be carried out raises an :class:`~aprilsched.errors.AprilschedError`. Updates
-    return what their answer says beyond the success, or nothing.
+    A call that fails raises an :class:`~aprilsched.errors.AprilschedError`. Updates return the
+    further fields of a successful answer, or nothing.
     """
 
     async def carry_out(self, call: Coroutine[Any, Any, T]) -> T:
-        """Carry out one of the calls below, except for aborts."""
+        """Run one of the calls below, except for aborts."""
         ...
 
     async def abort(self, rid: str) -> None: ...
@@ -184,7 +184,7 @@ class Control(Protocol):
     def pause(self, mode: PauseMode) -> Coroutine[Any, Any, None]: ...
     async def resume(self) -> None: ...
     async def flush(self) -> bool:
-        """Drop the cached KV; returns False while it is in use."""
+        """Drop the cached KV; return False while it is in use."""
         ...
 
     async def load(self, body: DiskBody) -> str: ...
@@ -198,9 +198,9 @@ class Control(Protocol):
 
 
 BACKEND: web.AppKey[Backend] = web.AppKey("backend", Backend)
-"""The key under which the handlers find what answers."""
+"""The application key of the backend."""
 CONTROLS: web.AppKey[Control] = web.AppKey("control", Control)
-"""The key under which they find what changes the server."""
+"""The application key of the control calls."""
 
 Route: TypeAlias = tuple[str, str, Handler]
 
@@ -240,7 +240,7 @@ async def _abort(request: web.Request) -> web.Response:
 
 
 async def _flush(request: web.Request) -> web.Response:
-    """GET or POST /flush_cache; 400 if the cache is still in use after so many seconds."""
+    """GET or POST /flush_cache; 400 if the cache is still in use after the timeout."""
     control = request.app[CONTROLS]
     try:
         seconds = float(request.query.get("timeout", "0"))
@@ -288,7 +288,7 @@ async def _update_from_distributed(request: web.Request) -> web.Response:
 
 
 async def _update_of(request: web.Request, kind: type[Update]) -> Update:
-    """The body of an update, for which every request ends first if it says so."""
+    """Return the body of an update; aborts all requests first if the body requires it."""
     body = await body_of(request, kind)
     if body.abort_all_requests:
         await request.app[CONTROLS].abort_all()
@@ -377,7 +377,7 @@ async def _server_info(request: web.Request) -> web.Response:
 
 
 async def _loads(request: web.Request) -> web.Response:
-    """GET /v1/loads: the part that SGLang calls core, whatever is asked for."""
+    """GET /v1/loads: the part that SGLang calls core, for every request."""
     backend = request.app[BACKEND]
     told = {
         "timestamp": datetime.now(UTC).isoformat(),
@@ -445,7 +445,7 @@ _CONTROL: Sequence[Route] = (
     ("POST", "/destroy_weights_update_group", _leave_group),
 )
 INFO = tuple(path for _, path, _ in (*_INFO, *_FREE))
-"""Paths of the calls that only read."""
+"""Paths of the read-only calls."""
 CONTROL = tuple(dict.fromkeys(path for _, path, _ in _CONTROL))
 """Paths of the calls that change the server."""
 
@@ -461,16 +461,16 @@ def make_app(
     admin_key: str | None = None,
     outermost: Sequence[Middleware] = (),
 ) -> web.Application:
-    """The web application of a backend.
+    """Return the web application of a backend.
 
     Args:
-        backend: what answers.
-        controls: what changes it.
+        backend: answers the read-only calls.
+        controls: changes the backend.
         bodies: reads the bodies of requests.
         requests: routes that only this backend has.
-        control: those of them that change it.
-        api_key: bearer token for all calls but those for health; None asks for none.
-        admin_key: bearer token for control calls, which is also good for the others; None asks for
+        control: the paths among them that change it.
+        api_key: bearer token for all calls except health checks; None requires none.
+        admin_key: bearer token for control calls, also valid for the others; None requires
             `api_key` there too.
         outermost: middlewares that see all calls and answers.
     """

@@ -1,4 +1,4 @@
-"""Asks for bearer tokens: one key for requests and one for control calls, as SGLang has them."""
+"""Checks bearer tokens: one key for requests and one for control calls, as in SGLang."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def key_middleware(
     control: Collection[str],
     free: Collection[str] = (),
 ) -> Middleware:
-    """A middleware that refuses a call without the key that it needs, inside of
-    :func:`answer_refusals`.
+    """Return a middleware that refuses calls without the required key.
+
+    It runs inside of :func:`answer_refusals`.
 
     Args:
-        api_key: bearer token for all calls but the `free` ones; None asks for none.
-        admin_key: bearer token for `control` calls, which is also good for the others; None asks
-            for `api_key` there too.
+        api_key: bearer token for all calls but the `free` ones; None requires none.
+        admin_key: bearer token for `control` calls, also valid for the others; None requires
+            `api_key` there too.
         control: paths of the calls that change the server.
         free: paths of the calls that need no key.
 

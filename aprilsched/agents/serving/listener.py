@@ -1,7 +1,7 @@
 """Listens at one address with an aiohttp application.
 
-Connections are accepted here rather than by asyncio, whose accept loop logs a traceback for each of
-`backlog` tries when there are no file descriptors left, 10,000 a second (CPython 3.11).
+Connections are accepted here rather than by asyncio, whose accept loop logs a traceback for each
+of `backlog` tries when no file descriptors are left: 10,000 a second (CPython 3.11).
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ log = logging.getLogger("aprilsched")
 
 _LARGEST_PORT = 2**16 - 1
 _BACKLOG = 4096
-"""Connections that may wait to be accepted, as many as Linux grants by default. With asyncio's 100
-a burst of 1,000 clients waited for their second and third try."""
+"""Connections that may wait to be accepted: Linux's default limit. With asyncio's 100, a burst of
+1,000 clients waited for their second and third try."""
 _CLOSE_S = 1.0
-"""Seconds that open connections have when the listener closes."""
+"""Seconds that open connections get when the listener closes."""
 _IDLE_S = 120.0
 """Seconds after which a connection without a complete request head is closed. It is longer than
 clients keep idle connections (httpx 5 s, aiohttp 15 s, Go 90 s), so few send into a closed one."""
 _SPARED_S = 0.5
-"""Seconds for which a connection without a request is spared if others wait for its place."""
+"""Seconds for which an idle connection is spared if others wait for its slot."""
 _RETRY_S = 1.0
-"""Seconds after which accepting is tried again without file descriptors."""
+"""Seconds before accepting is retried when no file descriptors are left."""
 _WARNING_INTERVAL_S = 60.0
 _MOST_DESCRIPTORS = 2**20
-"""The limit of file descriptors where the system sets none."""
+"""The limit of file descriptors if the system sets none."""
 _SPARE_DESCRIPTORS = 16
-"""File descriptors that connections leave for the log, the store and control calls."""
+"""File descriptors that are reserved for the log, the store and control calls."""
 
 
 def check_port(port: int) -> None:
-    """Refuse a port that there is not.
+    """Refuse an invalid port.
 
     Raises:
         ConfigError: if `port` is not from 0 (any) to 65535.
@@ -55,11 +55,11 @@ def check_port(port: int) -> None:
 
 
 class _Connection(web.RequestHandler):
-    """One connection. What its client sends is in no log line and no error, because it may be a
-    key.
+    """One connection. Its client's bytes appear in no log line and no error, because they may
+    contain a key.
 
     Attributes:
-        idle_since: when it was made, or when its latest answer was sent.
+        idle_since: time of the connect, or of the latest answer.
     """
 
     __slots__ = ("_acceptor", "idle_since")
@@ -71,7 +71,7 @@ class _Connection(web.RequestHandler):
 
     @property
     def idle(self) -> bool:
-        """Whether it has no request, and its client has the last answer."""
+        """Whether it has no open request, and its last answer is sent."""
         if self._request_in_progress or self.transport is None:
             return False
         return not self.transport.get_write_buffer_size()
@@ -87,7 +87,7 @@ class _Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Send an answer; the connection is closed behind it if others wait for its place."""
+        """Send an answer, then close the connection if others wait for its slot."""
         if self._acceptor.full:
             resp.force_close()
         try:
@@ -102,7 +102,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is not HTTP, and errors that no handler has caught."""
+        """Answer bytes that are not HTTP, and errors that no handler has caught."""
         if status >= Crashed.status:
             super().handle_error(request, status, exc, message)
             answer = as_json({"error": {"message": "Internal server error."}}, status)
@@ -117,16 +117,16 @@ class _Connection(web.RequestHandler):
 
 
 class _Acceptor:
-    """Accepts the connections of listening sockets, up to a bound.
+    """Accepts the connections of listening sockets, up to a limit.
 
-    At the bound an idle connection makes place for a new one, and if none is idle, new ones wait in
-    the sockets' backlog.
+    At the limit, an idle connection is closed for a new one. If none is idle, new ones wait in the
+    sockets' backlog.
 
     Args:
         server: makes the connections' handlers.
         sockets: the listening sockets, which are closed with it.
-        most: largest number of connections.
-        options: of aiohttp's handler of a connection.
+        most: maximum number of connections.
+        options: options of aiohttp's connection handler.
 
     Attributes:
         connections: the open connections.
@@ -141,15 +141,15 @@ class _Acceptor:
         self._make = partial(_Connection, self, server, **options)
         self._loop = asyncio.get_running_loop()
         self._making: set[asyncio.Task[Any]] = set()
-        """Connections that are accepted and not made yet."""
+        """Accepted connections whose handler does not exist yet."""
         self._retry: asyncio.TimerHandle | None = None
-        """Accepts again; None while connections are accepted."""
+        """Timer that resumes accepting; None while connections are accepted."""
         self._warned, self._pauses = -math.inf, 0
         self._accept_more()
 
     @property
     def full(self) -> bool:
-        """Whether there may be no more connections."""
+        """Whether the limit of connections is reached."""
         return len(self.connections) + len(self._making) >= self._most
 
     @property
@@ -163,8 +163,10 @@ class _Acceptor:
         self._resume()
 
     async def close(self) -> None:
-        """Accept no more connections, and wait until the accepted ones are made: one that is made
-        later would stay open forever, because nothing knows of it."""
+        """Accept no more connections, and wait for the handlers of the accepted ones.
+
+        A handler that is made later would stay open forever, because nothing would track it.
+        """
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
@@ -206,7 +208,7 @@ class _Acceptor:
         self._resume()
 
     def _pause(self, seconds: float, why: str) -> None:
-        """Accept none for `seconds` or until a connection ends, and end the longest idle one."""
+        """Stop accepting for `seconds` or until a connection ends; close the longest idle one."""
         for each in self._sockets:
             self._loop.remove_reader(each)
         self._retry = self._loop.call_later(seconds, self._accept_more)
@@ -230,7 +232,7 @@ class Listener:
     Args:
         host: address to listen at; any address but loopback lets other machines connect.
         port: port to listen at; 0 for any free one.
-        descriptors: file descriptors that a client needs, its connection included.
+        descriptors: file descriptors per client, including its connection.
 
     Raises:
         ConfigError: if the port is out of its range.
@@ -246,7 +248,7 @@ class Listener:
 
     @property
     def url(self) -> str:
-        """The URL of the server; with port 0 its port is known once it has listened."""
+        """The URL of the server; with port 0, its port is known after the first open."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port if self._bound is None else self._bound}"
 
@@ -256,7 +258,7 @@ class Listener:
 
     @property
     def reachable(self) -> bool:
-        """Whether it listens at an address that other machines may reach."""
+        """Whether other machines may reach its address."""
         sockets = () if self._open is None else self._open[1].sockets
         return not all(ip_address(each.getsockname()[0]).is_loopback for each in sockets)
 
@@ -266,7 +268,7 @@ class Listener:
         return [] if self._open is None else list(self._open[1].connections)
 
     async def open(self, app: web.Application) -> None:
-        """Start to listen. A handler whose client leaves is cancelled.
+        """Start to listen. A handler is cancelled if its client disconnects.
 
         Raises:
             ConfigError: if the address cannot be used.
@@ -293,14 +295,14 @@ class Listener:
             max(1, limit // self._descriptors - _SPARE_DESCRIPTORS),
             access_log=None,
             keepalive_timeout=_IDLE_S,
-            # A body is uncompressed where it is read, which is bounded.
+            # Bodies are decompressed by their reader, which has limits.
             auto_decompress=False,
         )
         self._open = runner, acceptor
         self._bound = sockets[0].getsockname()[1]
 
     async def _bind(self, port: int) -> list[socket.socket]:
-        """The listening sockets of the address, which asyncio looks up and binds."""
+        """Return the listening sockets of the address, which asyncio resolves and binds."""
         loop = asyncio.get_running_loop()
         found = await loop.create_server(asyncio.Protocol, self._host, port, start_serving=False)
         sockets = [socket.socket(fileno=os.dup(each.fileno())) for each in found.sockets]
@@ -311,18 +313,17 @@ class Listener:
         return sockets
 
     async def close(self, *, keep_port: bool = False) -> None:
-        """Stop to listen, and break what is still open after a second.
+        """Stop listening, and close open connections after a second.
 
-        With `keep_port` the next :meth:`open` listens at the same port, also where any was asked
-        for.
+        With `keep_port` the next :meth:`open` listens at the same port, even if the port was 0.
         """
         if self._open is not None:
             (runner, acceptor), self._open = self._open, None
             await acceptor.close()
             transports = [connection.transport for connection in acceptor.connections]
             await runner.cleanup()
-            # What the peer has not read keeps a connection open that was closed, also after the
-            # loop has ended.
+            # A closed connection stays open while the peer has unread data, even after the loop
+            # ends.
             for transport in transports:
                 if transport is not None:
                     transport.abort()

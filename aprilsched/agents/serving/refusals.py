@@ -1,13 +1,13 @@
 """The ways in which a call is refused, and their answers.
 
-Below /v1/ an answer has OpenAI's form, which its clients turn into exceptions of their own, and
+Below /v1/ an answer has OpenAI's form, which its clients turn into their exceptions, and
 elsewhere SGLang's::
 
     Refusal
-    ├── Malformed    400, {"object": "error", …}: the body has not the form that is expected
+    ├── Malformed    400, {"object": "error", …}: the body has an unexpected form
     ├── Refused      400, {"error": {"message"}}
-    ├── Unavailable  503, the same content: it may be asked for again later
-    ├── Unauthorized 401, {"error": "Unauthorized"} with a "message" that says which key is wanted
+    ├── Unavailable  503, the same content: the client may retry later
+    ├── Unauthorized 401, {"error": "Unauthorized"} with a "message" that names the kind of key
     └── Crashed      500, plain text: an error that SGLang does not catch itself
 """
 
@@ -31,7 +31,7 @@ class Refusal(Exception):
     status = 400
 
     def answer(self) -> web.Response:
-        """The answer that the client gets."""
+        """Return the answer that the client gets."""
         return as_json({"error": {"message": str(self)}}, self.status)
 
 
@@ -54,7 +54,7 @@ class Refused(Refusal):
 
 
 class Unavailable(Refusal):
-    """The call cannot be taken now."""
+    """The call cannot be accepted now."""
 
     status = 503
 
@@ -78,20 +78,20 @@ class Crashed(Refusal):
 
 
 def error_event(message: str, status: int) -> dict[str, Any]:
-    """The error of one response as an event of a stream, whose own status is 200 already."""
+    """Return one response's error as an event of a stream, whose status is already 200."""
     kind = "invalid_request_error" if status == Refused.status else "internal_error"
     retryable = status >= Crashed.status
     return {"error": {"message": message, "type": kind, "code": status, "retryable": retryable}}
 
 
 def as_json(content: object, status: int = 200) -> web.Response:
-    """A JSON answer with `content`."""
+    """Return a JSON answer with `content`."""
     body = msgspec.json.encode(content)
     return web.Response(body=body, status=status, content_type="application/json")
 
 
 def error_content(message: str, status: int) -> dict[str, Any]:
-    """The content of an error in OpenAI's form, as an answer or as an event of a stream."""
+    """Return the content of an error in OpenAI's form, as an answer or as an event of a stream."""
     kind = "overloaded_error" if status == Unavailable.status else "server_error"
     kind = "invalid_request_error" if status < Crashed.status else kind
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
@@ -99,8 +99,10 @@ def error_content(message: str, status: int) -> dict[str, Any]:
 
 @web.middleware
 async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn refusals and settings that cannot work into answers. Unknown paths are answered as
-    FastAPI does, but for those below /v1/."""
+    """Turn refusals and configuration errors into answers.
+
+    Unknown paths get FastAPI's answer, except below /v1/.
+    """
     try:
         return await handler(request)
     except Refusal as refusal:
@@ -115,8 +117,8 @@ async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamR
         )
     except Exception:
         if request.writer.output_size:
-            raise  # A stream that has begun has no other status any more.
-        # Its path as it was sent may have what belongs in no log.
+            raise  # The status of a stream is already sent once it has started.
+        # The raw path may contain what must not be logged.
         route = request.match_info.route.resource
         name = "" if route is None else route.canonical
         log.exception("the call %s %s failed", request.method, name)

@@ -1,4 +1,4 @@
-"""Server-sent events: frames, streams that are merged, and the answer that sends one."""
+"""Server-sent events: frames, merged streams, and the streaming answer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
 
 
 def frame_item(item: Item) -> bytes:
-    """The bytes of `item` on the wire."""
+    """Return the bytes of `item` on the wire."""
     return item if isinstance(item, bytes) else b"data: " + msgspec.json.encode(item) + b"\n\n"
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T]]:
-    """What all streams give as it comes, each with the index of its stream."""
+    """Yield the items of all streams as they arrive, each with the index of its stream."""
     waiting = {asyncio.ensure_future(anext(each)): index for index, each in enumerate(streams)}
     try:
         while waiting:
@@ -48,7 +48,7 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
 
 
 async def send_stream(request: web.Request, items: AsyncGenerator[Item]) -> web.StreamResponse:
-    """The answer that streams `items`, which are closed when it ends or the client is gone."""
+    """Stream `items` as the answer; close them when it ends or the client disconnects."""
     stream = web.StreamResponse(headers=STREAM_HEADERS)
     try:
         await stream.prepare(request)

@@ -1,4 +1,4 @@
-"""Sessions: agents that know nothing of aprilsched get a URL for each rollout."""
+"""Sessions: a URL for each rollout, for agents that need not know aprilsched."""
 
 from aprilsched.agents.sessions.harness import Limits, Reply, Session, Sessions
 

@@ -1,8 +1,8 @@
-"""The address of all sessions: their calls with their keys, and those of launchers.
+"""The HTTP address of all sessions: calls of harnesses and launchers, each with their keys.
 
 A session is at ``/sessions/ID`` and answers OpenAI's, Anthropic's and SGLang's calls there. For a
 client that sends no key it is at ``/sessions/ID.KEY``. A launcher in another process or on another
-host takes sessions at ``/launcher/next`` and reports what became of them, with a key of its own.
+host takes sessions at ``/launcher/next`` and reports how they ended, with a separate key.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ T = TypeVar("T")
 _LARGEST_BODY = 2**26
 _ALL_BODIES = 2**28
 _PING_S = 10.0
-"""Seconds after which a stream that has nothing to tell is kept open by an empty event."""
+"""Seconds after which an empty event keeps a silent stream open."""
 _LONGEST_WAIT_S = 60.0
 _GONE = 410
 _RETRY_S = 5
-"""Seconds after which a client that gets 503 may ask again. OpenAI's client obeys it."""
+"""Seconds for Retry-After with a 503; OpenAI's client obeys it."""
 _BROKEN_S = 5.0
-"""Seconds in which a reset of the connection shows that a launcher has not read its answer."""
+"""Seconds in which a connection reset means that a launcher has not read its answer."""
 _NOT_OPEN = "the scheduler is not open, and may go on with this session; ask again later."
 
 
@@ -58,14 +58,14 @@ class _NoKey(Refusal):
 
 
 class Keys:
-    """The keys that follow from a secret: one for each session, and one for launchers."""
+    """The keys derived from a secret: one per session, and one for launchers."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self.launcher = self._made("launcher", "")
 
     def of(self, session_id: str) -> str:
-        """The key of a session."""
+        """Return the key of a session."""
         return self._made("session", session_id)
 
     def _made(self, kind: str, name: str) -> str:
@@ -73,15 +73,17 @@ class Keys:
 
 
 def _has_key(request: web.Request, key: str, given: str = "") -> bool:
-    """Whether a request has this key: it is `given`, or sent as OpenAI's or Anthropic's clients
-    do."""
+    """Return whether a request has this key.
+
+    The key is `given`, or sent in the header that OpenAI's or Anthropic's clients use.
+    """
     bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
     given = given or request.headers.get("x-api-key") or bearer
     return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
 
 
 def make_session_app(sessions: Sessions, keys: Keys) -> web.Application:
-    """The web application of all sessions."""
+    """Return the web application of all sessions."""
     app = web.Application(middlewares=[_say_when, _in_json])
     bodies = Bodies(largest=_LARGEST_BODY, together=_ALL_BODIES)
 
@@ -95,7 +97,7 @@ def make_session_app(sessions: Sessions, keys: Keys) -> web.Application:
         (GENERATE, "generate"),
     ):
         handler = _call(sessions, keys, bodies, dialect)
-        # An OpenAI client has the v1 in its base URL, and an Anthropic one adds it.
+        # OpenAI's clients have the v1 in their base URL; Anthropic's add it.
         add("POST", "/sessions/{id}/" + path, handler)
         add("POST", "/sessions/{id}/v1/" + path, handler)
     for path in ("/sessions/{id}/models", "/sessions/{id}/v1/models"):
@@ -108,7 +110,7 @@ def make_session_app(sessions: Sessions, keys: Keys) -> web.Application:
 
 @web.middleware
 async def _say_when(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Add to an answer that nothing can be answered now when to ask again."""
+    """Add Retry-After to a 503."""
     answer = await handler(request)
     if answer.status == Unavailable.status and not answer.prepared:
         answer.headers["Retry-After"] = str(_RETRY_S)
@@ -117,7 +119,7 @@ async def _say_when(request: web.Request, handler: Handler) -> web.StreamRespons
 
 @web.middleware
 async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer what is refused outside of a dialect."""
+    """Answer refusals that no dialect handles."""
     try:
         return await handler(request)
     except Refusal as refusal:
@@ -135,7 +137,7 @@ async def _models(_: web.Request) -> web.Response:
 def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: Dialect[Any]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         name, _, key = request.match_info["id"].partition(".")
-        # Only a client that has its key may know whether there is such a session.
+        # Only a client with the session's key may learn whether it exists.
         if not _has_key(request, keys.of(name), key):
             return as_json(dialect.error("this is not the key of this session.", 401), 401)
         try:
@@ -155,10 +157,10 @@ def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: Dialect[Any])
 
 
 def _session(sessions: Sessions, name: str) -> Session:
-    """An open session.
+    """Return an open session.
 
     Raises:
-        Unavailable: if it may go on later.
+        Unavailable: if it may continue later.
         _Ended: if it has ended.
     """
     session = sessions.get(name) if sessions.ready else None
@@ -170,7 +172,7 @@ def _session(sessions: Sessions, name: str) -> Session:
 
 
 def _explained(error: Exception, sessions: Sessions) -> tuple[int, str]:
-    """The status and the sentence of an error.
+    """Return the status and the message of an error.
 
     Raises:
         Exception: the error itself, if it is a bug.
@@ -203,9 +205,12 @@ async def _stream(
     asked: Asked,
     answer: Awaitable[Reply],
 ) -> web.StreamResponse:
-    """Answer by a stream. Its events come when the answer is there, because only then it is known
-    which tokens are in it; what keeps it open until then is no event for a client. An error that
-    comes before that is an answer with its own status, which clients know better."""
+    """Answer with a stream whose events are sent when the answer is complete.
+
+    Only then is it known which tokens are in the answer. Pings, which clients do not see as events,
+    keep the stream open until then. An error before the first ping is sent as a plain answer with
+    its own status, which clients handle better.
+    """
     stream = web.StreamResponse(headers=STREAM_HEADERS)
     asking = asyncio.ensure_future(answer)
     try:
@@ -227,7 +232,7 @@ async def _stream(
     except ConnectionResetError:  # The client is gone.
         pass
     finally:
-        # Its turn is withdrawn; nobody has seen its tokens.
+        # Withdraw its turn: the client has seen none of its tokens.
         asking.cancel()
         await asyncio.wait([asking])
     return stream
@@ -240,7 +245,7 @@ class _Next(msgspec.Struct, frozen=True):
 
 
 class _Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a launcher says of a session."""
+    """A launcher's report of how a session ended."""
 
     score: float | None = None
     parts: dict[str, float] = {}
@@ -249,16 +254,18 @@ class _Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     why: str = ""
 
     def given(self) -> Score | None:
-        """The score, if there is anything of one."""
+        """The score, if the report has any part of one."""
         if self.score is None and not self.parts and not self.info:
             return None
         return Score(reward=self.score, parts=self.parts, info=self.info)
 
 
 class _Delivery(asyncio.Protocol):
-    """Calls `broken` if a connection is reset soon after an answer. A client that closes its end
-    before it has read the answer resets the connection; one that has read it asks for more, or
-    closes in order."""
+    """Calls `broken` if a connection is reset soon after an answer.
+
+    A client that closes its end before it has read the answer resets the connection. One that has
+    read it sends another request, or closes in order.
+    """
 
     def __init__(self, transport: asyncio.Transport, broken: Callable[[], None]) -> None:
         self._transport = transport
@@ -299,11 +306,13 @@ class _Launcher:
         self._sessions, self._keys, self._bodies = sessions, keys, bodies
 
     async def next(self, request: web.Request) -> web.StreamResponse:
-        """Give a session that waits for a launcher; 204 if none comes in time. A session whose
-        launcher has not got the answer is offered to the next one."""
+        """Return a session that waits for a launcher; 204 if none comes in time.
+
+        If its launcher does not receive the answer, the session is offered to the next one.
+        """
         body = await self._body(request, _Next)
         wait = max(0.0, min(body.wait_s, _LONGEST_WAIT_S))
-        # A client that has left is noticed now.
+        # Let a disconnect of the client arrive before a session is taken.
         await asyncio.sleep(0)
         try:
             session = await self._sessions.next(wait)
@@ -336,7 +345,7 @@ class _Launcher:
         return answer
 
     async def report(self, request: web.Request) -> web.StreamResponse:
-        """Take a report; 410 if the session has ended, whatever it was that ended it."""
+        """Take a report; 410 if the session has ended for any reason."""
         body = await self._body(request, _Report)
         session = _session(self._sessions, request.match_info["id"])
         score = body.given()
@@ -351,7 +360,7 @@ class _Launcher:
                 if score is None:
                     raise Refused("there is no score; give one, or parts of one.")
                 session.score(score)
-        # A report that a restart forgets would leave a session without a harness.
+        # Otherwise a restart could lose the report and leave a session without a harness.
         if score is not None or not self._sessions.judges:
             await session.recorded()
             if not self._sessions.ready:
@@ -359,7 +368,7 @@ class _Launcher:
         return as_json({})
 
     async def _body(self, request: web.Request, kind: type[T]) -> T:
-        """The body of a call that has the key."""
+        """Return the body of a call that has the key."""
         if not _has_key(request, self._keys.launcher):
             raise _NoKey("this is not the launchers' key.")
         async with self._bodies.read(request) as content:

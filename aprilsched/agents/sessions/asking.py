@@ -1,7 +1,7 @@
 """Requests of every dialect to a session, and its replies in their dialect.
 
-The trainer decides how a session samples: of a request only the length of the answer and what ends
-it are used.
+The trainer decides how a session samples. Of a request's sampling fields, only the length of the
+answer and its stop conditions are used.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def ask(dialect: Dialect[Any], session: Session, asked: Asked) -> Awaitable[Reply]:
-    """Give a request to a session.
+    """Send a request to a session.
 
     Raises:
-        ConfigError: if it asks for what a session does not give.
+        ConfigError: if it requests what a session does not support.
     """
     if asked.n != 1:
         raise ConfigError(
@@ -39,7 +39,7 @@ def ask(dialect: Dialect[Any], session: Session, asked: Asked) -> Awaitable[Repl
     (question,) = asked.questions
     prompt, text, most = question.prompt, question.text, question.max_tokens
     if not isinstance(prompt, Chat):
-        # SGLang leaves special tokens out, and what ended the response, unless asked otherwise.
+        # By default SGLang leaves out special tokens, and what ended the response.
         raw = text.no_stop_trim and not text.skip_special_tokens
         return session.complete(prompt, max_tokens=most, stop=text.stops, raw=raw)
     if prompt.goes_on:
@@ -77,7 +77,7 @@ def _names_of(asked: Asked, reply: Reply) -> Names:
 
 
 def _part_of(asked: Asked, reply: Reply) -> Part:
-    """The only part of a reply."""
+    """Return the only part of a reply."""
     output, message = reply.output, reply.message
     changes: list[Event] = [
         {name: message[name]} for name in ("reasoning_content", "content") if message.get(name)

@@ -1,8 +1,8 @@
-"""Sessions: rollouts that a program drives which knows nothing of aprilsched.
+"""Sessions: rollouts driven by a program that need not know aprilsched.
 
-A :class:`Session` is one rollout with an address of its own. What its harness asks for there
-becomes turns of the rollout. :class:`Sessions` is what a scheduler takes as its ``episode=``: it
-opens a session for each rollout, gives it to a coroutine or to a launcher, and ends it.
+A :class:`Session` is one rollout with its own address. Requests of its harness there become turns
+of the rollout. :class:`Sessions` is the scheduler's ``episode=``: it opens a session for each
+rollout, passes it to a coroutine or to a launcher, and ends it.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ _QUICK = 16384
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a session may take.
+    """Limits of a session.
 
     Attributes:
-        time_s: seconds until its harness must have ended; its member is lost then.
-        idle_s: seconds in which a harness outside may ask for nothing, tools included; its member
-            is lost then. They begin when a launcher has taken the session.
-        score_s: seconds from the end of the harness to a score that was announced.
+        time_s: seconds until its harness must end; after that its member is lost.
+        idle_s: seconds without a request from an external harness, tools included; after that its
+            member is lost. They start when a launcher takes the session.
+        score_s: seconds from the end of the harness to an announced score.
         turns: answers of a session; more are refused.
-        tokens: sampled tokens of a session; None for no limit. The last answer is cut short.
+        tokens: sampled tokens of a session; None for no limit. The last answer is truncated.
         branches: branches of a session; more are refused.
-        waiting: requests of a session that may wait for the one before them; more are refused.
+        waiting: requests of a session that may wait for an earlier one; more are refused.
     """
 
     time_s: float = 3600.0
@@ -73,7 +73,7 @@ class Reply:
     """The answer to one request.
 
     Attributes:
-        message: in OpenAI's form.
+        message: the answer in OpenAI's form.
         question: its context.
         output: its tokens, with the version of each.
     """
@@ -92,21 +92,21 @@ class Reply:
 class Session:
     """One rollout, as its harness sees it.
 
-    Requests of a session are answered one after the other, in the order in which they came, because
-    a rollout generates one turn at a time.
+    A session answers its requests one at a time, in their order of arrival, because a rollout
+    generates one turn at a time.
 
     Attributes:
-        id: its name; a resumed run gives it the same one.
+        id: its name, which is the same in a resumed run.
         url: its address. An Anthropic client takes it as its base URL, and so does an OpenAI
-            client, with or without ``/v1`` behind it.
-        key: the API key of that address. It is good for nothing else.
+            client, with or without ``/v1`` appended.
+        key: the API key of that address, valid for nothing else.
         open_url: the address with the key in it, for clients that send none.
-        prompt: the prompt of its rollout. What the policy is told is what the harness asks.
-        index: position of the rollout in its group.
+        prompt: the prompt of its rollout. The policy sees the harness's messages instead.
+        index: index of the rollout in its group.
         turns: number of answers so far.
-        tokens: number of tokens that were sampled for them.
-        limits: what it may take.
-        check: called with each context, int32 [n]; what it raises refuses the request.
+        tokens: number of sampled tokens so far.
+        limits: its limits.
+        check: called with each context, int32 [n]; an exception refuses the request.
     """
 
     def __init__(
@@ -135,18 +135,18 @@ class Session:
         self._history = History(tokenizer, most_branches=limits.branches)
         self._lock = asyncio.Lock()
         self._recalled: set[Mark] = set()
-        """Requests for what was known from before the run was resumed."""
+        """Requests that were answered with turns from before the run was resumed."""
         self._size = 0
         """Characters of the latest chat request."""
         self._asking = 0
         self._heard = asyncio.get_running_loop().time()
         self._taken = asyncio.Event()
         self._fresh = False
-        """Whether a launcher has it whose harness has not asked for anything."""
+        """Whether a launcher has it, and its harness has made no request yet."""
         self._end: asyncio.Future[float | Score | None] = asyncio.Future()
         self._score: asyncio.Future[float | Score] | None = None
 
-    # --- what it has said ------------------------------------------------------------------------
+    # --- messages and tokens ---------------------------------------------------------------------
 
     @property
     def messages(self) -> tuple[Said, ...]:
@@ -160,25 +160,27 @@ class Session:
 
     @property
     def branched(self) -> int:
-        """Number of branches that requests have begun."""
+        """Number of branches that requests have started."""
         return self._history.begun
 
     @property
     def drift(self) -> int:
-        """Number of tokens that would be others if the chat were tokenised again: because the
-        policy samples tokens that its tokenizer does not make of their text, or because the chat
-        template writes earlier messages otherwise later. The rollout has those that were
-        sampled."""
+        """Number of tokens that would differ if the chat were tokenised again.
+
+        Either the policy samples tokens that its tokenizer would not produce for their text, or the
+        chat template renders earlier messages differently later. The rollout keeps the sampled
+        tokens.
+        """
         return self._history.drift
 
     @property
     def sampling(self) -> SamplingParams:
-        """How the trainer lets it sample."""
+        """The trainer's sampling parameters."""
         return self._turn.sampling
 
     @property
     def goes_on(self) -> bool:
-        """Whether its harness had begun before the run was resumed."""
+        """Whether its harness started before the run was resumed."""
         return self._turn.known > 0
 
     @property
@@ -202,16 +204,16 @@ class Session:
         Args:
             messages: all messages, in OpenAI's form.
             tools: definitions of tools, in OpenAI's form.
-            max_tokens: tokens of the answer, if the rollout's own limit is not less.
+            max_tokens: maximum tokens of the answer; the rollout's limit applies as well.
             stop: texts of one token each that end the answer.
             options: variables of the chat template.
 
         Raises:
-            ConfigError: if the request cannot be used, or the session has used what it may take.
+            ConfigError: if the request cannot be used, or the session has reached a limit.
             EpisodeError: if the session has ended.
         """
         size = len(repr((messages, tools, options)))
-        # All of it becomes tokens where it begins another branch, which few requests do.
+        # A request that starts another branch is tokenised in full; few requests do.
         work = size if size > _QUICK else abs(size - self._size)
         async with self._place():
             if len(self._recalled) < self._turn.known:
@@ -230,8 +232,10 @@ class Session:
         stop: Sequence[str] = (),
         raw: bool = False,
     ) -> Reply:
-        """Answer a text or token ids with what follows; see :meth:`chat`. With `raw` the answer has
-        the texts of special tokens, also of the one that ended it."""
+        """Continue a text or token ids; see :meth:`chat`.
+
+        With `raw` the answer contains the texts of special tokens, including the one that ended it.
+        """
         async with self._place():
             question = await self._tokenizer.work_out(
                 lambda: self._history.continue_text(prompt, raw=raw), size=len(prompt)
@@ -240,7 +244,7 @@ class Session:
 
     @asynccontextmanager
     async def _place(self) -> AsyncGenerator[None]:
-        """The time of one request: it waits for those before it, and the session is not idle."""
+        """Hold the session for one request: it waits for earlier ones, and is not idle."""
         self._check_open()
         if self._asking >= self.limits.waiting:
             raise Unavailable(
@@ -269,13 +273,13 @@ class Session:
         options: Said | None,
         size: int,
     ) -> None:
-        """Take up the answers that a harness had before the run was resumed."""
+        """Restore the answers that a harness received before the run was resumed."""
         for place in self._history.unknown(messages, tools, options):
             question = await self._tokenizer.work_out(
                 lambda said=messages[:place]: self._history.ask(said, tools, options), size=size
             )
-            # Of a turn that was only begun, the harness knows more than was saved, and would find
-            # another end.
+            # The harness may have seen more of an unfinished turn than was saved, and would not
+            # match its end.
             if self._turn.knows(question.ids, whole=True):
                 await self._answer(question, None, ())
 
@@ -313,7 +317,7 @@ class Session:
         check_stops(stop)
         for each in stop:
             if each in ([own] if isinstance(own, str) else own):
-                continue  # The engines look for it.
+                continue  # The engines check the trainer's own stop strings.
             ids = self._tokenizer.encode(each, special=False)
             if len(ids) != 1:
                 raise ConfigError(
@@ -334,8 +338,11 @@ class Session:
         return Reply(message=message, question=question, output=output)
 
     def _sampling_until(self, most: int, ends: tuple[int, ...]) -> SamplingParams:
-        """The trainer's parameters with a length and what ends an answer. New ones are checked as a
-        whole, and most requests of a session ask for those of the one before."""
+        """Return the trainer's parameters with the length and the stop conditions of an answer.
+
+        New ones are validated as a whole, so the previous ones are reused if they are the same, as
+        in most requests of a session.
+        """
         made = self._made
         if (made.max_new_tokens, made.stop_token_ids) != (most, ends):
             trainers = self._turn.sampling
@@ -348,57 +355,62 @@ class Session:
     # --- its end ---------------------------------------------------------------------------------
 
     def waits_for(self, what: EpisodeWait) -> None:
-        """Say what it waits for while nothing is asked; see :meth:`aprilsched.Turn.waits_for`."""
+        """Set what it waits for between requests; see :meth:`aprilsched.Turn.waits_for`."""
         self._turn.waits_for(what)
 
     def on_end(self, function: Callable[[], object]) -> None:
-        """Call `function` once when the session has ended, however it does; see
-        :meth:`aprilsched.Turn.on_end`."""
+        """Call `function` once when the session ends; see :meth:`aprilsched.Turn.on_end`."""
         self._turn.on_end(function)
 
     def done(self, score: float | Score | None = None, *, later: bool = False) -> None:
-        """Say that the harness has ended, with its score if it has one; with `later` the score is
-        still to come, by :meth:`score`. A second report changes nothing."""
+        """Report that the harness has ended, with its score if it has one.
+
+        With `later` the score will come by :meth:`score`. A second report changes nothing.
+        """
         if later and not self.over:
             self._score = asyncio.Future()
         self._report(lambda: self._end.set_result(score))
 
     def score(self, score: float | Score) -> None:
-        """Give the score that was announced, or end the session with this one."""
+        """Set the announced score, or end the session with this one."""
         if self._score is None:
             self.done(score)
         elif not self._score.done():
             self._score.set_result(score)
 
     def failed(self, why: str) -> None:
-        """Say that the harness has failed by a fault of its own, so that its group is dropped."""
+        """Report that the harness has failed by its own fault, so its group is dropped."""
         self._report(lambda: self._end.set_exception(EpisodeError(why)))
 
     def lost(self, why: str) -> None:
-        """Say that the harness is gone by no fault of its own: its member is lost, and its group
-        goes on (``retries.member``)."""
+        """Report the harness as gone through no fault of its own.
+
+        Its member is lost, and its group continues (``retries.member``).
+        """
         self._report(lambda: self._end.set_exception(MemberLost(why)))
 
     def _report(self, report: Callable[[], None]) -> None:
         if not self._end.done():
             report()
-            # Marks an error as retrieved, because perhaps nothing waits for it.
+            # Mark the error as retrieved: there may be no waiter.
             self._end.exception()
 
     @property
     def taken(self) -> bool:
-        """Whether a launcher has it, or its harness has asked for something."""
+        """Whether a launcher has it, or its harness has made a request."""
         return self._taken.is_set()
 
     def take(self) -> None:
-        """Note that a launcher has it, or that its harness comes back by itself."""
+        """Note that a launcher has it, or that its harness reconnects by itself."""
         self.waits_for("tools")
         self._heard, self._fresh = asyncio.get_running_loop().time(), True
         self._taken.set()
 
     def give_back(self) -> bool:
-        """Undo :meth:`take`. Returns False if no other launcher may take it: it has ended, or its
-        harness has asked for something."""
+        """Undo :meth:`take`; return False if no other launcher may take it.
+
+        That is the case if it has ended, or if its harness has made a request.
+        """
         if not self._fresh or self.over:
             return False
         self._taken.clear()
@@ -417,11 +429,12 @@ class Session:
         await self._turn.saved()
 
     async def reported(self) -> float | Score | None:
-        """Wait for the report of a harness outside, which may be idle only so long after a launcher
-        has taken the session.
+        """Wait for the report of an external harness.
+
+        It may be idle for at most ``limits.idle_s`` after a launcher has taken the session.
 
         Raises:
-            MemberLost: if it says nothing for too long, or is lost.
+            MemberLost: if it sends nothing for too long, or is lost.
             EpisodeError: if it has failed.
         """
         loop, idle = asyncio.get_running_loop(), self.limits.idle_s
@@ -442,19 +455,19 @@ class Session:
 
     @property
     def report(self) -> float | Score | None:
-        """The score with which it was said to be done.
+        """The score that :meth:`done` received.
 
         Raises:
-            MemberLost: if it was said to be lost.
-            EpisodeError: if it was said to have failed.
+            MemberLost: if it was reported as lost.
+            EpisodeError: if it was reported as failed.
         """
         return self._end.result()
 
     async def scored(self, score: float | Score | None) -> float | Score | None:
-        """The score: `score`, or the one that was announced.
+        """Return `score`, or wait for the announced score.
 
         Raises:
-            MemberLost: if that does not come in time.
+            MemberLost: if the announced score does not come in time.
         """
         if self._score is None:
             return score
@@ -477,22 +490,22 @@ class Sessions:
 
     Args:
         harness: ``async harness(session, prompt)`` runs an agent at ``session.url`` and may return
-            the reward. With None, :meth:`next` gives the sessions to a launcher.
-        tokenizer: the model's own, or the folder that it is saved in.
+            the reward. With None, :meth:`next` hands the sessions to a launcher.
+        tokenizer: the model's tokenizer, or its folder.
         reward: ``async reward(session, prompt)`` scores a session that has ended without a score,
-            by its messages and what else it knows. It may take its time.
-        branches: what of a session with several branches becomes training data: the branch of its
-            "last" answer, the "longest" one, or "all", of which each token is trained once. The
-            reward is that of the whole session.
-        limits: what a session may take.
+            by its messages and other attributes. It may be slow.
+        branches: which branches of a session become training data: the branch of the "last"
+            answer, the "longest" one, or "all", which trains each token once. The reward is the
+            reward of the whole session.
+        limits: limits of a session.
         host: address to listen at; any but loopback lets other machines in.
-        port: port to listen at; 0 for any free one. A harness that shall find its session again
+        port: port to listen at; 0 for any free one. A harness that must find its session again
             after a restart needs a fixed one.
-        public_url: how harnesses reach the address, if not as the address says.
+        public_url: the base URL that harnesses use, if it differs from the address.
         remote_images: whether requests may name images by http and https URLs. The engines fetch
             them, so an agent could read what only their network can reach.
-        secret: what keys are made of, or the file that it is kept in, which is made if it is not
-            there. A run that shall be resumed needs the same one again; None makes a new one.
+        secret: the secret that keys are derived from, or its file, which is created if missing. A
+            resumed run needs the same secret; None makes a new one.
 
     Attributes:
         launcher_key: API key of the launchers' calls.
@@ -530,13 +543,13 @@ class Sessions:
         self.launcher_key = self._keys.launcher
         self._sessions: dict[str, Session] = {}
         self._starting: set[str] | None = None if harness is None else set()
-        """Sessions that are about to be here again; None while that is not known. A harness of this
-        process asks for none of a prior one."""
+        """Sessions of the prior process that will be open again; None while they are unknown. A
+        harness that runs in this process has none from a prior one."""
         self._waiting: asyncio.Queue[Session] = asyncio.Queue()
 
     @property
     def url(self) -> str:
-        """Where harnesses and launchers reach it."""
+        """The base URL for harnesses and launchers."""
         return (self._public_url or self._listener.url).rstrip("/")
 
     async def __aenter__(self) -> Self:
@@ -547,12 +560,14 @@ class Sessions:
         await self._listener.close()
 
     def get(self, session_id: str) -> Session | None:
-        """The open session with this id."""
+        """Return the open session with this id."""
         return self._sessions.get(session_id)
 
     def awaits(self, session_id: str) -> bool:
-        """Whether a session that is not open may go on later: the scheduler is not open yet, or it
-        has closed and another one may resume its run."""
+        """Return whether a session that is not open may continue later.
+
+        Either the scheduler is not open yet, or it has closed and another one may resume its run.
+        """
         return self._starting is None or session_id in self._starting
 
     @property
@@ -562,7 +577,7 @@ class Sessions:
 
     @property
     def judges(self) -> bool:
-        """Whether sessions without a score are scored by a function, which may take its time."""
+        """Whether a function scores the sessions that have no score; it may be slow."""
         return self._reward is not None
 
     def run_opened(self, rollouts: Collection[int]) -> None:
@@ -574,11 +589,13 @@ class Sessions:
         self._starting = None if goes_on and self._harness is None else set()
 
     async def next(self, within: float | None = None) -> Session:
-        """Wait for a session that no launcher has taken yet. Its harness, and the launcher, say how
-        it ended: :meth:`Session.done`, :meth:`Session.failed` or :meth:`Session.lost`.
+        """Wait for a session that no launcher has taken yet.
+
+        Its harness or the launcher reports the end: :meth:`Session.done`, :meth:`Session.failed` or
+        :meth:`Session.lost`.
 
         Raises:
-            TimeoutError: if none comes within so many seconds.
+            TimeoutError: if none comes within `within` seconds.
         """
         while True:
             async with asyncio.timeout(within):
@@ -587,7 +604,7 @@ class Sessions:
                 continue
             session.take()
             try:
-                # A restart would give the id of a rollout that is not saved to another one.
+                # Otherwise a restart could give the rollout's id to another rollout.
                 await session.saved()
             except asyncio.CancelledError:
                 self.offer_again(session)
@@ -595,12 +612,12 @@ class Sessions:
             return session
 
     def offer_again(self, session: Session) -> None:
-        """Offer a session to another launcher, because the one that took it has not got it."""
+        """Offer a session to another launcher, because its launcher did not receive it."""
         if session.give_back():
             self._waiting.put_nowait(session)
 
     async def __call__(self, turn: Turn, prompt: Prompt) -> Score:
-        """Drive a rollout by a session."""
+        """Run a rollout as a session."""
         if not self._listener.listening:
             raise EpisodeError("Sessions are not open; use them as `async with sessions:`.")
         name = str(turn.rollout_id)
@@ -614,7 +631,7 @@ class Sessions:
             remote_images=self._remote_images,
         )
         turn.branches = self._branches
-        # A harness outside had its answers, and after a restart perhaps only says how it ended.
+        # An external harness keeps its answers, and after a restart may only report its end.
         turn.keeps_known = self._harness is None
         self._sessions[name] = session
         if self._starting is not None:
@@ -637,7 +654,7 @@ class Sessions:
                     score = await self._harness(session, prompt)
                     return session.report if score is None and session.over else score
                 if session.goes_on:
-                    # A harness that had begun comes back by itself.
+                    # A harness that is already running reconnects by itself.
                     session.take()
                 else:
                     session.waits_for("agent")
@@ -652,7 +669,7 @@ class Sessions:
 
 
 def _with_figures(score: float | Score | None, session: Session) -> Score:
-    """The score of a session, with what else is told of it."""
+    """Return the score of a session with the session's figures in its ``info``."""
     told = score if isinstance(score, Score) else Score(reward=score)
     figures = {
         "turns": session.turns,
@@ -669,7 +686,7 @@ def _secret_of(given: bytes | Path | None) -> bytes:
         found = given
     else:
         try:
-            # Made for its owner alone, and never over one that is there.
+            # Readable by its owner only, and never over an existing file.
             with open(given, "xb", opener=open_private) as file:
                 file.write(secrets.token_bytes(32))
         except FileExistsError:

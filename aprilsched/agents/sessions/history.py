@@ -1,15 +1,14 @@
-"""What a harness said and was told, as messages and as tokens.
+"""The messages of a session's requests and answers, and their tokens.
 
-A harness knows messages, and the policy knows tokens. What was sampled is never tokenised again:
-the messages of a request are matched to those that are known, from the first one on, and only what
-follows the last known answer becomes tokens. It is what the chat template writes behind that
-answer, so a template that writes earlier messages otherwise now (without their reasoning, say, or
-with another end) changes no known token. How many tokens would have changed is counted, as
-:attr:`History.drift`.
+A harness knows messages, and the policy knows tokens. Sampled tokens are never tokenised again: the
+messages of a request are matched to the known messages, from the first one on, and only the text
+after the last known answer is tokenised. The chat template renders that text. A template that now
+renders earlier messages differently (without their reasoning, say, or with another end) therefore
+changes no known token. :attr:`History.drift` counts the tokens that would have changed.
 
-Messages are compared by what a template sees of them: amounts of white space in an answer, the ids
-and the order of its tool calls, its reasoning, joiners without width and empty fields make no
-difference, and an answer that has neither a text nor a call may be left out.
+Messages are compared in the form that a template sees. These make no difference: amounts of white
+space in an answer, the ids and the order of its tool calls, its reasoning, zero-width joiners and
+empty fields. An answer that has neither a text nor a call may be left out.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from aprilsched.types import Int32Array, Media
 Said: TypeAlias = Mapping[str, Any]
 """A message in OpenAI's form."""
 Mark: TypeAlias = bytes
-"""Stands for some messages, from the first one on, with the tools that they were given with."""
+"""Hash of the first messages of a chat, up to some message, and of their tools."""
 
 log = logging.getLogger("aprilsched")
 
 _PLACE = f"AprilschedPlaceOfAnAnswer{uuid.uuid4().hex}"
-"""Stands in a rendered chat for the last known answer, and is in no text of a client or policy."""
+"""Placeholder for the last known answer in a rendered chat; no client or policy can produce it."""
 _OTHER = f"AprilschedOtherAnswer{uuid.uuid4().hex}"
-"""Stands there for the answers before it."""
+"""Placeholder for the earlier answers."""
 _URLS = ("data:", "http://", "https://")
 _PLAIN = {str, type(None)}
 
@@ -50,12 +49,12 @@ class Question:
 
     Attributes:
         ids: int32 [n], its whole context.
-        text: what these say.
-        mark: stands for its messages.
+        text: the text of `ids`.
+        mark: the hash of its messages.
         messages: its messages.
         tools: the tools that it may call.
-        after: the mark of the answer that it goes on from; None if it goes on from none.
-        media: its images, in the order of their places.
+        after: the mark of the answer that it continues; None if it continues none.
+        media: its images, in order.
         shown: the text of a completion as its client has it.
         raw: whether the client of a completion reads special tokens.
     """
@@ -73,14 +72,14 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Answer:
-    """An answer, with what of its context stands behind the answer that it goes on from.
+    """An answer, with the part of its context that follows the previous answer.
 
     Attributes:
-        ids: int32 [n], the tokens from there on.
-        text: what these say.
-        after: the answer before; None if there is none. Another one with the same mark may come
+        ids: int32 [n], the tokens after the previous answer.
+        text: the text of `ids`.
+        after: the previous answer; None if there is none. Another one with the same mark may come
             later.
-        begin: number of tokens, and of characters, before these.
+        begin: number of tokens, and of characters, before `ids`.
     """
 
     ids: Int32Array
@@ -90,7 +89,7 @@ class _Answer:
 
     @property
     def end(self) -> tuple[int, int]:
-        """Number of tokens and of characters up to its end."""
+        """Number of tokens and of characters up to the end of the answer."""
         return self.begin[0] + len(self.ids), self.begin[1] + len(self.text)
 
 
@@ -99,10 +98,10 @@ class _Seen:
     """A message of a request.
 
     Attributes:
-        plain: a copy of it, if it has texts alone; None if not.
-        told: what a template sees of it.
+        plain: a copy of it if all its values are strings or None; None otherwise.
+        told: the message in the form that a template sees.
         images: the URLs of its images.
-        mark: stands for it and those before it.
+        mark: the hash of it and the messages before it.
     """
 
     plain: Said | None
@@ -115,12 +114,12 @@ class History:
     """The answers of one session, by the messages that led to them.
 
     Args:
-        tokenizer: the model's own.
-        most_branches: number of branches that requests may begin.
+        tokenizer: the model's tokenizer.
+        most_branches: number of branches that requests may start.
 
     Attributes:
-        begun: number of branches that requests have begun.
-        messages: those of the latest answer, from the first one to the answer.
+        begun: number of branches that requests have started.
+        messages: the messages of the latest branch, up to and including the latest answer.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, *, most_branches: int) -> None:
@@ -130,28 +129,30 @@ class History:
         self._most = most_branches
         self._answers: dict[Mark, _Answer] = {}
         self._ends: dict[Mark, tuple[Said, ...]] = {}
-        """The answers that nothing has gone on from, with their messages."""
+        """The last answer of each branch, with its messages."""
         self._texts: dict[str, Mark] = {}
-        """Texts of completions with what came back."""
+        """Texts of completions, prompt and answer together, with their marks."""
         self._resampled = self._rewritten = 0
         self._begin: tuple[str, Mark] = ("", b"")
-        """The tools and options of the latest request, and the mark that all of it begins with."""
+        """The tools and options of the latest request, and the mark of an empty chat with them."""
         self._seen: list[_Seen] = []
         """The messages of the latest request."""
         self._latest: tuple[Mark, Int32Array, str] = (b"", np.array((), np.int32), "")
-        """The latest answer with its whole context, and what these tokens say."""
+        """The latest answer with its whole context: mark, token ids and text."""
         self._open: Mark | None = None
-        """The request that was begun last, until it is answered."""
+        """The latest request that started a branch, until it is answered."""
 
     @property
     def drift(self) -> int:
-        """Number of known tokens that would be others if the chat were tokenised again."""
+        """Number of known tokens that would differ if the chat were tokenised again."""
         return self._resampled + self._rewritten
 
     @property
     def branches(self) -> list[tuple[Said, ...]]:
-        """The messages of each branch, to its last answer; a completion has none. Branches that
-        say the same are one here."""
+        """The messages of each branch up to its last answer; none for a completion.
+
+        Branches with the same messages appear once.
+        """
         return list(self._ends.values())
 
     # --- requests --------------------------------------------------------------------------------
@@ -162,10 +163,10 @@ class History:
         tools: Sequence[Said] | None = None,
         options: Said | None = None,
     ) -> Question:
-        """The tokens of a chat.
+        """Return the tokens of a chat.
 
         Args:
-            messages: all of them, in OpenAI's form.
+            messages: all messages, in OpenAI's form.
             tools: definitions of tools.
             options: variables of the template.
 
@@ -195,11 +196,13 @@ class History:
         )
 
     def continue_text(self, prompt: str | Sequence[int], *, raw: bool = False) -> Question:
-        """The tokens of a completion. A text goes on from the longest known text that it begins
-        with; token ids are taken as they are. With `raw` the answer's text has special tokens.
+        """Return the tokens of a completion.
+
+        A text continues the longest known text that is its prefix; token ids are used unchanged.
+        With `raw` the answer's text contains special tokens.
 
         Raises:
-            ConfigError: if there are none.
+            ConfigError: if the prompt is empty, or has token ids outside of the vocabulary.
         """
         after: Mark | None = None
         if isinstance(prompt, str):
@@ -225,7 +228,7 @@ class History:
         return Question(ids=ids, text=text, mark=mark, after=after, shown=shown, raw=raw)
 
     def _begun_with(self, ids: Int32Array) -> tuple[Mark | None, str]:
-        """The last answer of the branch that these tokens go on from, and what they say."""
+        """Return the last answer of the branch that `ids` continue, and the text of `ids`."""
         for mark in self._ends:
             known, text = self._whole(mark)
             if len(known) <= len(ids) and np.array_equal(known, ids[: len(known)]):
@@ -233,11 +236,12 @@ class History:
         return None, self._tokenizer.decode(ids.tolist())
 
     def begin(self, question: Question) -> None:
-        """Note that a request is about to be answered. One that is asked again, because its client
-        had left, begins no other branch.
+        """Note that a request is about to be answered.
+
+        A request that its client sends again after a disconnect starts no other branch.
 
         Raises:
-            ConfigError: if it would begin a branch too many.
+            ConfigError: if it would start more than `most_branches` branches.
         """
         if question.after in self._ends or question.mark == self._open:
             return
@@ -252,8 +256,10 @@ class History:
     # --- answers ---------------------------------------------------------------------------------
 
     def answered(self, question: Question, token_ids: Int32Array) -> Said:
-        """Note what was sampled, int32 [m]; returns the message of the answer in OpenAI's form.
-        That of a completion has the text as its content."""
+        """Record the sampled tokens, int32 [m]; return the answer's message in OpenAI's form.
+
+        The message of a completion has the text as its content.
+        """
         tokenizer = self._tokenizer
         sampled: list[int] = token_ids.tolist()
         ended = bool(sampled) and sampled[-1] in tokenizer.ends
@@ -286,7 +292,7 @@ class History:
         else:
             shown = question.shown + text
             mark = _after(b"text", {"text": shown})
-            # What goes on from a text is longer, so the one before is not needed any more.
+            # A continuation is longer than its text, so the earlier text is no longer needed.
             self._texts = {t: m for t, m in self._texts.items() if m != question.after}
             self._texts[shown] = mark
         self._open = None
@@ -301,7 +307,7 @@ class History:
     def unknown(
         self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said | None
     ) -> list[int]:
-        """The places of the answers in these messages that are not known."""
+        """Return the indices of the answers in these messages that are not known."""
         seen = self._see(messages, tools, options or {})
         return [
             place
@@ -312,8 +318,10 @@ class History:
     def _see(
         self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said
     ) -> list[_Seen]:
-        """The messages with their marks. A request mostly begins with the one before it, of which
-        is taken over what is the same."""
+        """Return the messages with their marks.
+
+        A request mostly starts with the previous one, so unchanged messages are reused.
+        """
         given = repr((tools, options))
         empty: Said = {"role": "assistant", "content": ""}
         if given != self._begin[0]:
@@ -326,7 +334,7 @@ class History:
         for place, message in enumerate(messages):
             left_out = _after(mark, empty)
             if place and message.get("role") != "assistant" and left_out in self._answers:
-                # Some clients do not send an answer again that has neither a text nor a call.
+                # Some clients omit an earlier answer that has neither a text nor a call.
                 seen.append(_Seen(None, empty, (), left_out))
                 mark = left_out
             old = before[len(seen)] if len(seen) < len(before) else None
@@ -337,7 +345,7 @@ class History:
                 if old is None or (told, images) != (old.told, old.images):
                     before = ()
                     mark = _after(mark, told, images)
-                    # The caller may change its own.
+                    # The caller may change its own copy.
                     plain = dict(message) if set(map(type, message.values())) <= _PLAIN else None
                     old = _Seen(plain, told, images, mark)
             seen.append(old)
@@ -346,7 +354,7 @@ class History:
         return seen
 
     def _whole(self, mark: Mark) -> tuple[Int32Array, str]:
-        """An answer with its whole context, and what these tokens say."""
+        """Return the token ids and the text of an answer with its whole context."""
         if mark == self._latest[0]:
             return self._latest[1:]
         parts = [self._answers[mark]]
@@ -363,8 +371,11 @@ class History:
         tools: Sequence[Said] | None,
         options: Said,
     ) -> tuple[Int32Array, str]:
-        """The tokens of a chat, and what they say, from the last known answer on, which is `after`;
-        see :meth:`_follows`."""
+        """Return the tokens and the text of a chat that continues the known answer `after`.
+
+        Raises:
+            ConfigError: if the template does not show what follows that answer.
+        """
         ids, text = self._whole(after)
         whole: str | None = None
         refused = ConfigError(
@@ -374,10 +385,10 @@ class History:
         try:
             whole = self._render(told, tools, options, shown_from=len(is_known))
         except ConfigError as error:
-            # What was sampled may be what the template refuses to write.
+            # The template may reject a sampled message.
             refused = error
         if whole is not None and whole.startswith(text):
-            # As nearly always, the template writes what is known as it was sampled.
+            # The usual case: the template renders the known messages exactly as sampled.
             more: str | None = whole[len(text) :]
         else:
             more = self._follows(told, is_known, int(ids[-1]), tools, options)
@@ -397,12 +408,14 @@ class History:
         tools: Sequence[Said] | None,
         options: Said,
     ) -> str | None:
-        """What the template writes behind the last known answer, whose last token is `last`; None
-        if it does not show where that answer ends. For each of the first messages, `is_known` says
-        whether it is a known answer."""
+        """Return the template's text after the last known answer, whose last token is `last`.
+
+        None if the template does not show where that answer ends. `is_known` marks the known
+        answers among the first messages.
+        """
         count = len(is_known)
-        # Sampled calls may be more than the template takes, or not what it takes. It may leave out
-        # the text beside calls, or have no place for calls.
+        # The template may reject the sampled calls, or accept fewer of them. It may leave out the
+        # text of an answer with calls, or have no place for calls.
         for most_calls in (None, 1, 0):
             before = [
                 _stand_in(each, most_calls, _PLACE if i == count - 1 else _OTHER) if known else each
@@ -420,7 +433,7 @@ class History:
                 continue
             if more is not None and behind is not None and end is not None:
                 return self._behind_end(more, behind, end, last)
-        # The answer is not shown at all, but perhaps what follows it is.
+        # The template leaves out the answer, but may show what follows it.
         whole = self._render(told, tools, options, shown_from=count)
         shown = self._render(told[:count], tools, options, begins=False, shown_from=count)
         return whole[len(shown) :] if shown and whole.startswith(shown) else None
@@ -440,21 +453,21 @@ class History:
         return behind if found else None
 
     def _behind_end(self, more: str, behind: str, end: str, last: int) -> str:
-        """What to add to an answer whose last token is `last`.
+        """Return the text to append to an answer whose last token is `last`.
 
         Args:
-            more: what the template writes behind the place of the answer.
-            behind: the same if nothing follows the answer.
-            end: the same if the answer has no calls, which stand behind its place.
+            more: the template's text after the answer's placeholder.
+            behind: the same if no message follows the answer.
+            end: the same if the answer has no calls, which the template writes after its text.
             last: the last token of the answer.
         """
         special = self._tokenizer.special_texts
         same = _same(more, behind)
         for text in (more, behind):
-            # One special token is not half of another one.
+            # A prefix must not split a special token.
             inside = [m.start() for m in special.finditer(text) if m.start() < same < m.end()]
             same = min([same, *inside])
-        # The end of the answer, as the template writes it whether or not something follows.
+        # The end of the answer, which the template writes whether or not a message follows.
         closing = next(n for n in range(same, -1, -1) if end.startswith(more[same - n : same]))
         tokenizer = self._tokenizer
         ends = [tokenizer.decode([each], skip_special=False) for each in sorted(tokenizer.ends)]
@@ -473,7 +486,7 @@ class History:
             if at >= 0:
                 return follows[at + len(each) :]
         if behind[same:].startswith(tuple(ends)):
-            # The template has another end where something follows, before what begins that.
+            # The template ends an answer differently if another message follows it.
             first = special.match(follows)
             if first and special.match(follows[first.end() :].lstrip()):
                 return follows[first.end() :]
@@ -498,8 +511,7 @@ class History:
         return np.array(self._tokenizer.encode(text, special=False), dtype=np.int32)
 
     def _changed(self, text: str, whole: str) -> int:
-        """Number of tokens of the known `text` that are not in the `whole` that the template makes
-        now."""
+        """Return how many tokens of the known `text` differ in `whole`, the template's text now."""
         first = _same(text, whole)
         text, whole = text[first:], whole[first:]
         last = _same(text[::-1], whole[::-1])
@@ -508,17 +520,17 @@ class History:
 
 
 def _stand_in(answer: Said, most_calls: int | None, text: str) -> Said:
-    """An answer with `text` in its place, and with at most so many of its calls."""
+    """Return an answer with `text` in its place, and with at most `most_calls` of its calls."""
     calls = cast("list[Any]", answer.get("tool_calls") or [])[:most_calls]
     if not calls:
         return {"role": "assistant", "content": text}
-    # Some templates write the text behind the results of the calls.
+    # Some templates write an answer's text after the results of its calls.
     calls = [{**c, "function": {**c["function"], "arguments": {text: text}}} for c in calls]
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Number of characters, or of tokens, with which both begin."""
+    """Return the length of the common prefix, in characters or tokens."""
     least, most = 0, min(len(one), len(other))
     while least < most:
         middle = (least + most + 1) // 2
@@ -530,7 +542,7 @@ def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _differing(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens between the first and the last in which two rows differ."""
+    """Return the number of tokens between the first and the last difference of two rows."""
     if one == other:
         return 0
     first = _same(one, other)
@@ -539,24 +551,24 @@ def _differing(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def _after(mark: Mark, what: Said, images: Sequence[str] = ()) -> Mark:
-    # A message is written in one way only, because arguments of calls are sorted. JSON takes four
-    # times as long.
+    # The text of a message is canonical, because arguments of calls are sorted. JSON would take
+    # four times as long.
     text = repr([*_compared(what), *images]) if what.get("role") else _in_one_order(what)
     return hashlib.blake2b(mark + text.encode(), digest_size=16).digest()
 
 
 def _compared(message: Said) -> list[Any]:
-    """What of a message, in the form of templates, makes it another one."""
+    """Return what identifies a message, in the form of templates."""
     content: Any = message.get("content") or ""
     calls: list[str] = []
     if message["role"] == "assistant":
         if isinstance(content, str):
-            # pydantic-ai takes texts of special tokens apart by joiners without width.
+            # pydantic-ai breaks up texts of special tokens with zero-width joiners.
             content = " ".join(content.split()).replace("\u200d", "")
         for call in cast("list[Any]", message.get("tool_calls") or ()):
             function = call["function"]
             text = _in_one_order([function["name"], function["arguments"]])
-            # A client in JavaScript has one kind of numbers, and writes 1.0 as 1.
+            # JavaScript has one number type, and writes 1.0 as 1.
             calls.append(repr(json.loads(text, parse_int=_number, parse_float=_number)))
     return [message["role"], content, message.get("name"), sorted(calls)]
 
