@@ -1,8 +1,8 @@
-"""Writes lines to a file in a worker thread, so that a disk that hangs holds nobody up.
+"""Writes lines to a file in a worker thread, so that a hung disk does not block the run.
 
-Invariants: what waits to be written is bounded; a block is written whole or not at all (an error
-of the disk excepted), in the order in which it was put; whatever goes wrong is said once in the
-log of the program, and :attr:`FileWriter.error` says what the file misses.
+Invariants: the amount of pending text is bounded; blocks are written in order, each completely or
+not at all (disk errors excepted); a failure is logged once, and :attr:`FileWriter.error` describes
+what the file lacks.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class FileWriter:
     def close(self) -> None:
         """Write what is left, in bounded time."""
         if not self._worker.close() and self._failure is None:
-            # The worker has said so in the log.
+            # The worker has logged this.
             self._failure = (
                 f"the disk did not take {self._accepted - self._written} lines within "
                 f"{self._close_seconds:g} s"

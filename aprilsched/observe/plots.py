@@ -187,8 +187,8 @@ def draw_causes(
 def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) -> list[Part]:
     """The parts that are large enough to be named."""
     rows = [_row(usage, unit) for usage in usages.values()]
-    # All parts are drawn, because a bar would otherwise end before its total. Very small ones are
-    # not in the legend, because nobody could see them.
+    # All parts are drawn; otherwise a bar would end before its total. The legend omits parts that
+    # are too small to see.
     named: list[Part] = [
         part
         for part, index in PART_INDEX.items()

@@ -1,18 +1,18 @@
-"""A worker thread that makes calls in order, behind a bounded queue, for what may be slow or hang.
+"""A worker thread with a bounded queue, for calls that may be slow or hang.
 
-The event log, the samples, the trackers and every listener in a
-:class:`~aprilsched.observe.queued.QueuedListener` have one. The event loop is not involved, so a
+The event log, the samples, the trackers and every
+:class:`~aprilsched.observe.queued.QueuedListener` use one. The event loop is not involved, so a
 virtual clock neither waits for a worker nor jumps because of it.
 
-A ThreadPoolExecutor does not serve here: its queue has no bound, and the interpreter waits for its
-threads at exit, so a disk that hangs would keep the process from ending.
+A ThreadPoolExecutor does not work here: its queue is unbounded, and the interpreter joins its
+threads at exit, so a hung disk would keep the process from exiting.
 
 Invariants:
 
-- Who puts a call waits only if the worker is patient, and then only while the queue is full.
-- Every call that was put is made, in order, or its size is counted in :attr:`Worker.dropped`.
-- No call is made after one that raised, and none is begun after :meth:`Worker.close` has returned.
-- A call that never returns holds up neither :meth:`Worker.close` nor the end of the process.
+- The caller of `put` waits only if the worker is patient, and only while the queue is full.
+- Every call in the queue is made, in order, or its size is counted in :attr:`Worker.dropped`.
+- No call is made after one that raised, and none starts after :meth:`Worker.close` has returned.
+- A call that never returns blocks neither :meth:`Worker.close` nor the exit of the process.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _Arguments = TypeVarTuple("_Arguments")
 class Worker:
     """A queue and its thread, which starts with the first call.
 
-    A process that is forked later has no such thread: whatever is put there is dropped.
+    A process forked later does not have the thread, and drops every call.
 
     Args:
-        name: who is called, for the program's log ("the listener ToDatabase").
-        unit: what the sizes of calls count, in the plural ("facts", "bytes").
-        max_pending: the largest total size of the calls that wait; the call that is being made
-            does not count. A larger call is accepted when nothing else waits.
+        name: the callee, for log messages ("the listener ToDatabase").
+        unit: unit of the sizes of calls, in the plural ("facts", "bytes").
+        max_pending: largest total size of the pending calls; the running call does not count. A
+            larger call is accepted if nothing else is pending.
         close_seconds: how long :meth:`close` waits.
-        patient: wait for a place in the queue, instead of dropping the call, as a run on a virtual
+        patient: wait for room in the queue instead of dropping the call, as a run on a virtual
             clock should.
-        failed: is told what a call raised, in the thread; by default it is logged with its
-            traceback.
-        at_end: is called in the thread after the last call, however it ended.
+        failed: receives the error of a call, in the thread; by default the error is logged with
+            its traceback.
+        at_end: called in the thread after the last call, whether or not it raised.
 
     Attributes:
         dropped: total size of the calls that will never be made.
-        error: what a call raised; no more are made then.
+        error: the error that a call raised, after which no call is made; None if none.
 
     Raises:
         ConfigError: if `max_pending` is below 1, or `close_seconds` below 0.
@@ -117,7 +117,7 @@ class Worker:
             full = self._open and not self._fits(size)
             if self._open and not full and (self._thread is not None or self._start()):
                 if not self._calls:
-                    self._changed.notify_all()  # the thread waits only while there are no calls
+                    self._changed.notify_all()  # the thread waits only while the queue is empty
                 self._calls.append((call, arguments, size))
                 self._pending += size
                 return True
@@ -186,7 +186,7 @@ class Worker:
             try:
                 thread.start()
             except RuntimeError as error:
-                # There is no room for another thread, or the interpreter is about to end.
+                # The thread limit is reached, or the interpreter is shutting down.
                 self.error = error
                 return False
             self._process = os.getpid()

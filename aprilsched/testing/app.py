@@ -1,6 +1,6 @@
-"""What the test server has of SGLang's HTTP API beside the calls of every backend.
+"""The part of SGLang's HTTP API that the test server adds to the calls of every backend.
 
-These are ``/generate``, adapters, and the memory of the engine.
+It consists of ``/generate``, adapters, and the memory of the engine.
 """
 
 from __future__ import annotations

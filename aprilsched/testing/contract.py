@@ -104,7 +104,7 @@ class Stream:
         return self
 
     async def reach(self, tokens: int) -> Stream:
-        """Wait until `tokens` tokens have arrived of a response that is to go on after them."""
+        """Wait for `tokens` tokens of a response, which must not end with them."""
         await until(lambda: len(self) >= tokens or self.done)
         if self.done:
             finish = (await self.end()).last.finish
@@ -522,7 +522,7 @@ async def a_re_sent_prefix_continues_the_response(subject: Subject) -> None:
 async def leaving_a_stream_ends_its_request(subject: Subject) -> None:
     """A request whose stream is cancelled, or closed after its first chunk, is not decoded
     further."""
-    # It was started first and has as many tokens, so it would end before a request that goes on.
+    # It starts first and has the same length, so it would end before the request that continues.
     other = await subject.start().reach(1)
     stream = await subject.start().reach(1)
     await until(subject.has_two)
@@ -650,8 +650,8 @@ async def memory_calls_in_a_wrong_order_are_refused(subject: Subject) -> None:
 
 
 async def the_load_tells_what_is_on_it(subject: Subject) -> None:
-    """The load has requests, KV and tokens, and the times of steps where the engine counts them;
-    their age is told only if it is known."""
+    """The load contains requests, KV and tokens, and step times if the engine counts them; their
+    age is present only if known."""
     engine = subject.engine
     assert isinstance(engine, ReportsLoad)
     before = await engine.load()

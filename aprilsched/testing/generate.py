@@ -72,8 +72,8 @@ def _calls(served: ServedEngine, bodies: Sequence[GenerateBody], rids: Sequence[
     pairs = zip(bodies, rids, strict=True)
     calls = [Call(generation_request(body, rid, served.config)) for body, rid in pairs]
     if len(calls) > 1:
-        # SGLang begins none of a body's requests if it refuses one of them. When the others had
-        # begun here, they were still running when the client sent them again, one by one.
+        # SGLang starts none of a body's requests if it refuses one of them. If the others started
+        # here, they would still be running when the client resends them one by one.
         for call in calls:
             served.check(call)
     return calls

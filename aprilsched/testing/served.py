@@ -1,13 +1,13 @@
-"""A served engine as an SGLang process has it: its requests by rid, and its control calls.
+"""A served engine that behaves like an SGLang process: requests by rid, and control calls.
 
 Invariants:
-- Every change of the label makes a new version of the engine. Adjacent tokens of one label are
+- Every change of the label creates a new version of the engine. Adjacent tokens of one label form
   one span, as SGLang reports it.
-- As in SGLang, an abort needs an exact rid and then ends every request whose rid begins with it; a
+- As in SGLang, an abort needs an exact rid and then ends every request whose rid starts with it; a
   second abort of one rid is not passed on.
 - As in SGLang, an update outside of a pause waits for every running request and admits none; the
-  default pause ends all requests and checks once a second whether they are gone; during a pause
-  the reported load is that before the pause.
+  default pause ends all requests and checks once a second whether they have ended; during a pause
+  the reported load is the load before the pause.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ class ServedEngine:
         }
 
     def model_facts(self) -> dict[str, Any]:
-        """What /model_info tells of the toy model."""
+        """Return the response of /model_info for the toy model."""
         architectures = ["AprilschedToy"]
         return {
             "load_format": "auto",
@@ -211,7 +211,7 @@ class ServedEngine:
         }
 
     def server_facts(self) -> dict[str, Any]:
-        """What /server_info tells; the field ``simulated`` says that this is not a real SGLang."""
+        """Return the response of /server_info; its field ``simulated`` marks a fake SGLang."""
         config = self.config
         rank = {"effective_max_running_requests_per_dp": config.max_running}
         return {
@@ -346,7 +346,7 @@ class ServedEngine:
         return [call for call in self._calls.values() if call.entered]
 
     async def abort(self, rid: str) -> None:
-        """End the request `rid` and all whose rids begin with it; ignore an unknown rid."""
+        """End the request `rid` and all whose rids start with it; ignore an unknown rid."""
         call = self._calls.get(rid)
         if call is None or call.abort_sent:
             return
@@ -363,7 +363,7 @@ class ServedEngine:
             await self.engine.abort(rid)
 
     def abort_later(self, seconds: float, rid: str) -> None:
-        """Abort `rid` in so many seconds, whichever request has this rid then."""
+        """Abort `rid` after `seconds` seconds, whichever request then has this rid."""
 
         async def work() -> None:
             await asyncio.sleep(seconds * self.time_scale)
@@ -454,10 +454,10 @@ class ServedEngine:
         await self.engine.refit(self._version(label), key)
 
     async def begin_update(self) -> None:
-        """Begin an update in parts.
+        """Start an update in parts.
 
         Raises:
-            ConfigError: if one is open.
+            ConfigError: if an update is already open.
         """
         if self._updating:
             raise ConfigError("an update is open already; end it first")

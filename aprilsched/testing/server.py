@@ -121,12 +121,12 @@ class SimServer:
         await self._listener.close(keep_port=True)
 
     async def restart(self, *, keeps_weights: bool = False) -> None:
-        """Start again after :meth:`crash`, at the same address, as a new process.
+        """Restart after :meth:`crash`, at the same address, as a new process would.
 
-        The new process has the weights of version 0, or with `keeps_weights` those of the old one.
+        The server has the weights of version 0, or its previous weights with `keeps_weights`.
 
         Raises:
-            ConfigError: if the address cannot be used any more.
+            ConfigError: if the address can no longer be used.
         """
         before = self._served
         had = (before.model_path, before.label, self.engine.batcher.weights_key) if before else None

@@ -70,11 +70,10 @@ class ThreadedServer:
         """Listen again at the same address after :meth:`crash`, like a new process.
 
         Args:
-            keeps_weights: whether the new process has the weights of the old one. Without it the
-                weights are those of version 0.
+            keeps_weights: whether to keep the previous weights instead of version 0.
 
         Raises:
-            ConfigError: if the address cannot be used any more.
+            ConfigError: if the address can no longer be used.
         """
         self._wait(self._server.restart(keeps_weights=keeps_weights))
 

@@ -49,9 +49,9 @@ class GatewayCommand:
     """Tokens between two events of a stream from a server. A longer interval costs less, and a
     server that is lost loses the tokens of one interval."""
     wait_s: float = _WAIT_S
-    """Seconds to wait for servers that do not answer at the start, for example because they load a
-    model. After them the gateway begins with those that answer, and the others join when they do;
-    if none answers, it ends."""
+    """Seconds to wait at the start for servers that do not answer, for example because they load a
+    model. The gateway then starts with the servers that answer, and the others join later; if no
+    server answers, the gateway exits."""
 
     config: Path | None = None
     """A TOML file with the names of these settings as keys (max_requests = 100); flags override
@@ -60,10 +60,10 @@ class GatewayCommand:
     """Draw the live view of the engines on this terminal while the gateway serves."""
 
     def view(self) -> LiveView | None:
-        """The live view that the settings ask for; None without one.
+        """Return the live view that the settings enable, or None.
 
         Raises:
-            ConfigError: if there is no terminal to draw on.
+            ConfigError: if the output is not a terminal.
         """
         console = Console(stderr=True)
         if not self.live:

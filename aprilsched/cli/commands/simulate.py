@@ -61,8 +61,8 @@ class SimulateCommand:
     train_seconds: float = 0.0
     """Seconds that the trainer takes for a batch."""
     streamed: bool = False
-    """The trainer takes each batch group by group, and begins with the first group that is scored,
-    for an equal part of its seconds on each."""
+    """The trainer takes each batch group by group as groups are scored, and spends an equal part of
+    its seconds on each."""
     model: str | None = None
     """Step times of the engines: a TOML file that aprilsched calibrate wrote."""
     sim: SimSettings = field(default_factory=lambda: SimSettings(stream_interval=NEVER))

@@ -94,7 +94,7 @@ def _settings(content: Mapping[str, Any]) -> RunSettings:
     settings = RunSettings(**values)
     given = content.get("scheduler", {}).get("sampling", {})
     if "max_new_tokens" in given and settings.prompts is settings.workload.cap is None:
-        # The longest response is also that of the built-in workload, if there are no prompts.
+        # Without prompts, this limit is also the longest response of the built-in workload.
         cap = settings.scheduler.sampling.max_new_tokens
         settings = replace(settings, workload=replace(settings.workload, cap=cap))
     return settings

@@ -36,13 +36,14 @@ from aprilsched.types import Batch
 
 
 class Run:
-    """One run; :meth:`execute` begins and ends it.
+    """One run, from start to end in :meth:`execute`.
 
     Args:
         setup: the parts of the run.
-        folder: run folder for its files: a new one, or the folder of a run that is resumed.
-        screen: where the run is shown; None shows nothing.
-        store: saves the run, so that it can resume after a crash; a resumed run needs its old one.
+        folder: run folder for its files: a new one, or the folder of a run to resume.
+        screen: the display of the run; None shows nothing.
+        store: saves the run, so that it can resume after a crash; a resumed run needs its old
+            store.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class Run:
         self._end: PromptsExhausted | None = None
 
     def execute(self) -> RunSummary:
-        """Run to the end or to Ctrl-C; returns the summary, which is also written to the folder.
+        """Run to the end or to Ctrl-C; return the summary, which is also written to the folder.
 
-        The summary's `error` says why batches are missing, if failed groups are the reason.
+        If failed groups are the reason for missing batches, the summary's `error` explains it.
 
         Raises:
-            AprilschedError: if the run could not begin or continue.
+            AprilschedError: if the run could not start or continue.
         """
         self._folder.reserve()
         with ExitStack() as exporting:
@@ -220,10 +221,11 @@ class Run:
         return summary
 
     def _shortfall(self) -> str | None:
-        """Why there are fewer batches than requested, if this is a failure; otherwise None.
+        """Return the reason for fewer batches than requested, or None if it is not a failure.
 
-        A file of prompts may end before the requested number of batches. This is no failure if
-        there was a batch, and if the failed groups would not have been enough for the missing ones.
+        A file of prompts may end before the requested number of batches. This is not a failure if
+        at least one batch was delivered and the failed groups could not have filled the missing
+        ones.
         """
         end, asked = self._end, self._setup.settings.batches
         if end is None or self._scheduler is None or self._interrupted:
@@ -265,11 +267,12 @@ class PriorRun:
         """The time of the first fact that is passed on, by the clock of this process."""
 
     async def show(self, state: SchedulerState, *, inline: bool) -> int:
-        """Replay the prior part to the summary; returns how many batches the trainer had.
+        """Replay the prior part to the summary; return the number of batches the trainer had.
 
         Args:
-            state: state of the scheduler, which is restored already.
-            inline: replay in this thread, because a virtual clock would advance meanwhile.
+            state: state of the scheduler, already restored.
+            inline: replay in this thread; otherwise a virtual clock would advance during the
+                replay.
 
         Raises:
             RunFolderError: if nothing was saved, or if the log cannot be read.

@@ -192,10 +192,10 @@ def _input_ids(
 
 
 def _check_messages(name: str, messages: Sequence[Any]) -> None:
-    """Refuse what is no list of messages of text that the model can answer.
+    """Require a list of text messages that the model can answer.
 
     Raises:
-        ConfigError: if it is none.
+        ConfigError: if `messages` is anything else.
     """
     for message in messages:
         if not isinstance(message, dict):

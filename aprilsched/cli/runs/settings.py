@@ -142,8 +142,8 @@ class RunSettings:
     train_seconds: float = 0.0
     """Seconds that the trainer takes for a batch."""
     streamed: bool = False
-    """The trainer takes each batch group by group, and begins with the first group that is scored,
-    for an equal part of its seconds on each."""
+    """The trainer takes each batch group by group as groups are scored, and spends an equal part of
+    its seconds on each."""
     burn_in: int | None = None
     """Number of batches left out of the steady-state figures; a quarter of the batches if not
     given."""

@@ -80,9 +80,9 @@ def config_of(table: Mapping[str, Any], where: str = "") -> SchedulerConfig:
 
 
 def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A table with other values at some paths.
+    """Return `table` with the values of `changes` at their paths.
 
-    Another rule of a policy begins with the defaults of its own settings.
+    If the rule of a policy changes, the new rule starts from the defaults of its settings.
     """
     found = dict(table)
     for path in sorted(changes, key=lambda path: path.count(".")):

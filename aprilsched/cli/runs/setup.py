@@ -32,7 +32,7 @@ from aprilsched.types import Prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """The parts of a run that has not begun."""
+    """The parts of a run before its start."""
 
     settings: RunSettings
     config: SchedulerConfig
@@ -48,8 +48,8 @@ class Setup:
     timing: StepTimeModel
     """Step times of the engines: those that the settings name, or else the default."""
     planner: Planner
-    """Chooses schedules for automatic over-provisioning. On the virtual clock it has the engines'
-    own step times; otherwise it begins with them, and learns during the run."""
+    """Chooses schedules for automatic over-provisioning. On the virtual clock it knows the engines'
+    true step times; otherwise it starts from them, and learns during the run."""
     run_id: str | None
     """Prefix of the request ids; None for a random one, which is unique on a shared server."""
 

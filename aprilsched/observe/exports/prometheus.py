@@ -1,7 +1,7 @@
-"""Gives metrics to prometheus_client: a collector for any of its registries, and a server.
+"""Exposes metrics to prometheus_client: a collector for any registry, and a server.
 
-The server does not use the run's event loop, because a trainer that computes in the loop's thread
-stops the loop for minutes, and the metrics must stay available meanwhile.
+The server does not use the run's event loop: a trainer that computes in the loop's thread blocks
+the loop for minutes, and the metrics must remain available while it does.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ class MetricsServer:
 def serve_metrics(metrics: Metrics, port: int, host: str = "127.0.0.1") -> Generator[MetricsServer]:
     """Serve `metrics` while the block runs.
 
-    There is no authentication, so the default `host` is the loopback interface of this machine.
+    The server has no authentication, so `host` defaults to the loopback interface.
 
     Args:
         metrics: the metrics of a run.
-        port: the port; 0 takes a free one.
+        port: the port; 0 selects a free one.
 
     Raises:
         ConfigError: if the port cannot be opened.

@@ -66,7 +66,7 @@ class Tracks:
         self._freed: list[int] = []
 
     def take(self) -> int:
-        """The id of a track that nobody has."""
+        """Return the id of an unused track."""
         if self._freed:
             return heapq.heappop(self._freed)
         track = self._first + self._count
@@ -89,10 +89,10 @@ class Bands:
         self._category = category
         self._tracks = Tracks(file, pid=pid, first=first, name=category)
         self._open: dict[str, tuple[int, int, dict[str, Any]]] = {}
-        """Track, begin and arguments of each open band, by kind."""
+        """Track, start time and arguments of each open band, by kind."""
 
     def begin(self, kind: str, at: int, **args: Any) -> None:
-        """Begin a band; no effect if one of this kind is open."""
+        """Start a band; no effect if one of this kind is open."""
         if kind not in self._open:
             self._open[kind] = self._tracks.take(), at, args
 

@@ -32,7 +32,7 @@ class Attempt:
     """The version that the rollout's first token was to be sampled with."""
     version: int | None = None
     since: int | None = None
-    """Begin of its slice; None before the first one."""
+    """Start of its slice; None before the first slice."""
     until: int | None = None
     """End of its slice; None while the engine works on it."""
     tokens: int = 0

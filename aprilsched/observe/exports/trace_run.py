@@ -28,8 +28,8 @@ _CALLS = frozenset({"pause", "flush", "refit"})
 class TraceBuilder(DispatchingListener):
     """Takes the facts of a run in order; call :meth:`end` after the last one.
 
-    Everything that begins in the log has an end in the trace: where it ended, where its process was
-    killed, or at the last line.
+    Everything that starts in the log has an end in the trace: its own end, the moment its process
+    was killed, or the last line.
     """
 
     def __init__(self, file: TraceFile) -> None:

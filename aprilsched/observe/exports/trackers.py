@@ -36,7 +36,7 @@ class Writer(Protocol):
         ...
 
     def close(self) -> None:
-        """Write everything that is left. It is called once, in the thread that began the writer."""
+        """Write what is pending. Called once, in the thread that started the writer."""
         ...
 
 

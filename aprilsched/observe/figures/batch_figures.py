@@ -48,8 +48,8 @@ def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
         is_masked = 0 < tokens <= masked
         if is_masked:
             masked -= tokens
-        # The tokens may be of a newer version than the trainer's, which somebody else has loaded.
-        # Their age is then 0 and not negative.
+        # Another client may load a version newer than the trainer's. Tokens sampled under it have
+        # age 0, not a negative one.
         age = max(0, version - sampled_under)
         total += age * tokens
         off_policy += tokens if sampled_under != version else 0
@@ -154,18 +154,18 @@ def _reward_means(
 
 
 class BatchTime(DispatchingListener):
-    """Takes the time of each batch, without the trainer's own.
+    """Measures the time of each batch, without the trainer's time.
 
     Args:
-        trainer_waits: whether the engines are paused while the trainer trains (synchronous pace),
-            at first; a schedule of the other pace changes it. Then the trainer's time does not
-            count as the schedule's.
+        trainer_waits: whether the engines are initially paused while the trainer trains
+            (synchronous pace), so that the schedule is not charged for the trainer's time. A
+            schedule with the other pace changes it.
 
     Attributes:
-        seconds: the time of the batch that was delivered last, without the trainer's.
+        seconds: time of the latest delivered batch, without the trainer's time.
         of_trainer: the trainer's time before that batch.
-        trainer_seconds: the trainer's own time, over all batches.
-        delivered_at: when that batch was delivered; before the first, when the run began.
+        trainer_seconds: the trainer's time, over all batches.
+        delivered_at: when that batch was delivered; the start of the run before the first batch.
     """
 
     def __init__(self, *, trainer_waits: bool) -> None:
@@ -240,7 +240,7 @@ class BatchMeter(RolloutTime):
         self._schedule = of.ScheduleChanged(schedule="")
         """The schedule in force."""
         self._expected = self._schedule
-        """The schedule that was in force when the batch in work began."""
+        """The schedule in force at the start of the current batch."""
         self._handlers |= dict.fromkeys(self.time.kinds, self._timed) | {
             of.RunOpened: self._opened,
             of.BatchDelivered: self._delivered,

@@ -135,7 +135,7 @@ CENSORS = frozenset(
 """Reasons of drops that may hit long responses more often than short ones."""
 
 _ENOUGH = 8
-"""Number of drops before a warning. One long response that is dropped is no pattern."""
+"""Number of drops before a warning. A single dropped long response is not a pattern."""
 _LEAST_EFFECT = 0.001
 """Size of an effect, as a share of the mean length, that is worth a warning."""
 
@@ -298,7 +298,7 @@ class BiasCollector:
         _, predicted = transient(final, delivered, mean)
         measured = running_bias(lengths, mean)
         owners = [np.full(len(group.tokens), group.launched) for group in open_groups]
-        # With as many in flight the transient falls as 1 / batches.
+        # At a constant number of requests in flight, the transient falls as 1 / batches.
         needed = math.ceil(abs(predicted) / _GOAL * len(batches))
         return TransientFigures(
             predicted=predicted,

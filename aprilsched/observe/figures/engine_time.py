@@ -2,12 +2,13 @@
 
 Invariant: the parts of a stretch add up to its length.
 
-An engine has as many slots as the largest number of requests that it had at once (its `capacity`).
-While the engine generates, each slot is counted by itself: if two of eight slots decode for a
-second, this is a quarter of a second of "decode", and the other three quarters have another part,
-which says why the slots were free. While the engine does not generate, all its slots have the same
-part. A slot is not a share of the GPU's arithmetic: a step of decoding costs less than in
-proportion to the batch, so an engine that is half empty loses less than half of its speed.
+An engine's number of slots is its `capacity`, the largest number of concurrent requests it has
+had. While the engine generates, each slot counts separately: if two of eight slots decode for a
+second, a quarter of that second is "decode", and the rest goes to the part that explains why the
+other slots were free. While the engine does not generate, all slots belong to one part.
+
+A slot is not a share of the GPU's compute. A decode step costs less than in proportion to its
+batch size, so an engine that is half empty loses less than half of its speed.
 """
 
 from __future__ import annotations
@@ -140,8 +141,8 @@ def add_seconds(
 ) -> None:
     """Add the seconds of a stretch to `seconds`, in place.
 
-    It takes plain numbers and not a :class:`Stretch`, because it is called whenever a request
-    begins or ends.
+    Takes plain numbers instead of a :class:`Stretch`, because it runs at every start and end of a
+    request.
     """
     if state != "generating":
         seconds[_STATE_INDEX.get(state, PART_INDEX[idle])] += length
@@ -207,28 +208,28 @@ class Recording(Protocol):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineUsage:
-    """An engine now, and where its time has gone so far.
+    """The current state of an engine, and its time so far by part.
 
     Attributes:
-        info: what the engine said about itself when it opened or joined.
+        info: the engine's description when it opened or joined.
         version: policy version of its weights; None if they are inconsistent.
-        since: time at which its present stretch began.
-        decode: number of its requests that decode.
-        prefill: number of its requests that wait for their first token.
-        re_prefill: number of its requests that wait for their next token after a pause or a move.
-        capacity: largest number of requests that it had at once: the slots that its time is
-            divided by.
-        tokens: number of tokens that it has generated so far.
-        losses: how often it went out of use.
-        beyond: number of tokens in the contexts of its requests, minus `tokens`. A chunk changes
-            both numbers by the same amount, so this difference need not be updated for a chunk.
-        seconds_per_token: running mean of the time that one request takes for one token; 0 until
-            a timed request has sent two chunks.
-        timed: number of its requests whose chunks are timed for that mean.
-        drops_kv: whether its present or last pause drops the KV of its requests.
-        released: tags of the memory that it has released to the trainer.
-        waking: tags of the memory that it is taking back.
-        seconds: its time so far, in the order of PARTS.
+        since: start time of the current stretch.
+        decode: number of requests that decode.
+        prefill: number of requests that wait for their first token.
+        re_prefill: number of requests that wait for their next token after a pause or a move.
+        capacity: largest number of concurrent requests so far: the number of slots among which
+            the time is divided.
+        tokens: number of tokens generated so far.
+        losses: how often the engine was lost.
+        beyond: number of tokens in the contexts of its requests, minus `tokens`. A chunk adds the
+            same amount to both numbers, so this difference stays valid without an update.
+        seconds_per_token: running mean of the time per token of one request; 0 until a timed
+            request has sent two chunks.
+        timed: number of requests whose chunks are timed for that mean.
+        drops_kv: whether the current or latest pause drops the KV of its requests.
+        released: tags of the memory released to the trainer.
+        waking: tags of the memory being resumed.
+        seconds: time so far, in the order of PARTS.
     """
 
     info: EngineInfo
@@ -336,7 +337,7 @@ class EngineTime:
         self._outside = 0
 
     def advance(self, now: float) -> None:
-        """End the present stretch of each engine at `now`, and begin a new one."""
+        """End the current stretch of each engine at `now`, and start a new one."""
         self.now = now
         for engine in self.engines.values():
             self._end_stretch(engine)
@@ -405,7 +406,7 @@ class EngineTime:
         self._end_stretch(engine)
         attempt.timed = engine.timed < _TIMED
         before = self.attempts.get(attempt.request_id)
-        if before is not None:  # its end was not told
+        if before is not None:  # no fact recorded its end
             del self._attempts_on[before.engine.name][before.request_id]
         self.attempts[attempt.request_id] = attempt
         self._attempts_on.setdefault(engine.name, {})[attempt.request_id] = attempt
@@ -426,7 +427,7 @@ class EngineTime:
             engine.timed -= attempt.timed
 
     def watch(self, attempt: AttemptNow, tokens: int, now: float) -> None:
-        """Take the time of a chunk that ends a wait or tells the engine's rate."""
+        """Record the time of a chunk that ends a wait or updates the engine's rate."""
         engine = attempt.engine
         took, attempt.since = now - attempt.since, now
         if attempt.phase != "decode":
@@ -473,7 +474,7 @@ class EngineTime:
     # --- time ----------------------------------------------------------------------------------
 
     def _end_stretch(self, engine: EngineUsage) -> None:
-        """End the present stretch of an engine, count it, and begin the next one."""
+        """End the current stretch of an engine, count it, and start the next one."""
         begin, end = engine.since, self.now
         if end <= begin:
             return

@@ -38,17 +38,16 @@ class Figure:
     """A figure of a run.
 
     Attributes:
-        help: one sentence for whoever reads it.
-        of: takes it from its source. A histogram has none, because its values are observed one by
-            one.
-        name: where it belongs, and what it is; the table gives a field of summary.json its name.
+        help: one sentence of description for the reader of the metric.
+        of: reads the value from its source. A histogram has none, because its values are observed
+            one by one.
+        name: section and name; the table names a field of summary.json by it.
         buckets: upper edges of a histogram, without the infinite one.
-        tracked: whether trackers write it at each batch. Of a figure with labels they write the
-            sum.
-        exposed: whether it is told to Prometheus.
-        live: what the live view calls it; it shows no figure without such a name.
-        headline: what the report calls it among its headlines; empty if it is none of them.
-        better: which values are better; None if none are.
+        tracked: whether trackers write it at each batch. If it has labels, they write the sum.
+        exposed: whether it is exported to Prometheus.
+        live: label in the live view, which omits figures without one.
+        headline: label among the report's headlines; empty if it is not a headline.
+        better: which values are better; None if there is no better direction.
     """
 
     help: str
@@ -118,17 +117,18 @@ class Ages(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """What was counted and timed of a delivered batch.
+    """Counts and times of a delivered batch.
 
     Attributes:
-        seconds: from the delivery before to its own, without `trainer_seconds`.
+        seconds: from the previous delivery to this one, without `trainer_seconds`.
         lengths: lengths of its responses, int64 [n], tokens of the environment included.
         ages: ages of its responses, int64 [n, 6], with the columns of :class:`Ages`.
-        sums: sums of these columns; of the two oldest ages the largest.
-        t_bound: what no schedule can go below on this fleet, in seconds; None without a model.
+        sums: sums of these columns; for the two columns of oldest ages, the maximum.
+        t_bound: lower bound of the batch time of any schedule on this fleet, in seconds; None
+            without a model.
         distance, iid_distance: see :attr:`Figures.length_distance`.
-        rewards: means of the rewards, under None, and of each named part of them.
-        forecast: forecast and outcome; None if there was no forecast.
+        rewards: mean reward, under the key None, and mean of each named part.
+        forecast: forecast and outcome; None if nothing was forecast.
         rollout_seconds: seconds of all its rollouts from launch to delivery, by part.
         turns: number of turns of each of its episodes.
         sessions: drift and branches of each of its sessions.

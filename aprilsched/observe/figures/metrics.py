@@ -61,12 +61,11 @@ class Scrape:
 
 
 class Metrics(FiguresListener):
-    """Keeps what Prometheus is told of a run.
+    """Keeps the metrics of a run that are exported to Prometheus.
 
     Args:
-        figures: LiveFigures that are a listener before this one. If it is None, the metrics keep
-            figures of their own.
-        clients: what a gateway counts; without it there are no figures of a gateway.
+        figures: LiveFigures that are an earlier listener of the run. None creates private figures.
+        clients: the counts of a gateway; None omits the gateway's metrics.
     """
 
     def __init__(self, figures: LiveFigures | None = None, clients: Clients | None = None) -> None:
@@ -103,7 +102,7 @@ class Metrics(FiguresListener):
             super().react(facts, now)
 
     def observe(self, name: str, value: float) -> None:
-        """Count a value that no fact tells in the histogram of this name."""
+        """Observe a value that no fact contains, in the histogram of this name."""
         self._histograms[name].observe(value)
 
     def scrape(self) -> Scrape:

@@ -44,10 +44,10 @@ class RolloutClock:
     """A rollout in flight.
 
     Attributes:
-        part: what it is at, since the time `since`.
-        seconds: its time until then, by part.
+        part: its current part, since the time `since`.
+        seconds: its time before `since`, by part.
         episode: whether a coroutine or a session drives it.
-        session: drift and branches, as its session tells at its end; None if it was none.
+        session: drift and branches, reported when its session ends; None if it is not a session.
     """
 
     since: float
@@ -59,7 +59,7 @@ class RolloutClock:
     session: tuple[int, int] | None = None
 
     def enter(self, part: RolloutPart, now: float) -> None:
-        """End the present part, and begin another one."""
+        """End the current part, and start another one."""
         self.seconds[self.part] += now - self.since
         self.part, self.since = part, now
 
@@ -80,7 +80,7 @@ class RolloutTime(DispatchingListener):
         self._engines: dict[int, str] = {}
         """The engines that have the requests."""
         self._stopped: set[str] = set()
-        """Engines that do not generate, because they were told so."""
+        """Engines that do not generate, because they were instructed not to."""
         self._handlers = {
             of.RunOpened: self._opened,
             of.GroupLaunched: self._launched,
@@ -184,7 +184,7 @@ class RolloutTime(DispatchingListener):
         gone = set(rollout_ids)
         left = tuple(each for each in self._groups.pop(group_id, ()) if each not in gone)
         if left:
-            # A lost member leaves a group that goes on.
+            # A lost member leaves its group, and the others continue.
             self._groups[group_id] = left
         for rollout_id in gone:
             self.rollouts.pop(rollout_id, None)

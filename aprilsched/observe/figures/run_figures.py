@@ -128,7 +128,7 @@ class TransientFigures:
     measured_by_batch: list[float]
     """Measured bias of all responses delivered until each batch."""
     further_batches_to_1_percent: int
-    """Number of further batches until the bias is at most 1 %, with as many in flight as now."""
+    """Number of further batches until the bias is at most 1 %, at the current concurrency."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,7 +155,7 @@ class CensoringFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BiasFigures:
-    """Are short responses over-represented? 0 is no bias, -0.1 is 10 % too short."""
+    """Over-representation of short responses: 0 without bias, -0.1 if 10 % too short."""
 
     first_batch_length_bias: float | None = None
     """Mean length of batch 0 / long-run mean - 1."""
@@ -247,7 +247,7 @@ class RunSummary(Figures):
     event_log_error: str | None
     """Why events.jsonl is not complete."""
     engines: int
-    """When the run began."""
+    """Start of the run."""
     batches: int
     """Delivered."""
     rollouts: RolloutFigures

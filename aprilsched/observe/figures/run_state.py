@@ -97,18 +97,18 @@ class RunState:
     """A listener that keeps the state of a run up to date.
 
     Args:
-        batch_groups: number of groups of a batch, as in the scheduler's configuration. If it is
-            None, the first batch that is delivered tells it.
+        batch_groups: number of groups per batch, as in the scheduler's configuration. None takes it
+            from the first delivered batch.
         recording: receives each stretch of each engine's time.
 
     Attributes:
         now: time of the last fact, in seconds.
-        engines: the engines by name, in the order in which they came, and where their time went.
-        growing: ids of the rollouts whose response has not ended.
-        carried: ids of the rollouts in `growing` that were in flight when an earlier batch was
-            delivered.
-        outside: the episodes that have no request for an engine, and what they wait for.
-        fetching: whether prompts were requested and have not arrived.
+        engines: the engines and their time by part, by name, in the order of joining.
+        growing: ids of the rollouts whose response is unfinished.
+        carried: ids of the rollouts in `growing` that were already in flight when an earlier batch
+            was delivered.
+        outside: the episodes without a request at an engine, and what they wait for.
+        fetching: whether requested prompts are pending.
         version: policy version of the fleet.
         batches: number of batches that the trainer has received.
     """
@@ -140,10 +140,10 @@ class RunState:
         self._batch_groups = batch_groups
         self._prompts_ended = False
         self._launches_unasked = False
-        """Whether groups were launched while the trainer did not wait for a batch, since the pace
-        last changed. This happens only on the asynchronous pace, so it tells the pace. On the
-        synchronous pace an idle engine is not even paused while the trainer trains, so its mode
-        does not tell why it is idle."""
+        """Whether a group was launched while the trainer was not waiting for a batch, since the
+        last change of pace. This happens only at the asynchronous pace, so it identifies the pace.
+        An engine's mode does not: at the synchronous pace, an idle engine is not even paused while
+        the trainer trains."""
         self._began = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             of.RunOpened: self._opened,
@@ -483,7 +483,7 @@ class RunState:
         self._forget([fact.group_id])
 
     def _leave(self, group_id: int, rollout_id: int) -> None:
-        """A rollout that is lost leaves its group, which goes on."""
+        """Remove a lost rollout from its group, which continues."""
         grew = rollout_id in self.growing
         self._let_go(rollout_id)
         group = self.groups[group_id]

@@ -42,12 +42,12 @@ _STATES: tuple[EngineState, ...] = get_args(EngineState)
 
 @dataclass(kw_only=True, slots=True)
 class Clients:
-    """What a gateway counts of its clients, of whom no fact tells.
+    """A gateway's counts of its clients, which appear in no fact.
 
     Attributes:
-        responses: tells the number of open responses.
-        streams: number of open streams; one may have several responses.
-        refusals: number of requests that were answered with an error, by reason.
+        responses: returns the number of open responses.
+        streams: number of open streams; a stream may carry several responses.
+        refusals: number of requests answered with an error, by reason.
     """
 
     responses: Callable[[], int]
@@ -57,14 +57,14 @@ class Clients:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """What figures are taken from. The lock of `figures` is held meanwhile.
+    """The sources from which figures are read, while the lock of `figures` is held.
 
     Attributes:
         updates: number of updates that ended, by outcome.
-        seconds: seconds of each engine by part, as they are told to Prometheus.
+        seconds: seconds of each engine by part, as exported to Prometheus.
         spent: seconds of all engines between the last two batches, by part; empty while no batch
             is being delivered.
-        clients: what a gateway counts; None if there is none.
+        clients: the counts of a gateway; None without a gateway.
     """
 
     figures: LiveFigures

@@ -60,7 +60,7 @@ def _bound(config: dict[str, Any]) -> Bound | None:
     try:
         model = _model(config)
     except ConfigError:
-        return None  # the file was the other machine's, or is not there any more
+        return None  # the file was on another machine, or no longer exists
     if model is None and not simulated:
         return None
     engines: int = config["sim"]["engines"] if simulated else len(config["engine"])
@@ -80,5 +80,5 @@ def _workload_mean(config: dict[str, Any]) -> float | None:
     try:
         workload = LongTailWorkload.of(given, seed=config["seed"], group_size=group_size)
     except ConfigError:
-        return None  # the file of lengths was the other machine's, or is not there any more
+        return None  # the file of lengths was on another machine, or no longer exists
     return workload.mean_length()

@@ -27,7 +27,7 @@ from aprilsched.observe.log.run import readable
 from aprilsched.observe.log.run_folder import EVENTS
 
 _LEAVING = frozenset({Reason.MEMBER_LOST})
-"""Reasons of rollouts that leave a group which goes on."""
+"""Reasons for which a rollout leaves its group and the group continues."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -157,7 +157,7 @@ class Launches:
             self._groups[fact.rollout_id] = fact.group_id
 
     def _left(self, fact: of.GroupDropped) -> None:
-        """Forget members that their group goes on without."""
+        """Forget members that left a group which continues without them."""
         for rollout_id in fact.rollout_ids:
             group_id = self._groups.get(rollout_id)
             if group_id is not None:
@@ -172,8 +172,8 @@ class Launches:
             return
         self._settled.update(rollout.group_id for rollout in fact.rollouts)
         for rollout in fact.rollouts:
-            # A request that began before the log has no AttemptSent, or its context has tokens of
-            # the response.
+            # A request older than the log has no AttemptSent, or its context already contains
+            # tokens of the response.
             self._members[rollout.rollout_id] = Member(
                 group_id=rollout.group_id,
                 prompt=rollout.prompt_tokens,
@@ -209,10 +209,10 @@ def known_lengths(folder: Path, *, until: float | None = None) -> list[GroupLeng
 
 
 def law_of(groups: Sequence[GroupLengths]) -> KaplanMeier:
-    """Kaplan and Meier's estimate, in which unfinished responses are censored.
+    """Return the Kaplan-Meier estimate, in which unfinished responses are censored.
 
     Raises:
-        ValueError: if there are no groups.
+        ValueError: if `groups` is empty.
     """
     tokens, finished = pooled(groups)
     return kaplan_meier(tokens, ~finished)

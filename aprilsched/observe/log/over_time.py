@@ -75,7 +75,7 @@ def tokens_by_age(run: Run) -> NDArray[np.int64]:
 
 
 def tokens_by_class(run: Run, classes: int) -> NDArray[np.int64]:
-    """The same by that many classes of age; the last one has all older tokens."""
+    """Return the same by `classes` classes of age; the last one contains all older tokens."""
     counts = tokens_by_age(run)
     found = np.zeros((len(counts), classes), np.int64)
     kept = min(classes, counts.shape[1])

@@ -77,7 +77,7 @@ class Delivery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """The content of a run folder. Times are seconds since the run began."""
+    """The content of a run folder. Times are seconds since the start of the run."""
 
     config: dict[str, Any]
     summary: RunSummary

@@ -110,10 +110,9 @@ class RunFolder:
                 folder.rmdir()
 
     def create(self, config: Mapping[str, Any]) -> None:
-        """Write the resolved configuration of the run that has begun.
+        """Write the resolved configuration of the run.
 
-        In a resumed run, the summary and the pictures of the prior run are removed, because they
-        are out of date.
+        If the run is resumed, remove the outdated summary and pictures of the prior process.
 
         Raises:
             RunFolderError: if the files cannot be written or removed.
@@ -140,8 +139,7 @@ class RunFolder:
 
 
 def default_path(seed: int, runs: Path = RUNS, now: datetime | None = None) -> Path:
-    """``runs/<UTC time>-<seed>``, with a number at the end if another run began in the same
-    second."""
+    """Return ``runs/<UTC time>-<seed>``, numbered if another run started in that second."""
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
     name = f"{stamp}-{seed}"
     if not (runs / name).exists():
@@ -187,7 +185,7 @@ def _refuse_taken(path: Path) -> None:
 
 
 def _refuse_other(path: Path) -> None:
-    """Raise RunFolderError if there is no run that can be resumed."""
+    """Raise RunFolderError unless the folder contains a run that can be resumed."""
     try:
         for name in (CONFIG, EVENTS):
             if not (path / name).is_file():

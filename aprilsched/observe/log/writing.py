@@ -1,14 +1,13 @@
 """Writes events.jsonl: one line for every fact of a run (:mod:`~.format`).
 
-The log has no time of the wall clock and nothing random, so two runs under a virtual clock with
-the same seed write the same bytes.
+The log contains no wall-clock time and nothing random, so two runs under a virtual clock with the
+same seed write the same bytes.
 
 A process that resumes a run appends to its log. Its first line is a LogResumed, and its times
 continue from the time of the last line.
 
-Invariant: whatever goes wrong while writing, the run goes on; it is said once, and in the
-summary. The disk is written to by a thread of its own: one that is too slow costs lines, which are
-counted, and no time.
+Invariant: no write error stops the run; it is logged once and recorded in the summary. A separate
+thread writes to the disk: a disk that is too slow costs lines, which are counted, but no time.
 """
 
 from __future__ import annotations
@@ -122,18 +121,18 @@ class EventLog:
             self._look(now)
 
     def seconds(self, now: float) -> float:
-        """Convert `now`, a time of the event loop's clock, to seconds since the run began.
+        """Convert a time of the event loop's clock to seconds since the start of the run.
 
         Returns 0.0 before the first fact.
         """
         return 0.0 if self._began is None else float(np.round(now - self._began, _DIGITS))
 
     def start(self, *, batches: int = 0) -> None:
-        """Begin to write to the file; call it when the run folder exists.
+        """Start writing to the file; the run folder must exist.
 
         Args:
-            batches: number of batches that a resumed run knows. Later deliveries in the log were
-                not saved, and are void.
+            batches: number of batches that a resumed run has saved. Later deliveries in the log
+                were not saved, and are void.
         """
         self._started = True
         if self._append and not self._writer.failed:
@@ -177,7 +176,7 @@ class EventLog:
             self._buffer += self._as_lines(held, seconds)
         except Exception as error:
             # A listener that raises is detached. The log catches the error itself, so that the
-            # summary says that the log is not complete.
+            # summary reports an incomplete log.
             self._writer.fail(error)
 
     def _as_lines(self, facts: Sequence[Fact], seconds: Sequence[float]) -> bytes:

@@ -20,7 +20,7 @@ _MISMATCH = Axis(label="k3, nats", unit="nats", from_zero=True)
 
 
 def by_staleness(runs: Sequence[RunReport]) -> Chart:
-    """The mismatch, which is all there is at staleness 0, beside that of older tokens."""
+    """Draw the mismatch by staleness; at staleness 0 it is engine-trainer mismatch only."""
     rows = {run: found.by_age for run, found in _reported(runs).items()}
     count = max(
         (i + 1 for row in rows.values() for i, each in enumerate(row) if each.tokens), default=1

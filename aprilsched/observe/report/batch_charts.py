@@ -149,8 +149,8 @@ def _transient(run: RunReport) -> str:
 
 
 def distances(runs: Sequence[RunReport]) -> list[Chart]:
-    """Draw the distance of each batch's lengths from the drawn law, with what is expected of a
-    batch drawn at random. There is no chart if no batch has it."""
+    """Draw the distance of each batch's lengths from the drawn law, and the distance expected of
+    an i.i.d. batch. Returns no chart if no batch has a distance."""
     series: list[Series] = []
     said: list[str] = []
     for run in runs:
@@ -195,8 +195,8 @@ def distances(runs: Sequence[RunReport]) -> list[Chart]:
 
 
 def forecasts(run: RunReport) -> Chart | None:
-    """Draw the efficiency that automatic scheduling forecast for each batch beside what happened.
-    There is no chart of a run without forecasts."""
+    """Draw each batch's efficiency, as forecast by automatic scheduling and as measured; None
+    without forecasts."""
     found = [(each.index + 1, each.forecast) for each in run.summary.per_batch if each.forecast]
     if not found:
         return None

@@ -77,10 +77,10 @@ class Series:
     Attributes:
         colour: the colour, or one for each bar.
         step: whether a line keeps each value until the next one, as areas do.
-        texts: what is written into stacked bars, or above others.
-        hover: what the page shows at a value, as plotly's template; "" shows only the name.
-        told: for each value more that `hover` may show, as customdata.
-        row: which of the axes above each other it is in, from 0.
+        texts: labels inside stacked bars, or above other bars.
+        hover: plotly template of the hover text of a value; "" shows only the name.
+        told: additional data of each value for `hover`, as plotly's customdata.
+        row: index of its axes among the stacked ones, from 0.
     """
 
     name: str
@@ -108,9 +108,9 @@ class Axis:
     """An axis.
 
     Attributes:
-        range: the values at its ends, if they do not follow from the data.
-        from_zero: whether the second axis begins at 0.
-        ticks: the texts at these values, if others than the numbers are wanted; no ticks if empty.
+        range: the values at its ends; None derives them from the data.
+        from_zero: whether the second axis starts at 0.
+        ticks: labels by value, instead of the numbers; no ticks if empty.
     """
 
     label: str

@@ -19,8 +19,10 @@ _Shares = Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
 
 
 def gpu_lines(folder: Path) -> tuple[_Shares, str]:
-    """The samples as shares over time, of each GPU (by NVML) or otherwise of each engine (by its
-    own counters), with a sentence that says what they mean. A run that was not sampled has none.
+    """Return the samples as shares over time, with a sentence that explains them.
+
+    There is one line per GPU (from NVML), or else one per engine (from its own counters), and none
+    if the run was not sampled.
 
     Raises:
         RunFolderError: if the samples cannot be read.

@@ -62,7 +62,7 @@ _ENDS = {
     Reason.EPISODE_FAILED.value: "failed, with their group",
     Reason.MEMBER_LOST.value: "lost, their group goes on",
 }
-"""How episodes end, by the ledger's reasons; others are told as the ledger names them."""
+"""Labels of the ends of episodes, by the ledger's reasons; others keep the ledger's name."""
 
 
 def bias_rows(run: RunReport) -> list[tuple[str, str]]:

@@ -256,7 +256,7 @@ def tail_of(lengths: NDArray[np.int64]) -> Curve:
 
 
 def evenly(count: int, at_most: int = 240) -> NDArray[np.int64]:
-    """Which of `count` values are shown: at most so many, at equal distances."""
+    """Return the indices of at most `at_most` of `count` values, evenly spaced."""
     return np.unique(np.linspace(0, max(0, count - 1), min(count, at_most)).astype(np.int64))
 
 

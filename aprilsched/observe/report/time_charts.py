@@ -131,8 +131,7 @@ def utilization(run: RunReport, end: float) -> Chart:
     """Draw all engines together over the run; the axis goes to `end`."""
     usage, batches = run.usage, len(run.run.deliveries)
     few = batches <= _MARKED
-    # Pieces that are about as long as a batch would show the phase of the batch in which they
-    # begin.
+    # Bins about as long as a batch would show the phase of the batch at which they start.
     bins = _BINS if few else min(_BINS // 2, max(_MARKED, batches // 2))
     shares = _shares(usage.series(bins).sum(axis=1))
     busy = np.sum([shares.get(part, np.zeros(bins)) for part in BUSY], axis=0)

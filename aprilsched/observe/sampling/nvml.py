@@ -1,8 +1,8 @@
 """Samples the GPUs of this machine by NVML, the library of their driver (nvidia-ml-py).
 
-A call may block, and a driver that hangs must hold nobody up. Therefore :class:`GpuThread` makes
-all calls in a daemon thread. A figure that a GPU does not have is None; for example, a MIG slice
-has no utilization.
+A call may block, and a hung driver must not block the run. Therefore :class:`GpuThread` makes all
+calls in a daemon thread. A figure that a GPU does not provide is None; for example, a MIG slice has
+no utilization.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Nvml:
         ]
 
     def sample(self, t: float) -> list[GpuLine]:
-        """A line for each GPU, with its figures now.
+        """Return a line for each GPU, with its current figures.
 
         Raises:
-            OSError: if no GPU tells anything any more.
+            OSError: if no GPU reports anything.
         """
         lines = [self._line(t, index, handle) for index, handle in self._handles.items()]
         if lines and all(line == GpuLine(t=t, device=line.device) for line in lines):
@@ -128,17 +128,17 @@ def _text(value: Any) -> str:
 
 
 class GpuThread:
-    """Samples the GPUs every `interval` seconds, from :meth:`start` to :meth:`stop`, in a thread of
-    its own. It is no :class:`~aprilsched.observe.worker.Worker`, because nothing is put to it:
-    its clock is the wall's, and it goes on while the event loop is held up.
+    """Samples the GPUs every `interval` seconds, from :meth:`start` to :meth:`stop`, in a separate
+    thread. It is not a :class:`~aprilsched.observe.worker.Worker`, because it receives no calls: it
+    follows the wall clock, and continues while the event loop is blocked.
 
-    What goes wrong is said once in the log of the program, and the run continues.
+    A failure is logged once, and the run continues.
 
     Args:
         interval: seconds between two samples.
-        clock: gives the time of a sample; called in the thread.
-        take: takes the lines; called in the thread.
-        wanted: whether NVML was asked for, so that its absence is a warning.
+        clock: returns the time of a sample; called in the thread.
+        take: receives the lines; called in the thread.
+        wanted: whether the user requested NVML, so that its absence is a warning.
     """
 
     def __init__(

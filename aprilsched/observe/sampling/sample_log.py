@@ -1,6 +1,6 @@
-"""Writes samples.jsonl in a worker thread, as the event log is written.
+"""Writes samples.jsonl in a worker thread, like the event log.
 
-Invariant: whatever goes wrong while writing, the run continues, and it is said once.
+Invariant: no write error stops the run; it is logged once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class SampleLog:
-    """Appends lines to a file, from any thread. A new file begins with their description.
+    """Appends lines to a file, from any thread. A new file starts with their description.
 
     Args:
         path: the file.
