@@ -1,4 +1,4 @@
-"""The command line; each command has a module. Those that serve end by the same signals."""
+"""The command line; each command has a module. All serving commands end on the same signals."""
 
 from __future__ import annotations
 

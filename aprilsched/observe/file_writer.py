@@ -58,12 +58,12 @@ class FileWriter:
 
     @property
     def failed(self) -> bool:
-        """Nothing is to be put any more."""
+        """Whether the file has failed, so that further blocks are pointless."""
         return self._failure is not None
 
     @property
     def error(self) -> str | None:
-        """Why the file is not complete; None while it is."""
+        """Why the file is incomplete; None if it is complete."""
         reasons = [] if self._failure is None else [self._failure]
         if self._dropped:
             reasons.append(
@@ -72,8 +72,7 @@ class FileWriter:
         return "; ".join(reasons) or None
 
     def fail(self, error: BaseException) -> None:
-        """The file will not be complete because of `error`; what was put is written all the
-        same."""
+        """Mark the file as incomplete because of `error`; pending blocks are still written."""
         if self._failure is None:
             self._failure = str(error) or repr(error)
             log.warning("%s is not complete, the run goes on: %s", self._path.name, self._failure)
@@ -88,7 +87,7 @@ class FileWriter:
             self._dropped += lines
 
     def close(self) -> None:
-        """Write what is left, in bounded time."""
+        """Write the pending blocks, in bounded time."""
         if not self._worker.close() and self._failure is None:
             # The worker has logged this.
             self._failure = (

@@ -75,7 +75,7 @@ class GatewayCommand:
         return LiveView(console, facts, LiveFigures())
 
     def made(self, listeners: Sequence[AnyListener] = ()) -> Gateway:
-        """The gateway that the settings ask for, not started yet; `listeners` hear of its run.
+        """Return the configured gateway, not started yet; `listeners` receive the facts of its run.
 
         Raises:
             ConfigError: if a setting is wrong.
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def command_of(arguments: Sequence[str]) -> GatewayCommand:
-    """The command: flags override the config file, and the config file overrides the defaults.
+    """Return the command: flags override the config file, which overrides the defaults.
 
     Raises:
         ConfigError: if the arguments or the config file cannot be used.
@@ -120,10 +120,10 @@ def command_of(arguments: Sequence[str]) -> GatewayCommand:
 
 
 def _configured(table: Mapping[str, Any]) -> GatewayCommand:
-    """The command that a config file describes.
+    """Return the command that a config file describes.
 
     Raises:
-        ConfigError: if it names something unknown or has a wrong value.
+        ConfigError: if it contains an unknown name or a wrong value.
     """
     known = {**get_type_hints(GatewayCommand), **get_type_hints(GatewaySettings)}
     own = [name for name in get_type_hints(GatewayCommand) if name not in ("gateway", "config")]
@@ -141,7 +141,7 @@ async def _serve(command: GatewayCommand) -> int:
     gateway = command.made(() if view is None else view.listeners)
     starting = asyncio.create_task(gateway.start())
     await asyncio.wait([ended, starting], return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():  # It waits for its servers, perhaps for minutes.
+    if not starting.done():  # It may wait for its servers for minutes.
         starting.cancel()
         await asyncio.wait([starting])
         return ended.result()

@@ -46,7 +46,7 @@ class ServeSimCommand:
     sim: SimSettings = field(default_factory=SimSettings)
 
     def drawn(self) -> DrawnLengths | None:
-        """The lengths at which responses end; None without a law.
+        """Return the lengths at which responses end, or None without a law.
 
         Raises:
             ConfigError: if a setting is wrong.
@@ -59,7 +59,7 @@ class ServeSimCommand:
         return DrawnLengths(workload.checked(seed=self.seed, group_size=1))
 
     def servers(self) -> list[SimServer]:
-        """The servers that the settings ask for, not started yet.
+        """Return the configured servers, not started yet.
 
         Raises:
             ConfigError: if a setting is wrong.

@@ -131,7 +131,7 @@ async def refit(server: Server) -> Verdict:
 
 
 async def _fresh(server: Server) -> contract.Stream:
-    # A prefix that another request has cached was computed in another order.
+    # A new cache key: a prefix cached by another request was computed in a different order.
     request = contract.greedy(24)
     return await server.subject.whole(replace(request, cache_key=request.request_id))
 

@@ -1,7 +1,7 @@
 """Drives a run through the real coordinator (``aprilsched run``), with the listeners that export
 it, or in virtual time (``simulate``).
 
-Invariant: when the run folder was made, summary.json is written into it, however the run ends.
+Invariant: once the run folder exists, summary.json is written into it, however the run ends.
 """
 
 from __future__ import annotations
@@ -86,8 +86,7 @@ class Run:
             return self._execute(exporting)
 
     def _execute(self, exporting: ExitStack) -> RunSummary:
-        """Run; the exporters are closed only after the summary is written, because closing them may
-        take long."""
+        """Run; close the exporters only after the summary is written, because this may be slow."""
         failure: AprilschedError | None = None
         try:
             self._exported = exporting.enter_context(
@@ -136,13 +135,13 @@ class Run:
         async with self._scheduler as rollouts:
             before = await self._begin(rollouts.state)
             if not rollouts.state.fleet.control.engines and setup.publisher is not None:
-                # Engines that were restarted do not have the version of the resumed run.
+                # Restarted engines do not have the version of the resumed run.
                 await rollouts.update_weights(setup.publisher, version=rollouts.version)
             async with self._sampler:
                 await self._train(rollouts, before)
 
     async def _train(self, rollouts: RolloutScheduler, before: int) -> None:
-        """Take and acknowledge batches as a trainer does, after the first `before` ones."""
+        """Take and acknowledge batches as a trainer does, starting after the first `before`."""
         setup, settings = self._setup, self._setup.settings
         for done in range(before + 1, settings.batches + 1):
             try:
@@ -170,7 +169,7 @@ class Run:
             taken.acknowledge()
 
     async def _begin(self, state: SchedulerState) -> int:
-        """Make the folder, and start the log. Returns how many batches the trainer had before."""
+        """Create the folder, start the log, and return the number of earlier batches."""
         settings, before = self._setup.settings, 0
         if self._prior is not None:
             before = await self._prior.show(state, inline=self._setup.clock == "virtual")
@@ -189,7 +188,7 @@ class Run:
     def _ended_by_ctrl_c(self) -> Generator[None]:
         """Let Ctrl-C cancel the run, which then cleans up.
 
-        A KeyboardInterrupt would interrupt the loop at any place, even in the clean-up.
+        A KeyboardInterrupt could interrupt the loop anywhere, even during the clean-up.
         """
         loop, run = asyncio.get_running_loop(), asyncio.current_task()
         # A job that a shell starts in the background ignores Ctrl-C, and this must stay so.
@@ -249,12 +248,12 @@ class Run:
 
 
 class PriorRun:
-    """The part of a resumed run that an earlier process wrote to `folder`, and the listener of its
-    new part for `summary`.
+    """Replays the part of a resumed run that an earlier process wrote to `folder`, and then passes
+    the facts of the new part to `summary`.
 
-    A process that resumes a run has a clock of its own. The summary sees its facts at the time at
-    which the prior run ended and later; the time between the two processes is left out. Facts are
-    held back until :meth:`show` has replayed the prior part.
+    A process that resumes a run has a new clock. Its facts are shifted so that they continue from
+    the end of the prior run, without the time between the two processes. They are buffered until
+    :meth:`show` has replayed the prior part.
     """
 
     def __init__(self, folder: Path, summary: Summary) -> None:
@@ -262,9 +261,9 @@ class PriorRun:
         self._summary = summary
         self._held: list[tuple[Sequence[Fact], float]] = []
         self._end: float | None = None
-        """Seconds from the beginning of the run to the end of the prior run, once it is shown."""
+        """Seconds from the start of the run to the end of the prior run; None before `show`."""
         self._first: float | None = None
-        """The time of the first fact that is passed on, by the clock of this process."""
+        """The time of the first forwarded fact, on the clock of this process."""
 
     async def show(self, state: SchedulerState, *, inline: bool) -> int:
         """Replay the prior part to the summary; return the number of batches the trainer had.

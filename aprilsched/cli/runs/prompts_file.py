@@ -33,7 +33,7 @@ _SETTINGS = ("key", "sampling", "group_size")
 _CHAT = ("tools", "chat_template_kwargs")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _MARK = b"\xef\xbb\xbf"
-"""What Windows tools put before UTF-8."""
+"""The byte order mark that Windows tools write before UTF-8."""
 _OTHER_FORMATS: Mapping[bytes, str] = {
     b"PAR1": "Parquet",
     b"ARROW1": "Arrow",
@@ -45,9 +45,9 @@ _OTHER_FORMATS: Mapping[bytes, str] = {
 }
 """How files of other formats start."""
 _SHOWN = 32
-"""Columns that a message names, and characters of each."""
+"""Largest number of columns in a message, and of characters of each."""
 _ALMOST = 0.85
-"""Likeness to a setting from which a column counts as a misspelling of it."""
+"""Similarity to a setting at which a column counts as a misspelling of it, 0 to 1."""
 
 
 def read_prompts(
@@ -133,7 +133,7 @@ def _prompt(
     used = {content, *used, *_SETTINGS}
     metadata = {column: value for column, value in row.items() if column not in used}
     for column in metadata.keys() - {*_CONTENT}:
-        # A misspelt setting would have no effect. A misspelt prompt is missing, which is noticed.
+        # A misspelled setting would silently have no effect; a misspelled prompt raises an error.
         if near := get_close_matches(column, ("input_ids", *_SETTINGS[1:]), n=1, cutoff=_ALMOST):
             raise ConfigError(f"{column!r} is no key of a prompt; write {near[0]}, or rename it.")
     sampling = row.get("sampling")
@@ -217,7 +217,7 @@ def _check_messages(name: str, messages: Sequence[Any]) -> None:
 
 
 def _listed(columns: Collection[str]) -> str:
-    """Return names of a file as one line that a terminal shows as it is."""
+    """Return column names as one line that is safe to print on a terminal."""
     shown = [repr(each)[1:-1][:_SHOWN] for each in islice(columns, _SHOWN)]
     return ", ".join(shown) + (", …" if len(columns) > _SHOWN else "")
 

@@ -59,17 +59,17 @@ class WorkloadSettings:
     """Share of a prompt's effect on its lengths that is new in each epoch, 0 to 1."""
 
     def checked(self, *, seed: int, group_size: int) -> LongTailWorkload:
-        """The workload itself.
+        """Return the workload.
 
         Raises:
-            ConfigError: if a parameter is out of its range, or `lengths` cannot be read.
+            ConfigError: if a parameter is out of range, or `lengths` cannot be read.
         """
         values = _values(self) | {"lengths": self._empirical()}
         return LongTailWorkload.of(values, seed=seed, group_size=group_size)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest response, where neither `cap` nor a server bounds it.
+        """Return the tokens of the longest response if neither `cap` nor a server bounds it.
 
         Raises:
             ConfigError: if `lengths` cannot be read.
@@ -78,8 +78,8 @@ class WorkloadSettings:
         return CAP if law is None else law.lengths[-1]
 
     def _empirical(self) -> Empirical | None:
-        """The distribution that `lengths` names. In a run folder unfinished responses are censored
-        (Kaplan and Meier)."""
+        """Return the distribution that `lengths` names. Unfinished responses of a run folder are
+        censored (Kaplan-Meier)."""
         if self.lengths is None:
             return None
         if not Path(self.lengths).is_dir():
@@ -182,7 +182,7 @@ class RunSettings:
 
     @property
     def updates_every(self) -> int:
-        """`update_every`, or what holds where it is not given."""
+        """Return `update_every`, or its default if unset."""
         if self.update_every is None:
             return 1 if self.simulated or self.weights is not None else 0
         return self.update_every
@@ -219,8 +219,8 @@ class RunSettings:
         for name in ("tokenizer", "input_key", "apply_chat_template"):
             if getattr(self, name) and self.prompts is None:
                 raise ConfigError(f"{name} is for the rows of a file; give prompts too.")
-        # The longest response of the built-in workload is its cap, which ``max_new_tokens`` of
-        # flags and files sets too.
+        # ``max_new_tokens`` in flags and files also sets the cap of the built-in workload, which is
+        # its longest response.
         given = self.scheduler.sampling
         if self.prompts is None and given != replace(_UNUSED, max_new_tokens=given.max_new_tokens):
             raise ConfigError(
