@@ -23,7 +23,7 @@ class FileWriter:
 
     Args:
         mode: how the file is opened.
-        max_bytes: how much may wait to be written.
+        max_bytes: largest number of pending bytes.
         close_seconds: how long :meth:`close` waits.
         patient: wait for a slow disk instead of dropping blocks, as on a virtual clock.
     """
@@ -43,7 +43,7 @@ class FileWriter:
         self._close_seconds = close_seconds
         self._failure: str | None = None
         self._dropped = 0
-        """Lines that the queue had no room for."""
+        """Number of lines dropped because the queue was full."""
         self._accepted = self._written = 0
         """Lines."""
         self._worker = Worker(
@@ -97,7 +97,7 @@ class FileWriter:
 
     def _write(self, block: bytes, lines: int) -> None:
         if self._file is None:
-            # Without a buffer: after an error there is nothing left that closing would write.
+            # Unbuffered: after an error, closing has nothing left to write.
             self._file = FileIO(self._path, self._mode, opener=open_private)
         rest = memoryview(block)
         while rest:

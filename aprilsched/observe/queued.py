@@ -80,5 +80,5 @@ class QueuedListener:
         self.close()
 
     def close(self) -> None:
-        """Pass on what is pending, for a bounded time."""
+        """Pass on pending events, for a bounded time."""
         self._worker.close()

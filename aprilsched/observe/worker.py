@@ -82,24 +82,24 @@ class Worker:
         self._at_end = at_end
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...], int]] = deque()
         self._pending = 0
-        """Total size of the calls that wait."""
+        """Total size of the pending calls."""
         self._changed = threading.Condition()
         self._closed = False
         self._said_full = self._told_error = False
         self._thread: threading.Thread | None = None
         self._process = 0
-        """The process that has the thread."""
+        """Id of the process that owns the thread."""
 
     def put(
         self, call: Callable[[*_Arguments], object], *arguments: *_Arguments, size: int = 1
     ) -> bool:
-        """Make this call after all those before it.
+        """Queue a call after all earlier calls.
 
         Returns:
-            Whether it waits now; otherwise its size is counted as dropped.
+            Whether the call is queued; otherwise its size is counted as dropped.
         """
         if self._is_forked():
-            # The thread that stayed behind may have held the lock at the fork.
+            # The parent's thread may have held the lock at the fork.
             self.dropped += size
             if not self._said_full:
                 self._said_full = True
@@ -135,11 +135,11 @@ class Worker:
         return False
 
     def close(self) -> bool:
-        """Make the calls that wait, for a bounded time, and take no more.
+        """Make the pending calls, for a bounded time, and accept no more.
 
         Returns:
-            Whether the thread has ended in time. If not, a call hangs: the thread is left alone
-            with it, and the calls after it are dropped.
+            Whether the thread ended in time. If not, a call hangs: the thread is abandoned, and the
+            calls after it are dropped.
         """
         if self._is_forked():
             return True
@@ -179,9 +179,9 @@ class Worker:
         return self._thread is not None and self._process != os.getpid()
 
     def _start(self) -> bool:
-        """Start the thread, unless it is there; returns whether it is. Called with the lock."""
+        """Start the thread unless it exists; return whether it does. The lock must be held."""
         if self._thread is None:
-            # A daemon, because a call that hangs must not keep the process from ending.
+            # A daemon, because a hung call must not keep the process from exiting.
             thread = threading.Thread(target=self._work, name=f"to {self._name}", daemon=True)
             try:
                 thread.start()
@@ -198,10 +198,10 @@ class Worker:
             while (waiting := self._next()) is not None:
                 call, arguments, _ = waiting
                 call(*arguments)
-                # What was passed on must not be kept while nothing comes.
+                # Release the arguments of the last call while the queue is empty.
                 del waiting, call, arguments
         except BaseException as error:
-            # SystemExit and CancelledError too: the queue would fill up in silence.
+            # SystemExit and CancelledError too; otherwise the queue would fill up silently.
             self._end_with(error)
         try:
             if self._at_end is not None:
@@ -210,7 +210,7 @@ class Worker:
             self._end_with(error)
 
     def _next(self) -> tuple[Callable[..., object], tuple[Any, ...], int] | None:
-        """The next call; None if there will be none."""
+        """Return the next call, or None after the last one."""
         with self._changed:
             while not self._calls and not self._closed:
                 self._changed.wait()
@@ -230,7 +230,7 @@ class Worker:
         self._tell_error()
 
     def _tell_error(self) -> None:
-        """Tell what went wrong, once; without the lock, because a log may be slow."""
+        """Report the error, once; without the lock, because logging may be slow."""
         if self.error is None:
             return
         with self._changed:
@@ -239,7 +239,7 @@ class Worker:
             self._failed(self.error)
 
     def _clear(self) -> int:
-        """Drop the calls that wait; returns their size."""
+        """Drop the pending calls, and return their size."""
         left, self._pending = self._pending, 0
         self._calls.clear()
         self.dropped += left

@@ -43,7 +43,7 @@ class MetricsCollector(Collector):
         self._metrics = metrics
 
     def describe(self) -> Iterator[Metric]:
-        """The metrics without values; a registry uses their names to find conflicts."""
+        """Return the metrics without values; a registry checks their names for conflicts."""
         yield from self._families().values()
 
     def collect(self) -> Iterator[Metric]:
@@ -72,8 +72,8 @@ _FAMILIES: Mapping[Kind, Callable[..., Metric]] = {
 
 
 def exposition(metrics: Metrics) -> tuple[bytes, str]:
-    """The present metrics and those of the process in Prometheus' text form, and its content type,
-    for a server that is there already."""
+    """Return the metrics of the run and of the process in Prometheus' text format, and its content
+    type, for an existing server."""
     return generate_latest(_registry(metrics)), CONTENT_TYPE_LATEST
 
 

@@ -67,8 +67,8 @@ class TrackioWriter:
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
-            # The run's own method is not called: trackio would end it again at exit, and print
-            # that.
+            # Not the run's finish method: trackio would end the run again at exit, and print a
+            # message.
             self._package.finish()
 
 

@@ -72,7 +72,7 @@ PART_LABELS: dict[Part, str] = {
     "asleep": "asleep",
     "lost": "out of use",
 }
-"""A name for each part that can be understood without the definitions of the parts."""
+"""A self-explanatory label for each part."""
 
 PART_INDEX: dict[Part, int] = {part: index for index, part in enumerate(PARTS)}
 BUSY: tuple[Part, ...] = ("decode", "prefill")
@@ -89,13 +89,13 @@ _STATE_INDEX: dict[EngineState, int] = {
 class Stretch(NamedTuple):
     """A time in which nothing changed for `engine`. Times are in seconds.
 
-    It is a named tuple because a log has hundreds of thousands of stretches, and a frozen dataclass
-    takes several times as long to make.
+    It is a named tuple because a log contains hundreds of thousands of stretches, and a frozen
+    dataclass takes several times as long to create.
 
     Attributes:
-        idle: why the free slots are free, or why the engine is paused.
+        idle: why slots are free, or why the engine is paused.
         decode, prefill, re_prefill: number of requests in each phase.
-        environment: number of the free slots that belong to episodes that use their tools.
+        environment: number of free slots that belong to episodes in a tool call.
     """
 
     engine: str
@@ -161,22 +161,20 @@ def add_seconds(
         seconds[PART_INDEX[idle]] += each * (free - elsewhere)
 
 
-# Sums up where the time of each engine goes, for the usage of engine time.
+# Sums up the time of each engine by part.
 #
 # The time of an engine is divided into stretches: times in which nothing changes. Invariants: the
-# stretches of an engine follow each other without a gap, from the moment at which the engine opened
-# or joined to the last call of :meth:`EngineTime.advance`. Each stretch is divided by the number of
-# slots that the engine had shown until then.
+# stretches of an engine follow each other without a gap, from its opening or joining to the last
+# call of :meth:`EngineTime.advance`. Each stretch is divided by the engine's capacity at that time.
 #
-# A request whose KV was dropped in a pause gives no sign of progress until its next chunk, which
-# may come many decoding steps later. That time is first counted as re-prefill. When the chunk
-# arrives, the time that its tokens take at the engine's own rate is moved to decoding.
+# A request whose KV was dropped in a pause shows no progress until its next chunk, which may arrive
+# many decode steps later. That time first counts as re-prefill. When the chunk arrives, the time
+# that its tokens take at the engine's measured rate is moved to decoding.
 
 Phase: TypeAlias = Literal["decode", "prefill", "re_prefill"]
 
 _RATE_WEIGHT = 0.1
-"""Weight of a new chunk in the running mean of an engine's rate. The mean covers some dozens of
-chunks."""
+"""Weight of a new chunk in the running mean of an engine's rate, which covers dozens of chunks."""
 _TIMED = 8
 """Number of requests of an engine whose chunks are timed to measure its rate. The requests of an
 engine all decode at one rate, and timing the chunks of hundreds of them would be most of the cost
@@ -185,8 +183,7 @@ of this module."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """Slot-seconds of `engine` before `time` that were counted as `part` and are decoding in
-    fact."""
+    """Slot-seconds of `engine` before `time` that were counted as `part`, but were decoding."""
 
     engine: str
     time: float
@@ -198,11 +195,11 @@ class Recording(Protocol):
     """Receives each stretch, for readers that need more than the sums."""
 
     def stretch(self, stretch: Stretch) -> None:
-        """Take a stretch that has ended."""
+        """Receive a finished stretch."""
         ...
 
     def moved(self, moved: Moved) -> None:
-        """Take a correction: a part of earlier stretches was decoding."""
+        """Receive a correction: a part of earlier stretches was decoding."""
         ...
 
 
@@ -260,9 +257,9 @@ class EngineUsage:
 
     @property
     def context_tokens(self) -> int:
-        """Number of tokens in the contexts of its requests: the most that they hold. A prompt that
-        the members of a group share counts for each of them, and a context counts while its engine
-        is paused without its KV."""
+        """Number of tokens in the contexts of its requests, an upper bound of the KV in use. A
+        shared prompt of a group counts once per member, and a context also counts while a pause has
+        dropped its KV."""
         return self.tokens + self.beyond
 
     @property
@@ -277,7 +274,7 @@ class EngineUsage:
 
     @property
     def wall(self) -> float:
-        """Seconds since it came."""
+        """Seconds since it joined."""
         return sum(self.seconds)
 
     def count(self, phase: Phase, requests: int) -> None:
@@ -320,7 +317,7 @@ class EngineTime:
         recording: receives each stretch of each engine.
 
     Attributes:
-        engines: the engines by name, in the order in which they came. Lost engines stay in it.
+        engines: the engines by name, in the order of joining, including lost engines.
         attempts: the open attempts, by the id of their request.
     """
 
@@ -380,7 +377,7 @@ class EngineTime:
             engine.state = state
 
     def forget_requests(self) -> None:
-        """Forget all requests, because the process that had sent them has ended."""
+        """Forget all requests, because the process that sent them has ended."""
         self.advance(self.now)
         self.attempts.clear()
         self._attempts_on.clear()
@@ -448,8 +445,8 @@ class EngineTime:
         """Move the part of the wait in which the chunk's tokens were decoded to decoding."""
         engine = attempt.engine
         self._change(attempt, "decode")
-        # If responses come in one chunk, the rate is never known. Then the wait is divided evenly
-        # among the tokens, and the time of one of them counts as prefill.
+        # If each response arrives in one chunk, the rate remains unknown. Then the wait is divided
+        # evenly among the tokens, and the share of one token counts as prefill.
         rate = engine.seconds_per_token
         known = tokens * rate if rate else took * (1 - 1 / max(1, tokens))
         decoding = min(took, known)

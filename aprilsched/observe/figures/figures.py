@@ -1,14 +1,14 @@
-"""The figures of a run: of each its unit, its meaning, and what it is taken from.
+"""The figures of a run: the unit, the meaning and the source of each.
 
-Everything that shows figures reads them here and in :mod:`~aprilsched.observe.figures.table`, which
-adds those that only a run in progress has. The classes are the content of summary.json, and the
-names of their fields are a contract with everybody who reads run folders.
+Every display of figures reads them here and in :mod:`~aprilsched.observe.figures.table`, which adds
+the figures of runs in progress. The classes are the content of summary.json, and the names of their
+fields are a contract with all readers of run folders.
 
-All times are seconds of the run's clock (modelled seconds on the embedded engine). A figure that
-cannot be known is None: efficiency without a step-time model, a steady state of a run that ended
-before its burn-in did. "Tokens" are those that a policy sampled; tokens that an environment added
-count in lengths only. All lengths are in tokens. A bias is a share of the mean length: 0 is none,
--0.1 is 10 % too short.
+All times are seconds of the run's clock (modelled seconds on the embedded engine). An unknown
+figure is None: efficiency without a step-time model, or the steady state of a run that ended before
+its burn-in. "Tokens" are tokens that a policy sampled; tokens added by an environment count in
+lengths only. All lengths are in tokens. A bias is a share of the mean length: 0 means unbiased,
+-0.1 means 10 % too short.
 """
 
 from __future__ import annotations
@@ -212,16 +212,16 @@ class RewardFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForecastFigures:
-    """The forecast for a batch, or its mean over several, and what happened.
+    """The forecast and the outcome of a batch, or their means over several batches.
 
-    `seconds` are those of :class:`BatchFigures`. Efficiency is T_bound over them, with T_bound by
-    the step-time model that the forecast was made with, so it is known where no model was given,
-    and may differ from the efficiency of the batch. The forecast is made for many batches: the
-    outcome of a single one scatters by a tenth and more around a right forecast.
+    `seconds` is defined as in :class:`BatchFigures`. Efficiency is T_bound over `seconds`, with
+    T_bound from the step-time model of the forecast. So it is known even without a configured
+    model, and may differ from the efficiency of the batch. A forecast is an average over many
+    batches: single batches deviate by 10 % and more even from a correct forecast.
     """
 
     seconds: float
-    """From the delivery before to this one, without the trainer's own."""
+    """From the previous delivery to this one, without the trainer's seconds."""
     seconds_forecast: float
     """The seconds that were forecast."""
     efficiency: float | None
@@ -253,7 +253,7 @@ def _rewards(batches: Sequence[Measured]) -> RewardFigures:
 def mean_of(means: Sequence[Mean]) -> Mean:
     """The mean over all values that `means` are means of."""
     count = sum(n for n, _ in means)
-    # Not the sum first, which is infinite for rewards that are as large as a float can be.
+    # Summing first would overflow for rewards near the largest float.
     return count, math.fsum(n / count * value for n, value in means)
 
 

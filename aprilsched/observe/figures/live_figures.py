@@ -1,8 +1,8 @@
 """Shares the state of a run in progress among the listeners that show or export it.
 
 Invariants: nothing is counted here, because the scheduler, the summary and the state of the run
-count already. Figures are read under :attr:`LiveFigures.lock`, so that another thread sees those of
-one moment.
+already count. Figures are read under :attr:`LiveFigures.lock`, so that another thread sees a
+consistent state.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class LiveFigures:
             self._told = (self._meter, self.state)
 
     def count_with(self, counters: Counters, ledger: Ledger) -> None:
-        """Show the scheduler's own counts (``rollouts.state.in_flight``). In a resumed run they are
-        those of the whole run, the prior run included."""
+        """Use the scheduler's counts (``rollouts.state.in_flight``). In a resumed run they cover
+        the whole run, including the prior run."""
         self.counters, self.ledger = counters, ledger
 
     @property
@@ -74,11 +74,11 @@ class LiveFigures:
 
     @property
     def rollouts(self) -> Mapping[int, RolloutClock]:
-        """What each rollout in flight is at, by its id."""
+        """The clock of each rollout in flight, by its id."""
         return self._meter.rollouts
 
     def advance(self) -> float:
-        """Count the engines' time up to now; returns the time now. Call it with the lock held."""
+        """Count the engines' time up to now, and return the time. The lock must be held."""
         now = self.state.now if self._clock is None else max(self.state.now, self._clock())
         self.state.advance(now)
         return now
@@ -111,7 +111,7 @@ class FiguresListener(DispatchingListener):
         if not self._inside:
             self.react(facts, now)
             return
-        # One at a time, so that each is seen as it was when it came true.
+        # One fact at a time, so that each is read together with the state at its time.
         for fact in facts:
             self._figures.on_facts((fact,), now)
             self.react((fact,), now)

@@ -1,7 +1,7 @@
-"""A listener that has every figure of a run for Prometheus, at any moment.
+"""A listener that provides every figure of a run to Prometheus, at any time.
 
 Invariants: a chunk of tokens costs nothing here, because the figures in :class:`LiveFigures` are
-read at a scrape. A counter never goes down.
+read at a scrape. A counter never decreases.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Metrics(FiguresListener):
         self._paused_at: dict[str, float] = {}
         self._refit_at: dict[str, float] = {}
         self._exposed: dict[tuple[str, ...], float] = {}
-        """Seconds of each engine's parts that were exposed last."""
+        """The last exposed seconds of each engine by part."""
         self._histograms = {
             name: Histogram(figure.buckets)
             for name, figure in FIGURES.items()
@@ -106,7 +106,7 @@ class Metrics(FiguresListener):
         self._histograms[name].observe(value)
 
     def scrape(self) -> Scrape:
-        """The present values. Any thread may call this."""
+        """Return the current values. Any thread may call this."""
         with self._figures.lock:
             self._figures.advance()
             moment = Moment(
@@ -125,9 +125,9 @@ class Metrics(FiguresListener):
             )
 
     def _engine_seconds(self) -> Labelled:
-        """The seconds to expose for each part. Time that was counted as re-prefill may later be
-        moved to decoding, and a counter that goes down would look like one that was restarted. So
-        such a part keeps its exposed value until the true value has caught up."""
+        """Return the seconds to expose for each part. Time counted as re-prefill may later be moved
+        to decoding, and a decreasing counter would look like a restart. So such a part keeps its
+        exposed value until the true value catches up."""
         for engine in self._figures.state.engines.values():
             for part, seconds in engine.parts.items():
                 key = (engine.name, part)

@@ -1,7 +1,7 @@
 """Where the time of each rollout goes, from its launch to its delivery.
 
-Invariant: the parts of a rollout add up to the time since its launch. This is not the time of
-engines, whose slots do other work while a rollout is at its tools; that is in
+Invariant: the parts of a rollout add up to the time since its launch. This is not the engines'
+time, because slots do other work while a rollout runs its tools; for that see
 :mod:`~aprilsched.observe.figures.engine_time`.
 """
 
@@ -65,10 +65,10 @@ class RolloutClock:
 
 
 class RolloutTime(DispatchingListener):
-    """Takes the time of the rollouts in flight.
+    """Measures the time of the rollouts in flight.
 
     Attributes:
-        rollouts: those in flight, by their id.
+        rollouts: the rollouts in flight, by id.
     """
 
     def __init__(self) -> None:
@@ -76,9 +76,9 @@ class RolloutTime(DispatchingListener):
         self.rollouts: dict[int, RolloutClock] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
         self._on: dict[str, dict[int, int]] = {}
-        """The rollouts whose requests each engine has, by the requests' ids."""
+        """Rollout ids by request id, for each engine."""
         self._engines: dict[int, str] = {}
-        """The engines that have the requests."""
+        """The engine of each request, by request id."""
         self._stopped: set[str] = set()
         """Engines that do not generate, because they were instructed not to."""
         self._handlers = {
@@ -129,7 +129,7 @@ class RolloutTime(DispatchingListener):
             self._enter(rollout_id, part)
 
     def _opened(self, fact: of.RunOpened) -> None:
-        # What the prior run had in flight is gone, except for what is launched as restored.
+        # The prior run's rollouts in flight are gone, except those launched as restored.
         for held in (self.rollouts, self._groups, self._on, self._engines, self._stopped):
             held.clear()
 
@@ -162,7 +162,7 @@ class RolloutTime(DispatchingListener):
             return
         rollout_id = self._on[engine].pop(fact.request_id)
         clock = self.rollouts.get(rollout_id)
-        # An episode that has withdrawn its turn may have ended before.
+        # An episode that withdrew its turn may already have ended.
         if clock is not None and clock.part in ("engine", "paused"):
             clock.enter("queue", self._now)
 

@@ -31,7 +31,7 @@ class Nvml:
     """Holds the library open until :meth:`close`.
 
     Raises:
-        ConfigError: if the package or the driver is not there.
+        ConfigError: if the package or the driver is missing.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Nvml:
                 f"NVML does not answer ({error}); run where NVIDIA's driver is, or sample without "
                 "it."
             ) from error
-        # In a container's driver one GPU may be out of reach, and the others are not.
+        # In a container, one GPU may be inaccessible while the others are accessible.
         found = {
             index: self._told(self._api.nvmlDeviceGetHandleByIndex, index)
             for index in range(self._api.nvmlDeviceGetCount())
@@ -107,7 +107,7 @@ class Nvml:
         return dict(largest) or None
 
     def _told(self, call: Callable[..., _T], *arguments: object) -> _T | None:
-        """What the call returns; None if this GPU does not tell it."""
+        """Return the result of the call, or None if this GPU does not support it."""
         try:
             return call(*arguments)
         except self._api.NVMLError:
@@ -161,7 +161,7 @@ class GpuThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. This waits for a call in progress, but at most a second."""
+        """End the thread; wait at most a second for a call in progress."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_SECONDS)

@@ -1,4 +1,4 @@
-"""Computes what an engine did between two samples, from its counters."""
+"""Computes an engine's rates between two samples, from its counters."""
 
 from __future__ import annotations
 

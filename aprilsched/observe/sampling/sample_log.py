@@ -59,8 +59,7 @@ class SampleLog:
         self._writer.close()
 
     def _cut_to_whole_lines(self) -> int:
-        """Cut off a piece of a line that a killed process may have left; returns the bytes that
-        remain."""
+        """Cut off an incomplete line of a killed process; return the remaining bytes."""
         if not self._path.exists():
             return 0
         size = self._path.stat().st_size
