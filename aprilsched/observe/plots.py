@@ -219,7 +219,7 @@ def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) ->
 
 
 def _number(value: float, unit: TimeUnit) -> str:
-    """The text that is written into a bar."""
+    """Return the text that is written into a bar."""
     if unit == "share":
         return f"{value:.0%}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -76,7 +76,7 @@ class SimulateCommand:
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)
 
     def settings(self, policy: Policy) -> RunSettings:
-        """The settings of one policy's run."""
+        """Return the settings of one policy's run."""
         config = SchedulerConfig(
             batch_groups=self.batch_groups,
             group_size=self.group_size,

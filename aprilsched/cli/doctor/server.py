@@ -102,7 +102,7 @@ class Server:
                 self.subject.settle_s = max(MIN_SETTLE_S, 2 * interval_s)
 
     async def requests(self) -> int:
-        """Number of requests that run or wait.
+        """Return the number of requests that run or wait.
 
         Raises:
             EngineError: if the server does not report it.

@@ -98,7 +98,7 @@ class TraceBuilder(DispatchingListener):
         self._waits.end_all(self._at)
 
     def _engine(self, name: str) -> EngineTracks:
-        """The engine of this name, whose counters may change."""
+        """Return the engine of this name, whose counters may change."""
         engine = self._engines.get(name)
         if engine is None:
             pid = _TRAINER + 1 + len(self._engines)

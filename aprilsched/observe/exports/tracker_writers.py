@@ -123,7 +123,7 @@ and the settings."""
 
 
 def tracker_names(named: str) -> tuple[str, ...]:
-    """The trackers in `named`, which are separated by commas.
+    """Return the trackers in `named`, which are separated by commas.
 
     Raises:
         ConfigError: if a name is unknown or is given twice.

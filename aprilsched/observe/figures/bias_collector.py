@@ -68,7 +68,7 @@ _DECILES = 10
 
 
 def law_figures(law: KaplanMeier) -> LawFigures:
-    """The figures of an estimated law."""
+    """Return the figures of an estimated law."""
     p50, p90, p99 = (float(quantile) for quantile in law.quantile([0.5, 0.9, 0.99]))
     lengths, longer = _curve(law)
     return LawFigures(
@@ -348,7 +348,7 @@ def transient_by_batch(
     open_groups: NDArray[np.int64],
     mean: float,
 ) -> list[float]:
-    """The transient part of the bias after each of the batches, -I * (l / mu - 1) / (K * N).
+    """Return the transient part of the bias after each of the batches, -I * (l / mu - 1) / (K * N).
 
     The responses in flight after a batch are known in hindsight: they were launched before it, and
     delivered later or never.

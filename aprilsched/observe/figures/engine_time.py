@@ -110,7 +110,7 @@ class Stretch(NamedTuple):
 
 
 def seconds_by_part(stretch: Stretch, capacity: int) -> list[float]:
-    """The seconds of a stretch, in the order of :data:`PARTS`.
+    """Return the seconds of a stretch, in the order of :data:`PARTS`.
 
     Args:
         capacity: number of slots of the engine. If the stretch has more requests than that, each

@@ -84,12 +84,12 @@ def figures_in(holder: Any) -> dict[str, Figure]:
 
 
 def values_of(kind: type[Any], source: Any) -> dict[str, Any]:
-    """The figures of a dataclass, taken from `source`, as arguments for its constructor."""
+    """Return the figures of a dataclass, taken from `source`, as arguments for its constructor."""
     return {name: each.of(source) for name, each in figures_in(kind).items() if each.of}
 
 
 def headlines_in(summary: Any, path: str = "") -> Iterator[tuple[str, Figure, Any]]:
-    """Each headline of a summary, by the path of its field, with its value."""
+    """Yield each headline of a summary, by the path of its field, with its value."""
     known = figures_in(summary)
     for each in fields(summary):
         value, name = getattr(summary, each.name), f"{path}{each.name}"
@@ -168,7 +168,7 @@ _Over: TypeAlias = Callable[[Sequence[Measured]], Any]
 
 
 def _ratio(part: _Of, whole: _Of) -> _Over:
-    """The sum of `part` over the sum of `whole`, of all batches that have both."""
+    """Return the sum of `part` over the sum of `whole`, of all batches that have both."""
 
     def of(batches: Sequence[Measured]) -> float | None:
         pairs = [(part(batch), whole(batch)) for batch in batches]
@@ -239,7 +239,7 @@ class ForecastFigures:
 
 
 def _rewards(batches: Sequence[Measured]) -> RewardFigures:
-    """Means over all rollouts of the batches."""
+    """Return the means over all rollouts of the batches."""
     found: dict[str | None, list[Mean]] = {}
     for batch in batches:
         for name, mean in batch.rewards.items():
@@ -251,14 +251,14 @@ def _rewards(batches: Sequence[Measured]) -> RewardFigures:
 
 
 def mean_of(means: Sequence[Mean]) -> Mean:
-    """The mean over all values that `means` are means of."""
+    """Return the mean over all values that `means` are means of."""
     count = sum(n for n, _ in means)
     # Summing first would overflow for rewards near the largest float.
     return count, math.fsum(n / count * value for n, value in means)
 
 
 def _rollout_seconds(batches: Sequence[Measured]) -> dict[RolloutPart, float]:
-    """Mean over all rollouts of the batches."""
+    """Return the mean over all rollouts of the batches."""
     count = sum(batch.lengths.size for batch in batches)
     return {
         part: (divided(sum(batch.rollout_seconds[part] for batch in batches), count) or 0.0)
@@ -267,7 +267,7 @@ def _rollout_seconds(batches: Sequence[Measured]) -> dict[RolloutPart, float]:
 
 
 def _of_sessions(place: int) -> _Over:
-    """The sum over all sessions of the batches; None without any."""
+    """Return the sum over all sessions of the batches; None without any."""
 
     def of(batches: Sequence[Measured]) -> int | None:
         found = [session[place] for batch in batches for session in batch.sessions]
@@ -394,7 +394,7 @@ class Figures:
 
     @classmethod
     def over(cls, batches: Sequence[Measured], /, **more: Any) -> Self:
-        """The figures of `batches`, with other fields of the class."""
+        """Return the figures of `batches`, with other fields of the class."""
         return cls(**values_of(cls, batches), **more)
 
 
@@ -441,7 +441,7 @@ class SteadyState(Figures):
 
 
 def steady_state(batches: Sequence[Measured], burn_in: int) -> SteadyState:
-    """The figures of the batches after the first `burn_in`."""
+    """Return the figures of the batches after the first `burn_in`."""
     kept = batches[burn_in:]
     return SteadyState.over(
         kept,

@@ -46,7 +46,7 @@ class Histogram:
         self._sum += float(observed.sum())
 
     def held(self) -> Held:
-        """The present content."""
+        """Return the present content."""
         edges = (*map(str, self._edges.tolist()), "+Inf")
         counts = np.cumsum(self._counts).astype(np.float64).tolist()
         return Held(list(zip(edges, counts, strict=True)), self._sum)

@@ -43,7 +43,7 @@ class RolloutFigures:
 
 
 def _count(name: str, help: str, **more: Any) -> Any:
-    """A counter of the whole run."""
+    """Return a counter of the whole run."""
     return figure(help, lambda counters: getattr(counters, name), kind="counter", **more)
 
 
@@ -67,7 +67,7 @@ class TokenFigures:
 
     @classmethod
     def of(cls, counters: Counters) -> Self:
-        """The figures at this time."""
+        """Return the figures at this time."""
         return cls(**values_of(cls, counters))
 
 

@@ -247,7 +247,7 @@ class RunState:
         return len(self._attempts)
 
     def seconds(self) -> dict[Part, float]:
-        """Seconds of all engines together, by part."""
+        """Return the seconds of all engines together, by part."""
         return seconds_of(self.engines.values())
 
     def decoding(self) -> Iterable[int]:
@@ -255,7 +255,7 @@ class RunState:
         return self._time.decoding()
 
     def open_groups(self) -> list[GroupLengths]:
-        """Lengths so far of the responses of each training group in flight."""
+        """Return the lengths so far of the responses of each training group in flight."""
         return [
             self._lengths(group_id, group.rollout_ids)
             for group_id, group in self.groups.items()

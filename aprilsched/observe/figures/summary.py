@@ -133,7 +133,7 @@ class Summary(DispatchingListener):
         error: str | None = None,
         event_log_error: str | None = None,
     ) -> RunSummary:
-        """The summary of the run up to now."""
+        """Return the summary of the run up to now."""
         batches = self.batches
         asked = self._burn_in
         burn_in = default_burn_in(len(batches)) if asked is None else asked
@@ -312,5 +312,5 @@ class _Stopwatch:
             self.stop(key, now)
 
     def total(self, now: float) -> float:
-        """Seconds of all keys together, including those that are running."""
+        """Return the seconds of all keys together, including those that are running."""
         return self._total + sum(now - since for since in self._since.values())

@@ -83,36 +83,36 @@ def values_at(figure: Figure, moment: Moment) -> Labelled:
 
 
 def _of_batches() -> Iterator[Figure]:
-    """The figures of the batch that was delivered last."""
+    """Yield the figures of the batch that was delivered last."""
     for name, each in figures_in(BatchFigures).items():
         if each.of is not None and (each.tracked or each.exposed):
             yield replace(each, name=f"batch/{name}", of=_batch(lambda b, of=each.of: of([b])))
 
 
 def _of_tokens() -> Iterator[Figure]:
-    """The counts of tokens."""
+    """Yield the counts of tokens."""
     for name, each in figures_in(TokenFigures).items():
         if each.of is not None:
             yield replace(each, name=f"run/tokens_{name}", of=_counted(each.of))
 
 
 def _counted(take: Callable[[Counters], float]) -> Callable[[Moment], float]:
-    """A count of the whole run."""
+    """Return a count of the whole run."""
     return lambda moment: take(moment.figures.counters)
 
 
 def _batch(take: Callable[[Measured], float | None]) -> Callable[[Moment], float | None]:
-    """A figure of the batch that was delivered last."""
+    """Return a figure of the batch that was delivered last."""
     return lambda m: None if m.figures.batch is None else take(m.figures.batch)
 
 
 def _forecast(take: Callable[[ForecastFigures], float | None]) -> Callable[[Moment], float | None]:
-    """A figure of the forecast that the batch had."""
+    """Return a figure of the forecast that the batch had."""
     return _batch(lambda batch: None if batch.forecast is None else take(batch.forecast))
 
 
 def _engines(take: Callable[[EngineUsage], float | None]) -> Callable[[Moment], Value]:
-    """A figure of each engine."""
+    """Return a figure of each engine."""
 
     def of(moment: Moment) -> Value:
         found = {name: take(each) for name, each in moment.figures.state.engines.items()}
@@ -144,7 +144,7 @@ def _share(*parts: Part) -> Callable[[Moment], float | None]:
 
 
 def _clients(take: Callable[[Clients], Value]) -> Callable[[Moment], Value]:
-    """A figure of the clients of a gateway."""
+    """Return a figure of the clients of a gateway."""
     return lambda moment: None if moment.clients is None else take(moment.clients)
 
 

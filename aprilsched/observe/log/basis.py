@@ -28,7 +28,7 @@ class Basis:
     burn_in: int | None
 
     def summary(self) -> Summary:
-        """A new Summary with these arguments."""
+        """Return a new Summary with these arguments."""
         return Summary(
             trainer_waits=self.trainer_waits,
             bound=self.bound,
@@ -38,7 +38,7 @@ class Basis:
 
 
 def basis_of(config: dict[str, Any]) -> Basis:
-    """The basis of a run with this resolved configuration.
+    """Return the basis of a run with this resolved configuration.
 
     Raises:
         ValueError: if the configuration is not one of a run.

@@ -17,7 +17,7 @@ Bar: TypeAlias = list[Piece]
 
 
 def window_end(run: Run, batches: int) -> float:
-    """Time at which the first `batches` batches were delivered."""
+    """Return the time at which the first `batches` batches were delivered."""
     shown = run.deliveries[:batches]
     return shown[-1].time if shown else run.end
 
@@ -54,7 +54,7 @@ def bars(run: Run, end: float, *, at_most: int, start: float = 0.0) -> list[Bar]
 
 
 def lengths_of(deliveries: Sequence[Delivery]) -> NDArray[np.int64]:
-    """Lengths of all responses in these batches."""
+    """Return the lengths of all responses in these batches."""
     return np.array([r.tokens for d in deliveries for r in d.rollouts], dtype=np.int64)
 
 

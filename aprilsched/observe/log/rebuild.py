@@ -31,7 +31,7 @@ def summary_of_run(folder: Path) -> RunSummary:
 
 
 def written_summary(folder: Path) -> RunSummary | None:
-    """The figures in summary.json; None if the run did not write them.
+    """Return the figures in summary.json; None if the run did not write them.
 
     Raises:
         OSError, MsgspecError: if they cannot be read.
@@ -71,14 +71,14 @@ class Rebuilding:
         self.listeners: tuple[Listener, ...] = (self._state, self._summary)
 
     def result(self) -> RunSummary:
-        """The summary up to now."""
+        """Return the summary up to now."""
         return self._summary.result(
             remainder_of(self._state), clock=self._basis.clock, error=NOT_ENDED
         )
 
 
 def remainder_of(state: RunState) -> Remainder:
-    """The figures that the scheduler would give at the end."""
+    """Return the figures that the scheduler would give at the end."""
     return Remainder(
         in_flight=list(state.rollouts),
         counters=state.counters,

@@ -172,7 +172,7 @@ class History:
         )
 
     def run(self, config: dict[str, Any], summary: RunSummary, end: float) -> Run:
-        """The run up to `end`; `config` and `summary` are those of the folder."""
+        """Return the run up to `end`; `config` and `summary` are those of the folder."""
         self._now = end
         self._end_all()
         return Run(

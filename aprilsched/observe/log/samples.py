@@ -117,7 +117,7 @@ def _device(line: DeviceLine, samples: Sequence[GpuLine]) -> DeviceSamples:
 
 
 def _arrays(kind: type[Any], lines: Sequence[_Line]) -> dict[str, Float64Array]:
-    """The fields of `kind` that lines also have, as arrays over `lines`."""
+    """Return the fields of `kind` that lines also have, as arrays over `lines`."""
     names = [field.name for field in fields(kind) if hasattr(lines[0], field.name)]
     # A missing figure (None) becomes NaN.
     return {n: np.array([getattr(line, n) for line in lines], dtype=np.float64) for n in names}

@@ -81,7 +81,7 @@ class RunUsage:
 
 
 def busy_share(seconds: NDArray[np.float64]) -> float:
-    """The busy share of the seconds float64 [..., parts], 0 to 1; 0 without any."""
+    """Return the busy share of the seconds float64 [..., parts], 0 to 1; 0 without any."""
     total = float(seconds.sum())
     busy = seconds[..., [PART_INDEX[part] for part in BUSY]].sum()
     return float(busy) / total if total else 0.0
@@ -111,7 +111,7 @@ class UsageRecorder:
         self.on_facts = self._state.on_facts
 
     def usage(self, end: float) -> RunUsage:
-        """The usage up to `end`."""
+        """Return the usage up to `end`."""
         self._state.advance(end)
         engines = self._state.engines
         columns = [self._spent(name, engine.capacity) for name, engine in engines.items()]
@@ -158,7 +158,7 @@ class UsageRecorder:
 
 
 def _since(times: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sum over `times` of the seconds since each, at each of `at`."""
+    """Return the sum over `times` of the seconds since each, at each of `at`."""
     ordered = np.sort(times)
     past = np.searchsorted(ordered, at, side="right")
     return past * at - np.concatenate(([0.0], np.cumsum(ordered)))[past]

@@ -50,7 +50,7 @@ def _finding(run: RunReport, found: AlignmentFigures) -> str:
 
 
 def by_position(runs: Sequence[RunReport]) -> Chart:
-    """The mismatch along the response."""
+    """Draw the mismatch along the response."""
     rows = {run: found.by_position for run, found in _reported(runs).items()}
     count = max(1, *map(len, rows.values()))
     # Short names: rotated ones would stand on the axis' title.
@@ -85,7 +85,7 @@ def by_position(runs: Sequence[RunReport]) -> Chart:
 
 
 def by_engine(run: RunReport, found: AlignmentFigures) -> Chart:
-    """The mismatch of each engine, the largest first."""
+    """Draw the mismatch of each engine, the largest first."""
     ranked = sorted(found.by_engine.items(), key=lambda item: -(item[1].k3 or 0.0))
     shown = ranked[:SHOWN_ENGINES]
     title = "No token of staleness 0 was compared."

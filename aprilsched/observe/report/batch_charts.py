@@ -65,7 +65,7 @@ def _law(run: RunReport) -> str:
 
 
 def _length_axis(chart: Chart) -> Axis:
-    """The axis from the shortest response to the longest, with ticks at 1, 2, 5, 10, …"""
+    """Return the axis from the shortest response to the longest, with ticks at 1, 2, 5, 10, …"""
     curves = [series.x for series in chart.series if len(series.x) > 1]
     least = min((float(curve[1]) for curve in curves), default=1.0)
     most = max((float(curve[-1]) for curve in curves), default=10.0)
@@ -269,5 +269,5 @@ def deciles(runs: Sequence[RunReport]) -> Chart:
 
 
 def colour_of(run: RunReport, alone: str = PALETTE[0]) -> str:
-    """The colour of one of two runs, or of one that is `alone`."""
+    """Return the colour of one of two runs, or of one that is `alone`."""
     return OF_RUNS["AB".index(run.letter)] if run.letter else alone

@@ -36,7 +36,7 @@ class Difference:
 
 
 def differences(a: ReportData, b: ReportData) -> list[Difference]:
-    """The differences of all headline figures that both runs have."""
+    """Return the differences of all headline figures that both runs have."""
     # The seconds of different amounts of work cannot be compared.
     unlike = a.headline("rollouts.delivered").value != b.headline("rollouts.delivered").value
     others = {figure.key: figure for figure in b.headlines}

@@ -52,7 +52,7 @@ class Faults(DispatchingListener):
         }
 
     def ledger(self) -> FaultLedger:
-        """The faults up to now."""
+        """Return the faults up to now."""
         return FaultLedger(
             events=self._events,
             events_in_all=self._in_all,

@@ -127,7 +127,7 @@ class ReportData:
     """Without the figures of single batches, which are in summary.json."""
 
     def headline(self, key: str) -> Headline:
-        """The headline figure with this key."""
+        """Return the headline figure with this key."""
         return next(figure for figure in self.headlines if figure.key == key)
 
 

@@ -45,7 +45,7 @@ def gpu_lines(folder: Path) -> tuple[_Shares, str]:
 def _thinned(
     times: NDArray[np.float64], share: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Means of neighbouring samples, so that there are no more than a screen shows."""
+    """Return the means of neighbouring samples, so that there are no more than a screen shows."""
     known = np.flatnonzero(np.isfinite(share))
     pieces = np.array_split(known, min(_POINTS, known.size))
     means = [np.array([each[piece].mean() for piece in pieces]) for each in (times, share)]

@@ -192,7 +192,7 @@ def bias_over_batches(
 def staleness_by_tenth(
     runs: Mapping[str, DecileFigures | None], *, colours: Sequence[str]
 ) -> Chart:
-    """The mean staleness of ten classes of length, with their off-policy share above."""
+    """Draw the mean staleness of ten classes of length, with their off-policy share above."""
     return Chart(
         series=[
             Series(
@@ -251,7 +251,7 @@ def longer_than(
 
 
 def tail_of(lengths: NDArray[np.int64]) -> Curve:
-    """The curve of these lengths, int64 [n]."""
+    """Return the curve of these lengths, int64 [n]."""
     return np.sort(lengths), 1 - np.arange(lengths.size) / max(1, lengths.size)
 
 

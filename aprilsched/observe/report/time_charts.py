@@ -299,7 +299,7 @@ def _stops(start: float, end: float, bins: int) -> list[float]:
 
 
 def _shares(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """The share of each part that occurs, in each bin, from float64 [bins, parts]."""
+    """Return the share of each part that occurs, in each bin, from float64 [bins, parts]."""
     totals = seconds.sum(axis=1, keepdims=True)
     shares = np.divide(seconds, totals, out=np.zeros_like(seconds), where=totals > 0)
     return {part: shares[:, index] for part, index in PART_INDEX.items() if shares[:, index].any()}

@@ -56,7 +56,7 @@ class Nvml:
         self._told(self._api.nvmlShutdown)
 
     def devices(self, t: float) -> list[DeviceLine]:
-        """A line for each GPU, which describes it."""
+        """Return a line for each GPU, which describes it."""
         api = self._api
         return [
             DeviceLine(
@@ -123,7 +123,7 @@ def _over(value: float | None, parts: int) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """The text; older versions of the package return bytes."""
+    """Return the text; older versions of the package return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 

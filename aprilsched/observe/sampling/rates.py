@@ -23,7 +23,7 @@ class Rates:
         self._before: tuple[float, EngineLoad] | None = None
 
     def line(self, engine: str, t: float, load: EngineLoad) -> EngineLine:
-        """The line of `load`, which arrived at `t` on the run's clock."""
+        """Return the line of `load`, which arrived at `t` on the run's clock."""
         at = t - load.age_s if load.running or load.queued else t
         tokens, share = self._since_before(at, load)
         self._before = at, load

@@ -109,7 +109,7 @@ class Sampler:
             self._log.close()
 
     def _now(self) -> float:
-        """The time on the run's clock, for any thread."""
+        """Return the time on the run's clock, for any thread."""
         if self._loop is None:
             return 0.0
         now = self._loop.time()
