@@ -57,7 +57,7 @@ class MetricsCollector(Collector):
         yield from families.values()
 
     def _families(self) -> dict[str, Any]:
-        """The metrics without values. The families of the three kinds take different values."""
+        """Return the metrics without values. Families of the three kinds take different values."""
         return {name: self._empty(each) for name, each in FIGURES.items() if each.exposed}
 
     def _empty(self, figure: Figure) -> Metric:

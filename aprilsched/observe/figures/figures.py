@@ -65,7 +65,7 @@ class Figure:
 
     @property
     def metric(self) -> str:
-        """Its name in Prometheus, which has the unit at the end."""
+        """Its name in Prometheus, which ends with the unit."""
         own = self.name.removeprefix("run/").replace("/", "_")
         ending = {"share": "ratio", "rate": "", "reward": "", "nats": ""}.get(self.unit, self.unit)
         if ending and not own.endswith(self.unit):
@@ -74,12 +74,12 @@ class Figure:
 
 
 def figure(help: str, of: Callable[[Any], Any] | None = None, **more: Any) -> Any:
-    """A field of a dataclass that is a figure; the arguments are those of :class:`Figure`."""
+    """Return a dataclass field that is a figure; for the arguments, see :class:`Figure`."""
     return field(default=None, metadata={"figure": Figure(help=help, of=of, **more)})
 
 
 def figures_in(holder: Any) -> dict[str, Figure]:
-    """The figures among the fields of a dataclass or of an instance, by the name of the field."""
+    """Return the figures among the fields of a dataclass or an instance, by field name."""
     return {f.name: f.metadata["figure"] for f in fields(holder) if "figure" in f.metadata}
 
 
@@ -168,7 +168,7 @@ _Over: TypeAlias = Callable[[Sequence[Measured]], Any]
 
 
 def _ratio(part: _Of, whole: _Of) -> _Over:
-    """Return the sum of `part` over the sum of `whole`, of all batches that have both."""
+    """Return the sum of `part` divided by the sum of `whole`, over all batches that have both."""
 
     def of(batches: Sequence[Measured]) -> float | None:
         pairs = [(part(batch), whole(batch)) for batch in batches]
@@ -191,7 +191,7 @@ def _last(take: _Of) -> _Over:
 
 
 def divided(part: float | None, whole: float) -> float | None:
-    """`part` / `whole`; None without one of them."""
+    """Return `part` / `whole`, or None without one of them."""
     return part / whole if part is not None and whole else None
 
 
@@ -251,7 +251,7 @@ def _rewards(batches: Sequence[Measured]) -> RewardFigures:
 
 
 def mean_of(means: Sequence[Mean]) -> Mean:
-    """Return the mean over all values that `means` are means of."""
+    """Return the mean over all values behind `means`."""
     count = sum(n for n, _ in means)
     # Summing first would overflow for rewards near the largest float.
     return count, math.fsum(n / count * value for n, value in means)
@@ -277,8 +277,8 @@ def _of_sessions(place: int) -> _Over:
 
 
 def _forecasts(batches: Sequence[Measured]) -> ForecastFigures | None:
-    """Forecast and outcome over the batches that had a forecast: means of the seconds, and shares
-    of all their seconds and tokens."""
+    """Return forecast and outcome over the batches with a forecast: means of the seconds, and
+    shares of all their seconds and tokens."""
     pairs = [(batch.forecast, batch.sums.sampled) for batch in batches if batch.forecast]
     if len(pairs) < 2:
         return pairs[0][0] if pairs else None

@@ -22,8 +22,8 @@ from aprilsched.observe.figures.table import FIGURES, Clients, Labelled, Moment,
 
 
 class Held(NamedTuple):
-    """The content of a histogram at one moment, as Prometheus has it: the number of values up to
-    each upper edge, which is text, and their sum."""
+    """The content of a histogram at one moment, in Prometheus' form: the number of values up to
+    each upper edge (as text), and the sum of the values."""
 
     counts: list[tuple[str, float]]
     sum: float
@@ -46,7 +46,7 @@ class Histogram:
         self._sum += float(observed.sum())
 
     def held(self) -> Held:
-        """Return the present content."""
+        """Return the current content."""
         edges = (*map(str, self._edges.tolist()), "+Inf")
         counts = np.cumsum(self._counts).astype(np.float64).tolist()
         return Held(list(zip(edges, counts, strict=True)), self._sum)

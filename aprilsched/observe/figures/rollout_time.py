@@ -105,10 +105,11 @@ class RolloutTime(DispatchingListener):
     def take(
         self, rollouts: Iterable[of.DeliveredRollout], now: float
     ) -> list[RolloutClock | None]:
-        """The clock of each of these rollouts, which are delivered `now`. One
-        that an ended process had delivered has none.
+        """Remove and return the clock of each of these rollouts, which are delivered `now`.
 
-        The seconds of a clock are counted up to now."""
+        The seconds of a clock are counted up to `now`. The clock is None if an earlier process
+        delivered the rollout.
+        """
         clocks: list[RolloutClock | None] = []
         for each in rollouts:
             clocks.append(clock := self.rollouts.pop(each.rollout_id, None))

@@ -1,13 +1,13 @@
 """Every figure of a run in progress, by its name.
 
-Prometheus and the trackers are given what is in this table, and the reference is made from it. It
-has the figures of batches and the counts of tokens from :mod:`~aprilsched.observe.figures.figures`,
-where summary.json, the live view and the report find them too, and adds those that only a run in
-progress has. A name is the same everywhere: what summary.json has as ``staleness_max``, a tracker
-has as ``batch/staleness_max``, and Prometheus as ``aprilsched_batch_staleness_max_versions``.
+Prometheus and the trackers receive the figures in this table, and the reference is generated from
+it. It combines the batch figures and token counts of :mod:`~aprilsched.observe.figures.figures`,
+which summary.json, the live view and the report also use, with figures that only a run in progress
+has. Names correspond: ``staleness_max`` in summary.json is ``batch/staleness_max`` in a tracker and
+``aprilsched_batch_staleness_max_versions`` in Prometheus.
 
-Invariants, checked by a test: names and units follow the convention of Prometheus, and only what is
-in the table is exposed.
+Invariants, checked by a test: names and units follow the convention of Prometheus, and only figures
+in the table are exposed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from aprilsched.observe.figures.run_figures import TokenFigures
 
 Labelled: TypeAlias = Mapping[tuple[str, ...], float]
 Value: TypeAlias = float | Labelled | None
-"""A figure, or one for each combination of its labels; None if it cannot be known."""
+"""A figure, or one value for each combination of its labels; None if unknown."""
 
 _SHORT_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _LONG_SECONDS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
@@ -75,7 +75,7 @@ class Moment:
 
 
 def values_at(figure: Figure, moment: Moment) -> Labelled:
-    """The values of a figure by labels; none if it cannot be known now, and none of a histogram."""
+    """Return the values of a figure by labels; empty if unknown, and for a histogram."""
     found: Value = None if figure.of is None else figure.of(moment)
     if found is None:
         return {}
@@ -83,7 +83,7 @@ def values_at(figure: Figure, moment: Moment) -> Labelled:
 
 
 def _of_batches() -> Iterator[Figure]:
-    """Yield the figures of the batch that was delivered last."""
+    """Yield the figures of the latest batch."""
     for name, each in figures_in(BatchFigures).items():
         if each.of is not None and (each.tracked or each.exposed):
             yield replace(each, name=f"batch/{name}", of=_batch(lambda b, of=each.of: of([b])))
@@ -97,22 +97,22 @@ def _of_tokens() -> Iterator[Figure]:
 
 
 def _counted(take: Callable[[Counters], float]) -> Callable[[Moment], float]:
-    """Return a count of the whole run."""
+    """Return the source of a count of the whole run."""
     return lambda moment: take(moment.figures.counters)
 
 
 def _batch(take: Callable[[Measured], float | None]) -> Callable[[Moment], float | None]:
-    """Return a figure of the batch that was delivered last."""
+    """Return the source of a figure of the latest batch."""
     return lambda m: None if m.figures.batch is None else take(m.figures.batch)
 
 
 def _forecast(take: Callable[[ForecastFigures], float | None]) -> Callable[[Moment], float | None]:
-    """Return a figure of the forecast that the batch had."""
+    """Return the source of a figure of the latest batch's forecast."""
     return _batch(lambda batch: None if batch.forecast is None else take(batch.forecast))
 
 
 def _engines(take: Callable[[EngineUsage], float | None]) -> Callable[[Moment], Value]:
-    """Return a figure of each engine."""
+    """Return the source of a figure of each engine."""
 
     def of(moment: Moment) -> Value:
         found = {name: take(each) for name, each in moment.figures.state.engines.items()}
@@ -144,7 +144,7 @@ def _share(*parts: Part) -> Callable[[Moment], float | None]:
 
 
 def _clients(take: Callable[[Clients], Value]) -> Callable[[Moment], Value]:
-    """Return a figure of the clients of a gateway."""
+    """Return the source of a figure of a gateway's clients."""
     return lambda moment: None if moment.clients is None else take(moment.clients)
 
 

@@ -1,4 +1,4 @@
-"""Reads what is needed to sum a run up, besides its facts, from its config.toml."""
+"""Reads from config.toml what a summary of a run needs in addition to its facts."""
 
 from __future__ import annotations
 

@@ -20,9 +20,9 @@ FORMAT_VERSION = 1
 
 
 class Versioned(msgspec.Struct):
-    """What every line or file with a version of its format has, whatever else is in it.
+    """The format version of a line or file, regardless of its other content.
 
-    `version` is what lines call it, and `schema` what files of one object do.
+    Lines name it `version`, and files with a single object name it `schema`.
     """
 
     version: int = 0

@@ -1,4 +1,4 @@
-"""Computes where a recorded run's engines spent their time, from its events.jsonl.
+"""Computes how a recorded run's engines spent their time, from its events.jsonl.
 
 Invariant: the parts of each engine add up to the time since it opened or joined.
 """
@@ -35,7 +35,7 @@ class RunUsage:
     :data:`~aprilsched.observe.figures.engine_time.PARTS`.
 
     Attributes:
-        engines: names in the order in which the engines came.
+        engines: names of the engines in the order of joining.
         capacity: number of slots of each engine, by which its time is divided.
         tokens: number of tokens that each engine generated.
         wall: seconds of the run.
@@ -70,8 +70,8 @@ class RunUsage:
     def series(
         self, bins: int, *, start: float = 0.0, end: float | None = None
     ) -> NDArray[np.float64]:
-        """Seconds of each part in each of `bins` equal pieces of the time from `start` to `end` (by
-        default the whole run): float64 [bins, engines, parts]."""
+        """Return the seconds of each part in each of `bins` equal intervals from `start` to `end`
+        (by default the whole run), float64 [bins, engines, parts]."""
         stops = np.linspace(start, self.wall if end is None else end, bins + 1)
         result = np.zeros((bins, len(self.engines), len(PARTS)))
         for engine, (edges, spent) in enumerate(zip(self.edges, self.spent, strict=True)):

@@ -11,10 +11,8 @@ from aprilsched.observe.report.report_data import RunReport
 from aprilsched.observe.report.time_charts import SHOWN_ENGINES
 from aprilsched.observe.report.words import nats, percent
 
-# Charts about how far the trainer's log-probabilities are from the engines'.
-#
-# All of them show k3, the mean of exp(d) - 1 - d over tokens, where d is the trainer's
-# log-probability minus the engine's. The runs are those whose trainer reported.
+# All charts show k3, the mean of exp(d) - 1 - d over tokens, where d is the trainer's
+# log-probability minus the engine's. They include the runs whose trainer reported.
 
 _MISMATCH = Axis(label="k3, nats", unit="nats", from_zero=True)
 
@@ -53,7 +51,7 @@ def by_position(runs: Sequence[RunReport]) -> Chart:
     """Draw the mismatch along the response."""
     rows = {run: found.by_position for run, found in _reported(runs).items()}
     count = max(1, *map(len, rows.values()))
-    # Short names: rotated ones would stand on the axis' title.
+    # Short names; rotated ones would overlap the axis title.
     names = [f"{1 << i}" if i < 10 else f"{1 << (i - 10)}k" for i in range(count)]
     said: list[str] = []
     for run, row in rows.items():
@@ -110,7 +108,7 @@ def by_engine(run: RunReport, found: AlignmentFigures) -> Chart:
 
 
 def _reported(runs: Sequence[RunReport]) -> dict[RunReport, AlignmentFigures]:
-    """What the trainers of these runs reported, where they did."""
+    """Return the alignment figures of the runs whose trainers reported."""
     return {run: found for run in runs if (found := run.summary.alignment) is not None}
 
 

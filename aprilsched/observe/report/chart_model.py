@@ -1,5 +1,4 @@
-"""The model of a chart: its data, axes, units, words and colours, and the charts that are drawn in
-more than one place.
+"""The model of a chart: its data, axes, units, texts and colours.
 
 Two renderers draw it: :func:`aprilsched.observe.report.charts.spec` as plotly's JSON for a page,
 and :func:`aprilsched.observe.report.style.draw` with matplotlib for files and notebooks. Shares are
@@ -50,15 +49,15 @@ ROLLOUT_COLOURS: dict[RolloutPart, str] = {
     "score": "#009E73",
     "batch": "#E69F00",
 }
-"""Colours of what a rollout is at; a part that engines have too has its colour."""
+"""Colours of the parts of a rollout's time; parts shared with engines have the same colour."""
 
 AGE_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
 """Colours of tokens by their staleness, 0 versions first. The last one is for all older tokens."""
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever can be read better on `colour`, like ``#0072B2`` (by its luminance,
-    as in WCAG)."""
+    """Return black or white, whichever is more readable on `colour`, such as ``#0072B2`` (by
+    luminance, as in WCAG)."""
     red, green, blue = [(part / 255) ** 2.2 for part in bytes.fromhex(colour[1:])]
     dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.3
     return "#FFFFFF" if dark else "#000000"
@@ -66,8 +65,8 @@ def ink_on(colour: str) -> str:
 
 Values = Sequence[float] | Sequence[str] | NDArray[Any]
 Unit = Literal["", "share", "whole", "tokens", "nats"]
-"""How the numbers of an axis are written: as they are, as percentages, without those between whole
-numbers, with thousands separators, or as very small ones."""
+"""Number format of an axis: unchanged, as percentages, whole numbers only, with thousands
+separators, or for very small numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -123,7 +123,7 @@ def _trace(series: Series, chart: Chart) -> Spec:
                 "cliponaxis": False,
             }
             if chart.stacked and isinstance(colour, str) and colour.startswith("#"):
-                # plotly's own is grey, which cannot be read on olive.
+                # plotly's default is grey, which is unreadable on olive.
                 found["insidetextfont"] = {"color": ink_on(colour)}
         case "area":
             found |= {

@@ -1,4 +1,4 @@
-"""Writes the page of a report: one file that needs no other file and no network.
+"""Writes the page of a report: one self-contained file that needs no network.
 
 Invariants: the page's own policy (Content-Security-Policy) allows no request, and no script except
 ours, whose hashes it names. Everything that comes from a run folder is text, never markup.

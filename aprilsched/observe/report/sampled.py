@@ -1,4 +1,4 @@
-"""What was sampled of GPUs and engines, for a report."""
+"""The samples of GPUs and engines in a report."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def time_by_part(
     colours: Mapping[Any, str],
     labels: Mapping[Any, str],
 ) -> Chart:
-    """A bar for each run, divided into parts of its time, which have a colour and a label each;
-    `written` gives the texts of the numbers in it."""
+    """Draw a bar for each run, divided into parts of its time, each with a colour and a label;
+    `written` formats the numbers in the bar."""
     names = list(rows)
     values = {part: [row.get(part, 0.0) for row in rows.values()] for part in colours}
     return Chart(
@@ -62,7 +62,7 @@ def time_by_part(
 def areas(
     shares: Mapping[str, NDArray[np.float64]], *, start: float, stops: Sequence[float], row: int = 0
 ) -> list[Series]:
-    """The shares of parts of the time as areas above each other; the pieces end at `stops`."""
+    """Return the shares of parts of the time as stacked areas; the intervals end at `stops`."""
     return [
         Series(
             kind="area",
@@ -132,8 +132,8 @@ def responses(
 
 
 def ages_by_batch(batches: Sequence[int], shares: Sequence[Sequence[float]]) -> Chart:
-    """The ages of each batch's tokens: for each age its share in each of `batches`. The last age
-    has all older tokens."""
+    """Draw the ages of each batch's tokens, from the share of each age in each of `batches`. The
+    last age contains all older tokens."""
     last = max((age + 1 for age, share in enumerate(shares) if any(share)), default=1)
     return Chart(
         series=[
@@ -158,8 +158,8 @@ def ages_by_batch(batches: Sequence[int], shares: Sequence[Sequence[float]]) -> 
 def bias_over_batches(
     runs: Mapping[str, TransientFigures | None], *, colours: Sequence[str], predicted: bool
 ) -> Chart:
-    """The bias of everything delivered so far, as measured, and as `predicted` by the responses in
-    flight; a run without a name is the only one."""
+    """Draw the bias of everything delivered so far, as measured, and as `predicted` from the
+    responses in flight; a run without a name is the only one."""
     series: list[Series] = []
     for (name, figures), colour in zip(runs.items(), colours, strict=False):
         if figures is None:
@@ -228,8 +228,8 @@ Curve = tuple[Values, Values]
 def longer_than(
     curves: Mapping[str, tuple[Curve, str, float]], *, dotted: Sequence[str] = ()
 ) -> Chart:
-    """The share of responses that are longer than a length, as a curve, a colour and a width for
-    each name; those with names in `dotted` are dotted lines. Both axes are logarithmic."""
+    """Draw the share of responses that are longer than a length, with a curve, a colour and a width
+    for each name; names in `dotted` get dotted lines. Both axes are logarithmic."""
     return Chart(
         series=[
             Series(

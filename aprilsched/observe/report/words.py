@@ -48,7 +48,7 @@ def seconds(value: float | None) -> str:
 
 
 def ran(config: Mapping[str, Any], summary: RunSummary) -> list[str]:
-    """Describe the configuration in sentences; settings that it lacks are not mentioned."""
+    """Describe the configuration in sentences, without settings that it lacks."""
     scheduler: dict[str, Any] = config.get("scheduler", {})
     sentences = [
         _engines(config, summary),
@@ -162,7 +162,7 @@ def _prompts(config: Mapping[str, Any]) -> str:
 
 
 def _rule(given: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return the name or the number of a policy, and its settings."""
+    """Return the name or number of a policy, and its settings."""
     if isinstance(given, Mapping):
         table = cast("Mapping[str, Any]", given)
         return table.get("rule"), table

@@ -56,7 +56,7 @@ class Nvml:
         self._told(self._api.nvmlShutdown)
 
     def devices(self, t: float) -> list[DeviceLine]:
-        """Return a line for each GPU, which describes it."""
+        """Return a line for each GPU, with its description."""
         api = self._api
         return [
             DeviceLine(

@@ -76,9 +76,9 @@ class SampleLog:
 
 # The lines of samples.jsonl, and the meaning of their fields, which the first line contains.
 #
-# ``t`` is in seconds on the run's clock, as in events.jsonl. A figure that is not known is left
-# out. If a process resumes the run, lines of the prior process with a later time than the "resumed"
-# line are void, as in events.jsonl.
+# ``t`` is in seconds on the run's clock, as in events.jsonl. Unknown figures are omitted. If a
+# process resumes the run, lines of the prior process with a later time than the "resumed" line are
+# void, as in events.jsonl.
 
 SAMPLES_VERSION = 1
 
@@ -125,7 +125,7 @@ class DescriptionLine(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="source", tag="description"
 ):
     """The first line of the file. `interval` is the number of seconds between two samples, and
-    `version` that of the format."""
+    `version` is the version of the format."""
 
     t: float
     interval: float
