@@ -36,7 +36,7 @@ class GatewayCommand:
     engine: tuple[str, ...]
     """URLs of the servers, such as http://127.0.0.1:30001; vllm+http://… for vLLM."""
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
-    """How the gateway listens, and how much it takes on."""
+    """How the gateway listens, and its limits."""
     api_key_env: str | None = None
     """Name of the environment variable with the key that clients of the gateway need."""
     admin_key_env: str | None = None

@@ -42,7 +42,7 @@ class SimulateCommand:
     """Compare scheduling policies on one workload, in virtual time."""
 
     policy: Annotated[str, COMMAS] = DEFAULT_POLICIES
-    """Policies, with commas or spaces between them. Settings follow a colon:
+    """Policies, separated by commas or spaces. Settings follow a colon:
     april:over_provision=1.25|1.5|2 is three policies."""
     batches: int = 60
     """Batches of each policy."""

@@ -3,9 +3,9 @@
 A row is a JSON object: one on each line, or in one array. Its prompt is under ``input_ids``,
 ``prompt``, ``text`` or ``messages``, or under the key that the user names: token ids, text that
 went through the chat template, or messages, which the model's chat template renders with the
-row's ``tools`` and ``chat_template_kwargs``. ``key``, ``group_size`` and ``sampling`` (in the names
-that :func:`aprilsched.kernel.values.sampling.sampling_params` knows) are those of the prompt. Other
-columns, such as a label, become its metadata.
+row's ``tools`` and ``chat_template_kwargs``. ``key``, ``group_size`` and ``sampling`` (with the
+names of :func:`aprilsched.kernel.values.sampling.sampling_params`) set these fields of the prompt.
+Other columns, such as a label, become its metadata.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def read_prompts(
     Args:
         path: the file.
         tokenizer: the folder of the model's tokenizer, for prompts that are text or messages.
-        input_key: the key of a row's prompt; None for the one of the usual names that it has.
-        apply_chat_template: whether a text is the message of a user, which the template renders.
+        input_key: the key of a row's prompt; None selects the standard key that the row contains.
+        apply_chat_template: whether a text is a user message, which the template renders.
 
     Raises:
         ConfigError: if the file cannot be read, or if a row cannot be used; it names the row.

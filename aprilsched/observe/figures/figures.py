@@ -47,7 +47,7 @@ class Figure:
         exposed: whether it is exported to Prometheus.
         live: label in the live view, which omits figures without one.
         headline: label among the report's headlines; empty if it is not a headline.
-        better: which values are better; None if there is no better direction.
+        better: which values are better; None if neither direction is.
     """
 
     help: str

@@ -32,7 +32,7 @@ class Headline:
     explanation: str
     """The meaning of the figure, in one line."""
     better: Direction | None = None
-    """Which values are better; None if there is no better direction."""
+    """Which values are better; None if neither direction is."""
     unit: Unit = ""
 
 
