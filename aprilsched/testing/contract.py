@@ -63,7 +63,7 @@ class EndedTooSoon(AssertionError):
 
 
 class OtherTokens(AssertionError):
-    """Greedy tokens or logprobs differ from those of another response with the same context."""
+    """Greedy tokens or logprobs differ from another response with the same context."""
 
 
 def require(condition: bool, message: str) -> None:

@@ -449,7 +449,7 @@ class ServedEngine:
         return ""
 
     async def begin_with(self, path: str, label: str, key: int) -> None:
-        """Start with other weights than those of version 0."""
+        """Start with other weights than version 0."""
         self.model_path = path
         await self.engine.refit(self._version(label), key)
 

@@ -10,7 +10,7 @@ from aprilsched.observe.exports.trace import Bands, TraceFile, Tracks
 TIDS = 100_000
 """Number of track ids of a process."""
 _SLOTS = 10
-"""Number of track ids for the bands of an engine, before those of its slots."""
+"""Number of track ids for the bands of an engine, before the ids of its slots."""
 _STEP = 0.01
 """The counter of known tokens is written when its value has changed by this share. Otherwise each
 chunk would add an event, for changes too small to see."""

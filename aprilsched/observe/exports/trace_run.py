@@ -17,9 +17,9 @@ from aprilsched.observe.log.run import readable
 from aprilsched.observe.log.run_folder import EVENTS, TRACE
 
 _TRAINER = 1
-"""Process id of the trainer; those of the engines follow."""
+"""Process id of the trainer; the engines' ids follow."""
 _EVENTS = _TRAINER * TIDS + 1
-"""Track of the trainer's batches and weights; those of its waits follow."""
+"""Track of the trainer's batches and weights; the tracks of its waits follow."""
 _BATCH, _UPDATE = "waits for a batch", "updates the engines"
 _CALLS = frozenset({"pause", "flush", "refit"})
 """Control calls that are shown as a band with their name."""

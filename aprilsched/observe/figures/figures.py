@@ -153,8 +153,8 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step, from delivery to delivery: those in which the engines were
-        paused for the trainer count too."""
+        """Seconds of the whole step, from delivery to delivery, including the time in which the
+        engines were paused for the trainer."""
         return self.seconds + self.trainer_seconds
 
     @property
@@ -425,8 +425,8 @@ class BatchFigures(Figures):
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step, from delivery to delivery: those in which the engines were
-        paused for the trainer count too."""
+        """Seconds of the whole step, from delivery to delivery, including the time in which the
+        engines were paused for the trainer."""
         return self.seconds + self.trainer_seconds
 
 

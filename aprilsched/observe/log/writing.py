@@ -1,4 +1,4 @@
-"""Writes events.jsonl: one line for every fact of a run (:mod:`~.format`).
+"""Writes events.jsonl: one line for every fact of a run (:mod:`~.line_format`).
 
 The log contains no wall-clock time and nothing random, so two runs under a virtual clock with the
 same seed write the same bytes.

@@ -151,7 +151,7 @@ class RunReport:
 
     @property
     def summary(self) -> RunSummary:
-        """Its figures, with those of single batches."""
+        """Its figures, including single batches."""
         return self.run.summary
 
     @property
