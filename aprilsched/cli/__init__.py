@@ -1,4 +1,4 @@
-"""The command line; each command has a module. Those that serve end by the same signals."""
+"""The command line; each command has a module. All serving commands end on the same signals."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _INTERRUPTED = 130
 
 
 def told_to_end() -> asyncio.Future[int]:
-    """The exit code, once a signal tells the process to end: 0 by SIGTERM, 130 by Ctrl-C."""
+    """Return a future of the exit code on a signal: 0 for SIGTERM, 130 for Ctrl-C."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[int] = loop.create_future()
 

@@ -60,9 +60,9 @@ def parsed(kind: type[Command], arguments: Sequence[str], prog: str, everyday: s
 
 
 def values_of(kind: type[Any], arguments: Sequence[str], prog: str, everyday: str = "") -> Values:
-    """Return the values that the arguments have.
+    """Return the values of the arguments.
 
-    ``--help`` and ``--help-all`` print the help, and end the process.
+    ``--help`` and ``--help-all`` print the help and exit.
 
     Raises:
         ConfigError: if an argument is unknown or has a wrong value.
@@ -141,7 +141,7 @@ def _config(config: SchedulerConfig, values: Values) -> SchedulerConfig:
         if path not in POLICIES:
             changes[path] = plain(value)
         elif value != shorthand_of(path, now):
-            # Another bound keeps the rule of the one before.
+            # A new bound keeps the previous rule.
             keeps = "" in POLICIES[path] and value is not None and now is not None
             changes[f"{path}.{SHORT[path]}" if keeps else path] = value
     return config_of(changed(table, changes))
@@ -178,7 +178,7 @@ class _Flag:
             text = f"{text} (default: {self.default})"
         options: dict[str, Any] = {"help": text.replace("%", "%%")}
         if kinds == [bool]:
-            # What a config file switches on, a flag can switch off.
+            # A flag can switch off a setting that a config file switches on.
             inner = "." in self.path
             options["action"] = argparse.BooleanOptionalAction if inner else "store_true"
         else:
@@ -234,7 +234,7 @@ class _Reader:
 
 
 def _kinds(hint: Any) -> list[Any]:
-    """Return the types that a flag can give, of a setting that may have others too."""
+    """Return those types of a setting that a flag can express."""
     if get_origin(hint) is Annotated:
         return _kinds(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
@@ -248,7 +248,7 @@ def _kinds(hint: Any) -> list[Any]:
 def _sections(
     kind: type[Any], path: str = "", start: object = None
 ) -> Iterator[tuple[type[Any], list[_Flag]]]:
-    """Return the flags of a command and of its parts, by the class that has the fields."""
+    """Yield the flags of a command and of its parts, by the class that defines the fields."""
     hints, own, parts = get_type_hints(kind, include_extras=True), list[_Flag](), list[_Flag]()
     for each in fields(kind):
         default = _default(each) if start is None else getattr(start, each.name)
@@ -276,7 +276,7 @@ def _default(each: Field[Any]) -> Any:
 
 
 def field_texts(kind: type[Any]) -> dict[str, str]:
-    """Return the text of every field of a class, also of those that it inherits."""
+    """Return the docstring of every field of a class, including inherited ones."""
     return {
         each.arg_name: " ".join((each.description or "").split())
         for base in reversed(kind.__mro__[:-1])

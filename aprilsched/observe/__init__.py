@@ -1,2 +1,2 @@
-"""Reads run folders as figures, histories and pictures. It uses only files, and needs no engine and
-no scheduler."""
+"""Reads run folders as figures, histories and pictures. Needs only files, neither an engine nor a
+scheduler."""

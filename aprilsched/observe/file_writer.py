@@ -1,8 +1,8 @@
-"""Writes lines to a file in a worker thread, so that a disk that hangs holds nobody up.
+"""Writes lines to a file in a worker thread, so that a hung disk does not block the run.
 
-Invariants: what waits to be written is bounded; a block is written whole or not at all (an error
-of the disk excepted), in the order in which it was put; whatever goes wrong is said once in the
-log of the program, and :attr:`FileWriter.error` says what the file misses.
+Invariants: the amount of pending text is bounded; blocks are written in order, each completely or
+not at all (disk errors excepted); a failure is logged once, and :attr:`FileWriter.error` describes
+what the file lacks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class FileWriter:
 
     Args:
         mode: how the file is opened.
-        max_bytes: how much may wait to be written.
+        max_bytes: largest number of pending bytes.
         close_seconds: how long :meth:`close` waits.
         patient: wait for a slow disk instead of dropping blocks, as on a virtual clock.
     """
@@ -43,7 +43,7 @@ class FileWriter:
         self._close_seconds = close_seconds
         self._failure: str | None = None
         self._dropped = 0
-        """Lines that the queue had no room for."""
+        """Number of lines dropped because the queue was full."""
         self._accepted = self._written = 0
         """Lines."""
         self._worker = Worker(
@@ -58,12 +58,12 @@ class FileWriter:
 
     @property
     def failed(self) -> bool:
-        """Nothing is to be put any more."""
+        """Whether the file has failed, so that further blocks are pointless."""
         return self._failure is not None
 
     @property
     def error(self) -> str | None:
-        """Why the file is not complete; None while it is."""
+        """Why the file is incomplete; None if it is complete."""
         reasons = [] if self._failure is None else [self._failure]
         if self._dropped:
             reasons.append(
@@ -72,8 +72,7 @@ class FileWriter:
         return "; ".join(reasons) or None
 
     def fail(self, error: BaseException) -> None:
-        """The file will not be complete because of `error`; what was put is written all the
-        same."""
+        """Mark the file as incomplete because of `error`; pending blocks are still written."""
         if self._failure is None:
             self._failure = str(error) or repr(error)
             log.warning("%s is not complete, the run goes on: %s", self._path.name, self._failure)
@@ -88,9 +87,9 @@ class FileWriter:
             self._dropped += lines
 
     def close(self) -> None:
-        """Write what is left, in bounded time."""
+        """Write the pending blocks, in bounded time."""
         if not self._worker.close() and self._failure is None:
-            # The worker has said so in the log.
+            # The worker has logged this.
             self._failure = (
                 f"the disk did not take {self._accepted - self._written} lines within "
                 f"{self._close_seconds:g} s"
@@ -98,7 +97,7 @@ class FileWriter:
 
     def _write(self, block: bytes, lines: int) -> None:
         if self._file is None:
-            # Without a buffer: after an error there is nothing left that closing would write.
+            # Unbuffered: after an error, closing has nothing left to write.
             self._file = FileIO(self._path, self._mode, opener=open_private)
         rest = memoryview(block)
         while rest:

@@ -1,6 +1,6 @@
-"""Pictures of runs, for people who have not read the code. Each function gives a figure.
+"""Pictures of runs, for people who have not read the code. Each function returns a figure.
 
-A figure is shown by a notebook as the last thing in a cell, and written by :func:`save`.
+A notebook shows a figure at the end of a cell, and :func:`save` writes it to a file.
 """
 
 # matplotlib's own signatures end in untyped **kwargs.
@@ -117,19 +117,17 @@ def _name_batches(axes: Axes, deliveries: Sequence[float], end: float) -> None:
             )  # fmt: skip
 
 
-# Draws where the engines' time went: by part, over time, and for each engine.
+# Draws the engines' time: by part, over time, and for each engine.
 #
-# The time of slots is divided (see :mod:`aprilsched.observe.figures.engine_time`), so a single
-# response on an engine with 32 slots fills a thirty-second of the picture, where NVML would show
-# 100 %.
+# The time is counted per slot (see :mod:`aprilsched.observe.figures.engine_time`), so a single
+# response on an engine with 32 slots fills 1/32 of the picture, whereas NVML would show 100 %.
 
 
 TimeUnit: TypeAlias = Literal["share", "gpu_minutes_per_million"]
 
 BINS = 240
 _NAMED_SHARE = 0.01
-"""Smallest share of a part that is named in the legend. The colour of a smaller part could not be
-seen."""
+"""Smallest share of a part in the legend. The colour of a smaller part would be invisible."""
 _UNITS: dict[TimeUnit, str] = {
     "share": "share of the engines' time",
     "gpu_minutes_per_million": "GPU-minutes for a million generated tokens",
@@ -168,7 +166,7 @@ def where_time_goes(
 def draw_causes(
     axes: Axes, usage: RunUsage, *, start: float = 0.0, end: float | None = None
 ) -> list[Part]:
-    """The names of the drawn parts, written into those that have room."""
+    """Draw the parts over time, with names in those that have room; return the drawn parts."""
     stop = usage.wall if end is None else end
     seconds = usage.series(BINS, start=start, end=stop).sum(axis=1)
     share = seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-12)
@@ -185,10 +183,10 @@ def draw_causes(
 
 
 def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) -> list[Part]:
-    """The parts that are large enough to be named."""
+    """Draw one bar for each run; return the parts that are large enough for the legend."""
     rows = [_row(usage, unit) for usage in usages.values()]
-    # All parts are drawn, because a bar would otherwise end before its total. Very small ones are
-    # not in the legend, because nobody could see them.
+    # All parts are drawn; otherwise a bar would end before its total. The legend omits parts that
+    # are too small to see.
     named: list[Part] = [
         part
         for part, index in PART_INDEX.items()
@@ -219,7 +217,7 @@ def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) ->
 
 
 def _number(value: float, unit: TimeUnit) -> str:
-    """The text that is written into a bar."""
+    """Return the text that is written into a bar."""
     if unit == "share":
         return f"{value:.0%}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
@@ -249,8 +247,7 @@ def _name(
     above: NDArray[np.float64],
     edges: NDArray[np.float64],
 ) -> None:
-    """The position at which the area is high enough over the width of the name; None if there is
-    none."""
+    """Write the name of a part where its area has enough room, if anywhere."""
     name = PART_LABELS[part]
     width = int(len(below) * (0.0075 * len(name) + 0.015))
     heights = above - below
@@ -275,11 +272,11 @@ def draw_legend(figure: Figure, shown: Collection[Part]) -> None:
     )  # fmt: skip
 
 
-# Policies side by side: speed, its price, what the engines do, what the trainer gets.
+# Draws policies side by side: speed, its cost, engine activity, and delivered lengths.
 
 
 def comparison(runs: Mapping[str, Run]) -> Figure:
-    """Policies side by side: speed, its price, what the engines do, what the trainer gets."""
+    """Draw policies side by side: speed, its cost, engine activity, and delivered lengths."""
     figure = new_figure(12, 8)
     (speed, price), (activity, mean) = figure.subplots(2, 2)
     colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(runs)}
@@ -393,7 +390,8 @@ def _burn_in(runs: Mapping[str, Run]) -> int:
     return max((run.summary.steady_state.burn_in for run in runs.values()), default=0)
 
 
-# Draws one picture of a run's bias: are responses too short, does that go away, who is stale?
+# Draws one picture of a run's bias: whether responses are too short, whether this is a transient,
+# and which responses are stale.
 
 
 def bias(figures: BiasFigures, *, title: str = "") -> Figure:

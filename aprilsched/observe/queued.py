@@ -1,8 +1,8 @@
-"""Lets a listener be slow: it runs in a worker thread, behind a bounded queue.
+"""Runs a slow listener in a worker thread, behind a bounded queue.
 
-Invariants: the run never waits for it; what does not fit into the queue is dropped, counted and
-said once, and the rest arrives in order; the thread ends with :meth:`QueuedListener.close`, or
-with the process.
+Invariants: the run never waits for the listener; facts that do not fit into the queue are dropped,
+counted and logged once, and the rest arrive in order; the thread ends with
+:meth:`QueuedListener.close`, or with the process.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ _CLOSE_SECONDS = 5.0
 class QueuedListener:
     """Passes facts on to `listener`, later and in another thread.
 
-    Use it as ``with QueuedListener(slow) as queued:`` around the scheduler that has it among its
-    listeners. A `listener` that raises is told nothing more. A process that is forked from this
-    one has no such thread, and tells the listener nothing.
+    Use it as ``with QueuedListener(slow) as queued:`` around the scheduler, and pass `queued` as
+    one of its listeners. A `listener` that raises receives no further facts. A forked process does
+    not have the thread, so the listener receives nothing from it.
 
     Args:
-        listener: one that writes to a database, a web service or a slow disk, for example.
-        kinds: the facts that the listener is told; None means all. Most facts are TokensReceived,
-            so leaving them out saves most of the queue's time.
-        max_pending: how many events may wait for the listener with their facts; what comes on top
-            is dropped.
-        close_seconds: how long the end of the block waits for what is pending.
+        listener: for example one that writes to a database, a web service or a slow disk.
+        kinds: the kinds of facts that the listener receives; None means all. Most facts are
+            TokensReceived, so omitting these saves most of the queue's time.
+        max_pending: largest number of pending events, with their facts; further ones are dropped.
+        close_seconds: how long the end of the block waits for pending events.
 
     Raises:
         ConfigError: if `max_pending` is below 1, or `close_seconds` below 0.
@@ -55,12 +54,12 @@ class QueuedListener:
 
     @property
     def dropped(self) -> int:
-        """Number of events whose facts the listener was never told."""
+        """Number of events whose facts never reached the listener."""
         return self._worker.dropped
 
     @property
     def error(self) -> BaseException | None:
-        """What the listener raised. It is told nothing more."""
+        """The error that the listener raised, after which it receives nothing; None if none."""
         return self._worker.error
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
@@ -81,5 +80,5 @@ class QueuedListener:
         self.close()
 
     def close(self) -> None:
-        """Pass on what is pending, for a bounded time."""
+        """Pass on pending events, for a bounded time."""
         self._worker.close()

@@ -1,18 +1,18 @@
-"""A worker thread that makes calls in order, behind a bounded queue, for what may be slow or hang.
+"""A worker thread with a bounded queue, for calls that may be slow or hang.
 
-The event log, the samples, the trackers and every listener in a
-:class:`~aprilsched.observe.queued.QueuedListener` have one. The event loop is not involved, so a
+The event log, the samples, the trackers and every
+:class:`~aprilsched.observe.queued.QueuedListener` use one. The event loop is not involved, so a
 virtual clock neither waits for a worker nor jumps because of it.
 
-A ThreadPoolExecutor does not serve here: its queue has no bound, and the interpreter waits for its
-threads at exit, so a disk that hangs would keep the process from ending.
+A ThreadPoolExecutor does not work here: its queue is unbounded, and the interpreter joins its
+threads at exit, so a hung disk would keep the process from exiting.
 
 Invariants:
 
-- Who puts a call waits only if the worker is patient, and then only while the queue is full.
-- Every call that was put is made, in order, or its size is counted in :attr:`Worker.dropped`.
-- No call is made after one that raised, and none is begun after :meth:`Worker.close` has returned.
-- A call that never returns holds up neither :meth:`Worker.close` nor the end of the process.
+- The caller of `put` waits only if the worker is patient, and only while the queue is full.
+- Every call in the queue is made, in order, or its size is counted in :attr:`Worker.dropped`.
+- No call is made after one that raised, and none starts after :meth:`Worker.close` has returned.
+- A call that never returns blocks neither :meth:`Worker.close` nor the exit of the process.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _Arguments = TypeVarTuple("_Arguments")
 class Worker:
     """A queue and its thread, which starts with the first call.
 
-    A process that is forked later has no such thread: whatever is put there is dropped.
+    A process forked later does not have the thread, and drops every call.
 
     Args:
-        name: who is called, for the program's log ("the listener ToDatabase").
-        unit: what the sizes of calls count, in the plural ("facts", "bytes").
-        max_pending: the largest total size of the calls that wait; the call that is being made
-            does not count. A larger call is accepted when nothing else waits.
+        name: the callee, for log messages ("the listener ToDatabase").
+        unit: unit of the sizes of calls, in the plural ("facts", "bytes").
+        max_pending: largest total size of the pending calls; the running call does not count. A
+            larger call is accepted if nothing else is pending.
         close_seconds: how long :meth:`close` waits.
-        patient: wait for a place in the queue, instead of dropping the call, as a run on a virtual
+        patient: wait for room in the queue instead of dropping the call, as a run on a virtual
             clock should.
-        failed: is told what a call raised, in the thread; by default it is logged with its
-            traceback.
-        at_end: is called in the thread after the last call, however it ended.
+        failed: receives the error of a call, in the thread; by default the error is logged with
+            its traceback.
+        at_end: called in the thread after the last call, whether or not it raised.
 
     Attributes:
         dropped: total size of the calls that will never be made.
-        error: what a call raised; no more are made then.
+        error: the error that a call raised, after which no call is made; None if none.
 
     Raises:
         ConfigError: if `max_pending` is below 1, or `close_seconds` below 0.
@@ -82,24 +82,24 @@ class Worker:
         self._at_end = at_end
         self._calls: deque[tuple[Callable[..., object], tuple[Any, ...], int]] = deque()
         self._pending = 0
-        """Total size of the calls that wait."""
+        """Total size of the pending calls."""
         self._changed = threading.Condition()
         self._closed = False
         self._said_full = self._told_error = False
         self._thread: threading.Thread | None = None
         self._process = 0
-        """The process that has the thread."""
+        """Id of the process that owns the thread."""
 
     def put(
         self, call: Callable[[*_Arguments], object], *arguments: *_Arguments, size: int = 1
     ) -> bool:
-        """Make this call after all those before it.
+        """Queue a call after all earlier calls.
 
         Returns:
-            Whether it waits now; otherwise its size is counted as dropped.
+            Whether the call is queued; otherwise its size is counted as dropped.
         """
         if self._is_forked():
-            # The thread that stayed behind may have held the lock at the fork.
+            # The parent's thread may have held the lock at the fork.
             self.dropped += size
             if not self._said_full:
                 self._said_full = True
@@ -117,7 +117,7 @@ class Worker:
             full = self._open and not self._fits(size)
             if self._open and not full and (self._thread is not None or self._start()):
                 if not self._calls:
-                    self._changed.notify_all()  # the thread waits only while there are no calls
+                    self._changed.notify_all()  # the thread waits only while the queue is empty
                 self._calls.append((call, arguments, size))
                 self._pending += size
                 return True
@@ -135,11 +135,11 @@ class Worker:
         return False
 
     def close(self) -> bool:
-        """Make the calls that wait, for a bounded time, and take no more.
+        """Make the pending calls, for a bounded time, and accept no more.
 
         Returns:
-            Whether the thread has ended in time. If not, a call hangs: the thread is left alone
-            with it, and the calls after it are dropped.
+            Whether the thread ended in time. If not, a call hangs: the thread is abandoned, and the
+            calls after it are dropped.
         """
         if self._is_forked():
             return True
@@ -179,14 +179,14 @@ class Worker:
         return self._thread is not None and self._process != os.getpid()
 
     def _start(self) -> bool:
-        """Start the thread, unless it is there; returns whether it is. Called with the lock."""
+        """Start the thread unless it exists; return whether it does. The lock must be held."""
         if self._thread is None:
-            # A daemon, because a call that hangs must not keep the process from ending.
+            # A daemon, because a hung call must not keep the process from exiting.
             thread = threading.Thread(target=self._work, name=f"to {self._name}", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
-                # There is no room for another thread, or the interpreter is about to end.
+                # The thread limit is reached, or the interpreter is shutting down.
                 self.error = error
                 return False
             self._process = os.getpid()
@@ -198,10 +198,10 @@ class Worker:
             while (waiting := self._next()) is not None:
                 call, arguments, _ = waiting
                 call(*arguments)
-                # What was passed on must not be kept while nothing comes.
+                # Release the arguments of the last call while the queue is empty.
                 del waiting, call, arguments
         except BaseException as error:
-            # SystemExit and CancelledError too: the queue would fill up in silence.
+            # SystemExit and CancelledError too; otherwise the queue would fill up silently.
             self._end_with(error)
         try:
             if self._at_end is not None:
@@ -210,7 +210,7 @@ class Worker:
             self._end_with(error)
 
     def _next(self) -> tuple[Callable[..., object], tuple[Any, ...], int] | None:
-        """The next call; None if there will be none."""
+        """Return the next call, or None after the last one."""
         with self._changed:
             while not self._calls and not self._closed:
                 self._changed.wait()
@@ -230,7 +230,7 @@ class Worker:
         self._tell_error()
 
     def _tell_error(self) -> None:
-        """Tell what went wrong, once; without the lock, because a log may be slow."""
+        """Report the error, once; without the lock, because logging may be slow."""
         if self.error is None:
             return
         with self._changed:
@@ -239,7 +239,7 @@ class Worker:
             self._failed(self.error)
 
     def _clear(self) -> int:
-        """Drop the calls that wait; returns their size."""
+        """Drop the pending calls, and return their size."""
         left, self._pending = self._pending, 0
         self._calls.clear()
         self.dropped += left

@@ -27,7 +27,7 @@ class _AdapterBody(msgspec.Struct, frozen=True):
 class _MemoryBody(msgspec.Struct, frozen=True):
     """Body of POST /release_memory_occupation and /resume_memory_occupation.
 
-    Without `tags` the call is for all parts.
+    Without `tags` the call applies to all parts.
     """
 
     tags: list[str] | None = None
@@ -73,7 +73,7 @@ _LARGEST_BODY = 2**28
 def app_of(
     served: ServedEngine, *, admin_key: str | None, outermost: Sequence[Middleware] = ()
 ) -> web.Application:
-    """The web application of `served`; the `outermost` middlewares see all calls and answers."""
+    """Return the web application; the `outermost` middlewares see all calls and responses."""
     app = make_app(
         served,
         served,

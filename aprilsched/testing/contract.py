@@ -1,4 +1,4 @@
-"""Checks of what the scheduler relies on: the tests of an engine, for any engine.
+"""Checks of everything that the scheduler relies on: a test suite for any engine.
 
 Each check is a coroutine function that takes a :class:`Subject`. It raises an AssertionError if the
 engine does not keep its contract, or a TimeoutError if it does not answer. A project tests its own
@@ -8,13 +8,13 @@ engine like this::
     def test_my_engine(check):
         asyncio.run(check_on_a_new_engine(check))
 
-`CHECKS` are for every engine, and the other tuples for engines with the abilities that they name.
-``aprilsched doctor`` makes them against a live server, and the first one is also what a scheduler
-checks before it uses an engine again.
+`CHECKS` apply to every engine, and the other tuples to engines with the named capabilities.
+``aprilsched doctor`` runs them against a live server, and a scheduler runs the first one before it
+uses an engine again.
 
-The requests have up to 8,000 greedy tokens and token ids below 35. Where greedy tokens depend on
-the batch, as on most GPUs, a check may raise :class:`OtherTokens`; give the engine a small model in
-float32 on a CPU.
+The requests have up to 8,000 greedy tokens and token ids below 35. If greedy tokens depend on the
+batch, as on most GPUs, a check may raise :class:`OtherTokens`; to avoid this, run the engine with a
+small float32 model on a CPU.
 
 pytest is not needed. For messages with the compared values, call
 ``pytest.register_assert_rewrite("aprilsched.testing.contract")`` before the import, or use the
@@ -44,26 +44,26 @@ from aprilsched.types import Float32Array, Int32Array, SamplingParams, VersionSp
 
 PROMPT = np.arange(3, 35, dtype=np.int32)
 ENDLESS = 8000
-"""Tokens of a response that is still running when a test looks at it. A test process that stood
-still for a third of a second found a response of 200 tokens over."""
+"""Tokens of a response that must still run when a test inspects it. A response of 200 tokens ended
+while the test process stalled for a third of a second."""
 WAIT_SECONDS = 600.0
 """Longest wait for anything. Usually one or two seconds are enough; a busy machine needs more."""
 REFERENCE_TOKENS = 200
-"""Tokens of the response with which the tokens of the others are compared."""
+"""Tokens of the reference response, with which other responses are compared."""
 SETTLE_SECONDS = 0.3
 """Seconds until nothing changes: a pause may take effect late, and an event may be delayed."""
 MAX_WINDOWS = 10
-"""Windows of time, each of two times the above, in which tokens may still arrive after a pause."""
+"""Windows, each of twice the above time, in which tokens may still arrive after a pause."""
 CACHED_TOKENS = 257
 """Tokens of a prompt that is looked up in the cache, which may have pages of 256 tokens."""
 
 
 class EndedTooSoon(AssertionError):
-    """A response ended before the check did anything to it, so the check shows nothing."""
+    """A response ended before the check could act on it, so the check is inconclusive."""
 
 
 class OtherTokens(AssertionError):
-    """Greedy tokens or logprobs differ from those of another response with the same context."""
+    """Greedy tokens or logprobs differ from another response with the same context."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -75,7 +75,7 @@ def require(condition: bool, message: str) -> None:
 def greedy(
     tokens: int = 64, *, prompt: Int32Array = PROMPT, request_id: str | None = None
 ) -> GenerationRequest:
-    """A request for exactly `tokens` greedy tokens, under an id of the usual length."""
+    """Return a request for exactly `tokens` greedy tokens, with an id of the usual length."""
     return GenerationRequest(
         request_id=request_id or uuid.uuid4().hex,
         input_ids=prompt,
@@ -93,7 +93,7 @@ class Stream:
     task: asyncio.Task[None] | None = None
 
     def start(self) -> Stream:
-        """Read it in a task of its own."""
+        """Read the stream in a new task."""
         self.task = asyncio.create_task(self._read())
         return self
 
@@ -104,7 +104,7 @@ class Stream:
         return self
 
     async def reach(self, tokens: int) -> Stream:
-        """Wait until `tokens` tokens have arrived of a response that is to go on after them."""
+        """Wait for `tokens` tokens of a response, which must not end with them."""
         await until(lambda: len(self) >= tokens or self.done)
         if self.done:
             finish = (await self.end()).last.finish
@@ -113,7 +113,7 @@ class Stream:
         return self
 
     async def cut(self, tokens: int = 0) -> Stream:
-        """Wait until `tokens` tokens have arrived, and abort it until it ends, as a scheduler does.
+        """Wait for `tokens` tokens, then repeat aborts until it ends, as a scheduler does.
 
         A single abort may be lost while the engine is paused.
         """
@@ -150,7 +150,7 @@ class Stream:
 
 
 async def whole(engine: Engine, request: GenerationRequest) -> Stream:
-    """The response to `request`, read to its end."""
+    """Read the response to `request` to its end."""
     return await Stream(engine, request).start().end()
 
 
@@ -168,16 +168,16 @@ async def until(
 
 @dataclass(kw_only=True)
 class Subject:
-    """An open engine, and what a check must know of it.
+    """An open engine, and what a check must know about it.
 
     Attributes:
-        engine: runs, has no requests, and has the first of the `weights`.
+        engine: the engine, not paused, without requests, and with the first of the `weights`.
         busy: returns the number of requests that the engine runs or queues.
-        weights: two checkpoints that sample different tokens; None where no check loads any. A
-            check may leave the engine with either of them, so each check needs a fresh engine, or
-            one that was refitted.
-        endless: tokens of a response that is to run until the check ends it.
-        settle_s: seconds in which a pause takes effect, and in which events may be delayed.
+        weights: two checkpoints that sample different tokens; None if no check loads weights. A
+            check may leave the engine with either of them, so each check needs a fresh or a
+            refitted engine.
+        endless: tokens of a response that must run until the check ends it.
+        settle_s: seconds in which a pause takes effect, and by which events may be delayed.
         streams: the responses that checks have started.
     """
 
@@ -206,7 +206,7 @@ class Subject:
         return self._reference
 
     async def leave(self) -> None:
-        """End every response that a check has left, as one that failed does."""
+        """End every response that a check left running, as a failed check does."""
         tasks = [stream.task for stream in self.streams if stream.task is not None]
         for task in tasks:
             task.cancel()
@@ -214,7 +214,7 @@ class Subject:
         self.streams.clear()
 
     async def settle(self) -> None:
-        """Wait for what takes effect late."""
+        """Wait for delayed effects."""
         await asyncio.sleep(self.settle_s)
 
     async def has_two(self) -> bool:
@@ -226,7 +226,7 @@ class Subject:
         return await self.busy() == 0
 
     def other_weights(self) -> Path:
-        """The checkpoint that the engine does not have at the beginning."""
+        """Return the checkpoint that is not loaded at the start."""
         assert self.weights is not None, "this check loads weights; give two checkpoints"
         return self.weights[1]
 
@@ -235,7 +235,7 @@ Check = Callable[[Subject], Awaitable[None]]
 
 
 def _check_end(stream: Stream, finish: str) -> None:
-    """Check that a response ended as it had to."""
+    """Check that a response ended with the finish reason `finish`."""
     found = stream.last.finish
     require(found == finish, f'a response ended with "{found}" instead of "{finish}"')
 
@@ -260,8 +260,8 @@ def _check_aborted(stream: Stream, least: int = 0) -> None:
 def _check_same(
     stream: Stream, reference: Stream, *, start: int = 0, tokens: int | None = None
 ) -> None:
-    """Check that tokens and logprobs from `start` on are those of `reference`, as far as both
-    go."""
+    """Check that tokens and logprobs from `start` on equal the `reference`, up to the end of the
+    shorter one."""
     end = min(len(stream), start + len(reference) if tokens is None else start + tokens)
     length = end - start
     if stream.ids[start:end] != reference.ids[:length]:
@@ -292,7 +292,7 @@ def _refused() -> Generator[None]:
 
 
 async def passes_the_self_check(subject: Subject) -> None:
-    """It gives tokens with finite logprobs, pauses and continues, and ends what is aborted."""
+    """It returns tokens with finite logprobs, pauses and continues, and ends aborted requests."""
     try:
         await self_check(subject.engine)
     except EngineError as error:
@@ -354,7 +354,7 @@ async def _pause_keeps_streams_open(subject: Subject, mode: PauseMode) -> None:
 
 
 async def retract_keeps_streams_open(subject: Subject) -> None:
-    """No token comes while paused; then every stream continues to its end with the same tokens."""
+    """No token arrives while paused; then every stream continues to its end, tokens unchanged."""
     await _pause_keeps_streams_open(subject, "retract")
 
 
@@ -364,7 +364,7 @@ async def in_place_keeps_streams_open(subject: Subject) -> None:
 
 
 async def abort_returns_the_partial(subject: Subject) -> None:
-    """An abort gives the tokens so far, with the versions of all of them."""
+    """An abort returns the tokens so far, with the versions of all of them."""
     version = await subject.engine.version()
     reference = await subject.reference()
     stream = await subject.start().reach(20)
@@ -389,7 +389,7 @@ async def abort_after_retract_returns_the_partial(subject: Subject) -> None:
 
 
 async def a_request_sent_during_a_pause_is_held(subject: Subject) -> None:
-    """The request gives no token until the pause ends, and then all of them."""
+    """The request returns no token until the pause ends, and then all tokens."""
     await subject.engine.pause("retract")
     stream = subject.start(greedy(40))
     await asyncio.sleep(2 * subject.settle_s)
@@ -400,7 +400,7 @@ async def a_request_sent_during_a_pause_is_held(subject: Subject) -> None:
 
 
 async def a_held_request_can_be_aborted(subject: Subject) -> None:
-    """Aborts that are repeated until the stream ends work, even if those in a pause are lost."""
+    """Aborts repeated until the stream ends succeed, even if aborts during a pause are lost."""
     await subject.engine.pause("retract")
     stream = subject.start()
     await subject.settle()
@@ -413,8 +413,8 @@ async def a_held_request_can_be_aborted(subject: Subject) -> None:
 
 
 async def requests_of_one_turn_end_each_by_itself(subject: Subject) -> None:
-    """Requests that are asked for together may travel together, but an abort of one and a stream
-    that is left end that one alone."""
+    """Requests started in one turn of the event loop may share a call, but an abort or a closed
+    stream ends only its own request."""
     reference = await subject.reference()
     lengths = (60, subject.endless, 40, subject.endless)
     first, aborted, second, left = [subject.start(greedy(tokens)) for tokens in lengths]
@@ -433,9 +433,9 @@ async def requests_of_one_turn_end_each_by_itself(subject: Subject) -> None:
 
 
 async def held_requests_of_one_turn_are_aborted_or_whole(subject: Subject) -> None:
-    """One that a pause holds can be aborted, at the latest after the pause. Others that were asked
-    for with it give all of their tokens then, or end like it without any, so that they can be asked
-    for again."""
+    """A request held by a pause can be aborted, at the latest after the pause. The other requests
+    of the same turn then return all their tokens, or also end without any, so that they can be
+    sent again."""
     await subject.engine.pause("retract")
     aborted, *others = [subject.start(greedy(tokens)) for tokens in (subject.endless, 30, 30)]
     await subject.settle()
@@ -453,7 +453,7 @@ async def held_requests_of_one_turn_are_aborted_or_whole(subject: Subject) -> No
 
 
 async def spans_tell_the_version_of_every_token(subject: Subject) -> None:
-    """After a refit in mid-response, spans tell which tokens are of the old and new weights."""
+    """After a refit in mid-response, spans show which tokens come from old and new weights."""
     engine = subject.engine
     old = await engine.version()
     reference = await whole(engine, greedy(600))
@@ -522,7 +522,7 @@ async def a_re_sent_prefix_continues_the_response(subject: Subject) -> None:
 async def leaving_a_stream_ends_its_request(subject: Subject) -> None:
     """A request whose stream is cancelled, or closed after its first chunk, is not decoded
     further."""
-    # It was started first and has as many tokens, so it would end before a request that goes on.
+    # It starts first and has the same length, so it would end before the request that continues.
     other = await subject.start().reach(1)
     stream = await subject.start().reach(1)
     await until(subject.has_two)
@@ -607,7 +607,7 @@ async def released_memory_comes_back(subject: Subject) -> None:
 
 
 async def weights_are_taken_while_the_cache_is_away(subject: Subject) -> None:
-    """A trainer on the same GPU does this: it wakes the weights, refits, and wakes the cache."""
+    """A colocated trainer resumes the weights, refits, and then resumes the KV cache."""
     engine = subject.engine
     assert isinstance(engine, SleepingEngine)
     assert isinstance(engine, RefitFromDisk)
@@ -650,8 +650,8 @@ async def memory_calls_in_a_wrong_order_are_refused(subject: Subject) -> None:
 
 
 async def the_load_tells_what_is_on_it(subject: Subject) -> None:
-    """The load has requests, KV and tokens, and the times of steps where the engine counts them;
-    their age is told only if it is known."""
+    """The load contains requests, KV and tokens, and step times if the engine counts them; their
+    age is present only if known."""
     engine = subject.engine
     assert isinstance(engine, ReportsLoad)
     before = await engine.load()
@@ -696,8 +696,8 @@ async def _refit(subject: Subject, weights: Path, version: int) -> None:
 
 
 async def likely_tokens_come_with_each_token(subject: Subject) -> None:
-    """The likeliest tokens come in the place of each token of a request that asks for them, and
-    of no other: through both kinds of pause, and up to an abort."""
+    """The likeliest tokens arrive for each token of a request with this option, and for no other
+    request: through both kinds of pause, and up to an abort."""
     engine, n = subject.engine, 3
     asked = msgspec.structs.replace(greedy(ENDLESS), companions=((top_logprobs(n), 0),))
     stream, plain = Stream(engine, asked).start(), Stream(engine, greedy(ENDLESS)).start()

@@ -1,10 +1,10 @@
-"""pytest fixtures that give the tests of other projects SGLang-compatible servers.
+"""pytest fixtures that provide SGLang-compatible servers to the tests of other projects.
 
 One line in a project's top ``conftest.py``, or in a test module, is enough::
 
     pytest_plugins = ["aprilsched.testing.fixtures"]
 
-Checks of :mod:`aprilsched.testing.contract` that fail then say which values they compared.
+Failed checks of :mod:`aprilsched.testing.contract` then show the compared values.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ pytest.register_assert_rewrite("aprilsched.testing.contract", "aprilsched.testin
 
 
 class StartServer(Protocol):
-    """What the fixture `start_sglang_server` gives."""
+    """The type of the fixture `start_sglang_server`."""
 
     def __call__(self, server: SimServer | None = None) -> ThreadedServer:
         """Start `server`, or one with the default settings."""
@@ -31,7 +31,7 @@ class StartServer(Protocol):
 
 @pytest.fixture
 def start_sglang_server() -> Iterator[StartServer]:
-    """A function that starts servers, which are stopped after the test."""
+    """Provide a function that starts servers; they are stopped after the test."""
     with ExitStack() as running:
 
         def start(server: SimServer | None = None) -> ThreadedServer:
@@ -42,5 +42,5 @@ def start_sglang_server() -> Iterator[StartServer]:
 
 @pytest.fixture
 def sglang_server(start_sglang_server: StartServer) -> ThreadedServer:
-    """A started server with the default settings, which is stopped after the test."""
+    """Provide a running server with the default settings; it is stopped after the test."""
     return start_sglang_server()

@@ -1,8 +1,8 @@
 """POST /generate: a response to one prompt, or to each of several, as a whole or as server-sent
 events.
 
-It behaves like SGLang in the corner cases: a refusal in a stream is an event under status 200,
-and two seconds after a stream its rid is aborted, which hits another request of the same rid.
+It behaves like SGLang in corner cases: a refusal in a stream is an event under status 200, and two
+seconds after a stream its rid is aborted, which also hits a later request with the same rid.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from aprilsched.testing.served import SERVED, Call, ServedEngine
 Items: TypeAlias = AsyncGenerator[Item, None]
 
 STREAM_FILTER: web.RequestKey[Callable[[Items], Items]] = web.RequestKey("stream_filter")
-"""The key under which a middleware may leave a function that changes the items of a stream."""
+"""The key under which a middleware may store a function that changes the items of a stream."""
 
 _LATE_ABORT_SECONDS = 2.0
 _LISTED = ("input_ids", "rid", "sampling_params", "extra_key", "lora_path", "return_logprob")
-"""The fields that have a value for each prompt of a body, where they are lists."""
+"""The fields that, as lists, contain one value for each prompt of a body."""
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -56,8 +56,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 def _bodies(whole: dict[str, Any]) -> tuple[bool, list[GenerateBody]]:
-    """Whether a body asks for several responses, and a body for each of them. As in SGLang, only
-    some fields have a value for each."""
+    """Return whether a body requests several responses, and a body for each. As in SGLang, only
+    some fields have one value per response."""
     prompts = cast("list[Any]", whole.get("input_ids") or [])
     if not (prompts and isinstance(prompts[0], list)):
         return False, [decode(msgspec.json.encode(whole), GenerateBody)]
@@ -72,8 +72,8 @@ def _calls(served: ServedEngine, bodies: Sequence[GenerateBody], rids: Sequence[
     pairs = zip(bodies, rids, strict=True)
     calls = [Call(generation_request(body, rid, served.config)) for body, rid in pairs]
     if len(calls) > 1:
-        # SGLang begins none of a body's requests if it refuses one of them. When the others had
-        # begun here, they were still running when the client sent them again, one by one.
+        # SGLang starts none of a body's requests if it refuses one of them. If the others started
+        # here, they would still be running when the client resends them one by one.
         for call in calls:
             served.check(call)
     return calls

@@ -1,4 +1,4 @@
-"""Builds the answers of /generate from chunks, with ``meta_info`` in SGLang's names."""
+"""Builds the responses of /generate from chunks, with ``meta_info`` in SGLang's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aprilsched.testing.served import Call, ServedEngine
 
 
 class Answer:
-    """Makes the events of one response, and counts the tokens that they have carried."""
+    """Builds the events of one response, and counts the tokens sent."""
 
     def __init__(self, served: ServedEngine, call: Call, *, logprobs: bool) -> None:
         self._served = served
@@ -25,7 +25,7 @@ class Answer:
         self._began = asyncio.get_running_loop().time()
 
     def event(self, chunk: Chunk) -> Event:
-        """The event that carries the tokens of `chunk`, all of which are new."""
+        """Return the event with the tokens of `chunk`, all of which are new."""
         ids: list[int] = chunk.token_ids.tolist()
         self._tokens += len(ids)
         meta: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Makes a request of the embedded engine from a body, and refuses what SGLang would refuse."""
+"""Make a request of the embedded engine from a body, and refuse what SGLang would refuse."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ from aprilsched.types import SamplingParams
 
 _DEFAULT_NEW_TOKENS = 128
 _KNOWN = {*OWN, *SERVER, "n", "stop", "stream_interval"}
-"""SGLang's sampling parameters; those of the server's own are not modelled."""
+"""SGLang's sampling parameters; the server-specific ones are not modelled."""
 
 
 _TOLD = ("priority", "data_parallel_rank", "custom_logit_processor", "return_hidden_states")
 _KEPT = ("request",)
-"""The last event of an answer has those of these fields that the request had, under this name, so
-that tests see what arrives."""
+"""Fields of the request that the last event of its response repeats, so that tests can check what
+the server received."""
 
 
 def known_parameters(body: GenerateBody) -> None:
-    """Fail like SGLang at a sampling parameter that it does not know.
+    """Fail like SGLang at an unknown sampling parameter.
 
     Raises:
-        Crashed: if there is one.
+        Crashed: if a parameter is unknown.
     """
     if not (body.sampling_params or {}).keys() <= _KNOWN:
         raise Crashed
 
 
 def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> GenerationRequest:
-    """The request that `body` asks for.
+    """Return the generation request for `body`.
 
     Raises:
         Refused: if SGLang, or this model of it, would refuse it.

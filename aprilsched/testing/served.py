@@ -1,13 +1,13 @@
-"""A served engine as an SGLang process has it: its requests by rid, and its control calls.
+"""A served engine that behaves like an SGLang process: requests by rid, and control calls.
 
 Invariants:
-- Every change of the label makes a new version of the engine. Adjacent tokens of one label are
+- Every change of the label creates a new version of the engine. Adjacent tokens of one label form
   one span, as SGLang reports it.
-- As in SGLang, an abort needs an exact rid and then ends every request whose rid begins with it; a
+- As in SGLang, an abort needs an exact rid and then ends every request whose rid starts with it; a
   second abort of one rid is not passed on.
 - As in SGLang, an update outside of a pause waits for every running request and admits none; the
-  default pause ends all requests and checks once a second whether they are gone; during a pause
-  the reported load is that before the pause.
+  default pause ends all requests and checks once a second whether they have ended; during a pause
+  the reported load is the load before the pause.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 MODEL = "aprilsched-sim"
 _VERSION = "0.5.23"
-"""The SGLang release whose answers these are."""
+"""The SGLang release that the responses match."""
 _ABORT_POLL_SECONDS = 1.0
 """Time between two checks of a pause in abort mode, as in SGLang."""
 _HEALTH_SECONDS = 20.0
@@ -51,10 +51,10 @@ _MICROSECONDS = 1e6
 _KEPT = 50
 """Tokens between two reports of SGLang's scheduler about a request that is not streamed."""
 _DRAWN_TOGETHER = 64
-"""Responses to one prompt whose lengths have its effect in common."""
+"""Number of responses to one prompt whose lengths share the prompt's effect."""
 _FAR = 1 << 40
 _REMEMBERED = 1 << 16
-"""Prompts, and interrupted responses, of which lengths are remembered."""
+"""Largest number of prompts, and of interrupted responses, whose lengths are stored."""
 
 
 @dataclass(slots=True)
@@ -68,26 +68,26 @@ class Call:
 
 
 class DrawnLengths:
-    """How long responses get that end by themselves: each has the length that a law draws.
+    """Lengths, drawn from a law, of responses that end by themselves.
 
-    A response that is interrupted, and asked for again with its tokens so far, has the rest of its
-    length, also from another server that has the same object. With other tokens it is a response to
+    An interrupted response that is requested again with its tokens so far keeps its total length,
+    even on another server that shares this object. With other tokens it counts as a response to
     another prompt.
 
     Args:
-        workload: the law. Its prompts stand for those that come, in the order in which they come.
+        workload: the law. Its prompts are assigned to the received prompts in order of arrival.
     """
 
     def __init__(self, workload: LongTailWorkload) -> None:
         self._workload = replace(workload, group_size=_DRAWN_TOGETHER)
         self._prompts: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
-        """The number of each prompt, and how many of its responses were drawn."""
+        """The index of each prompt, and the number of responses drawn for it."""
         self._left: OrderedDict[bytes, int] = OrderedDict()
-        """Tokens that are left of each response that was interrupted, by its context."""
+        """Remaining tokens of each interrupted response, by its context."""
         self._seen = 0
 
     def take(self, context: Int32Array) -> int:
-        """The number of tokens that the response to `context` has, 1 or more."""
+        """Return the number of tokens of the response to `context`, 1 or more."""
         key = context.tobytes()
         if (left := self._left.pop(key, None)) is not None:
             return left
@@ -95,12 +95,12 @@ class DrawnLengths:
         self._seen += number == self._seen
         _remember(self._prompts, key, (number, drawn + 1))
         round_, place = divmod(drawn, _DRAWN_TOGETHER)
-        # Later responses to a prompt are those of another prompt of the law.
+        # Further responses to a prompt count as responses to another prompt of the law.
         lengths = self._workload.lengths(number + round_ * _FAR)
         return int(lengths[place])
 
     def give_back(self, context: Int32Array, left: int) -> None:
-        """Note that the response whose tokens are at the end of `context` has `left` more."""
+        """Record that the response at the end of `context` has `left` tokens remaining."""
         _remember(self._left, context.tobytes(), left)
 
 
@@ -133,7 +133,7 @@ class ServedEngine:
         self.adapters: dict[str, str] = {}
         """The path of each loaded adapter."""
         self.groups: dict[str, tuple[int, int]] = {}
-        """The rank offset and the size of each group that trainers broadcast weights in."""
+        """The rank offset and the size of each group for weight broadcasts."""
         self._updating = False
         self._labels = {0: "default"}
         self._calls: dict[str, Call] = {}
@@ -164,9 +164,9 @@ class ServedEngine:
         return not self.paused
 
     def rank_loads(self) -> dict[str, Any]:
-        """The load of the scheduler; during a pause, the load before it.
+        """Return the load of the scheduler; during a pause, the load before the pause.
 
-        Figures that SGLang measures only with --enable-metrics are 0, as without that flag.
+        Figures that SGLang measures only with --enable-metrics are 0.
         """
         return self._stale or self._loads()
 
@@ -202,7 +202,7 @@ class ServedEngine:
         }
 
     def model_facts(self) -> dict[str, Any]:
-        """What /model_info tells of the toy model."""
+        """Return the response of /model_info for the toy model."""
         architectures = ["AprilschedToy"]
         return {
             "load_format": "auto",
@@ -211,7 +211,7 @@ class ServedEngine:
         }
 
     def server_facts(self) -> dict[str, Any]:
-        """What /server_info tells; the field ``simulated`` says that this is not a real SGLang."""
+        """Return the response of /server_info; its field ``simulated`` marks a fake SGLang."""
         config = self.config
         rank = {"effective_max_running_requests_per_dp": config.max_running}
         return {
@@ -237,14 +237,14 @@ class ServedEngine:
         }
 
     def labelled(self, spans: tuple[VersionSpan, ...], tokens: int) -> list[dict[str, str | int]]:
-        """The `spans` over the first `tokens` tokens, with labels instead of versions."""
+        """Return the `spans` of the first `tokens` tokens, with labels instead of versions."""
         clipped = ((span.version, span.start, min(span.end, tokens)) for span in spans)
         return labelled(clipped, self._labels.__getitem__)
 
     # -- requests ---------------------------------------------------------------------------
 
     async def generate(self, call: Call) -> AsyncGenerator[Chunk, None]:
-        """Stream one response; if it is left early, its request is aborted.
+        """Stream one response; closing the stream early aborts the request.
 
         Raises:
             Refused: if the rid is in use, or the request can never fit.
@@ -279,7 +279,7 @@ class ServedEngine:
             raise Refused(f"Duplicate request ID detected: {rid}")
 
     async def _generated(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        """The engine's chunks, of a response that ends where its drawn length does."""
+        """Yield the engine's chunks of a response, up to its drawn length."""
         lengths, sampling = self._lengths, request.sampling
         if lengths is None or sampling.ignore_eos:
             async with aclosing(self.engine.generate(request)) as chunks:
@@ -305,8 +305,8 @@ class ServedEngine:
                 lengths.give_back(np.concatenate([request.input_ids, *tokens]), length - done)
 
     async def whole(self, call: Call) -> Chunk:
-        """One response as one chunk. As in SGLang, an abort after a retract leaves only a multiple
-        of 50 tokens."""
+        """Return one response as one chunk. As in SGLang, an abort after a retract returns only a
+        multiple of 50 tokens."""
         async with aclosing(self.generate(call)) as found:
             chunks = [chunk async for chunk in found]
         last = chunks[-1]
@@ -324,12 +324,12 @@ class ServedEngine:
         )
 
     async def alive(self) -> bool:
-        """The same: SGLang's /health generates a token too."""
+        """Return the same as `healthy`: SGLang's /health also generates a token."""
         return await self.healthy()
 
     async def healthy(self) -> bool:
-        """Whether it generates a token in time, as SGLang's health checks test; they hang while it
-        is paused."""
+        """Return whether it generates a token in time, like SGLang's health checks, which hang
+        during a pause."""
         request = GenerationRequest(
             request_id=f"HEALTH_CHECK_{uuid.uuid4().hex}",
             input_ids=np.array([0], np.int32),
@@ -346,7 +346,7 @@ class ServedEngine:
         return [call for call in self._calls.values() if call.entered]
 
     async def abort(self, rid: str) -> None:
-        """End the request `rid` and all whose rids begin with it; ignore an unknown rid."""
+        """End the request `rid` and all whose rids start with it; ignore an unknown rid."""
         call = self._calls.get(rid)
         if call is None or call.abort_sent:
             return
@@ -355,15 +355,15 @@ class ServedEngine:
             await self.engine.abort(other)
 
     async def abort_group(self, name: str) -> None:
-        """Do nothing: a server of SGLang knows no groups."""
+        """Do nothing: SGLang servers have no groups."""
 
     async def abort_all(self) -> None:
-        """End every request except those that a pause holds."""
+        """End every request except the ones held by a pause."""
         for rid in list(self._calls):
             await self.engine.abort(rid)
 
     def abort_later(self, seconds: float, rid: str) -> None:
-        """Abort `rid` in so many seconds, whichever request has this rid then."""
+        """Abort `rid` after `seconds` seconds, whichever request then has this rid."""
 
         async def work() -> None:
             await asyncio.sleep(seconds * self.time_scale)
@@ -381,7 +381,7 @@ class ServedEngine:
     # -- control calls ----------------------------------------------------------------------
 
     async def carry_out(self, call: Coroutine[Any, Any, T]) -> T:
-        """Carry a control call out at once."""
+        """Run a control call immediately."""
         return await call
 
     async def pause(self, mode: PauseMode) -> None:
@@ -437,7 +437,7 @@ class ServedEngine:
     async def relabel(self, label: str) -> str:
         """Give the weights the label `label`, even while requests run."""
         version, key = self._version(label), self.engine.batcher.weights_key
-        # The engine may also have requests of clients that have left, until their late aborts.
+        # Requests of disconnected clients remain on the engine until their late aborts.
         running = not self.paused
         if running:
             await self.engine.pause("in_place")
@@ -449,15 +449,15 @@ class ServedEngine:
         return ""
 
     async def begin_with(self, path: str, label: str, key: int) -> None:
-        """Start with other weights than those of version 0."""
+        """Start with other weights than version 0."""
         self.model_path = path
         await self.engine.refit(self._version(label), key)
 
     async def begin_update(self) -> None:
-        """Begin an update in parts.
+        """Start an update in parts.
 
         Raises:
-            ConfigError: if one is open.
+            ConfigError: if an update is already open.
         """
         if self._updating:
             raise ConfigError("an update is open already; end it first")
@@ -474,15 +474,15 @@ class ServedEngine:
         self._updating = False
 
     async def take_tensors(self, body: TensorBody) -> str:
-        """Take a bucket; nothing is opened, and any content makes new weights.
+        """Accept a bucket without opening it; any content produces new weights.
 
         Raises:
-            AprilschedError: if no update is open, or the engine takes none now.
+            AprilschedError: if no update is open, or the engine cannot accept one now.
         """
         return await self._take("".join(body.serialized_named_tensors))
 
     async def take_broadcast(self, body: BroadcastBody) -> str:
-        """Take a bucket; nothing is received, and any names make new weights.
+        """Accept a bucket without receiving tensors; any names produce new weights.
 
         Raises:
             AprilschedError: as :meth:`take_tensors`, or if the group is unknown.
@@ -503,7 +503,7 @@ class ServedEngine:
         """Join a group.
 
         Raises:
-            ConfigError: if there is one of this name.
+            ConfigError: if a group of this name exists.
         """
         if body.group_name in self.groups:
             raise ConfigError(f"The group {body.group_name} exists already.")
@@ -544,7 +544,7 @@ class ServedEngine:
 
     @asynccontextmanager
     async def _exclusive(self) -> AsyncGenerator[None, None]:
-        """Wait until nothing runs, and keep it so; a pause ensures that already."""
+        """Wait until no request runs, and admit none; during a pause this already holds."""
         if self.paused:
             yield
             return
@@ -554,7 +554,7 @@ class ServedEngine:
 
     @asynccontextmanager
     async def _closed(self) -> AsyncGenerator[None, None]:
-        """Let new requests wait."""
+        """Make new requests wait."""
         self._closures += 1
         self._gate.clear()
         try:

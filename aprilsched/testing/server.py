@@ -39,9 +39,9 @@ class SimServer:
         admin_key: bearer token that control calls need; None leaves them open.
         time_scale: wall seconds for each modelled second.
         refit_seconds: modelled duration of a refit.
-        lengths: how long responses get whose sampling has not ``ignore_eos``; servers of one fleet
-            have the same object. None lets every response have ``max_new_tokens``.
-        middlewares: aiohttp middlewares that see all calls and answers, for tests of failures.
+        lengths: lengths of responses without ``ignore_eos``; servers of one fleet share the object.
+            None gives every response ``max_new_tokens``.
+        middlewares: aiohttp middlewares that see all calls and responses, for failure tests.
 
     Raises:
         ConfigError: if a number is out of its range.
@@ -77,11 +77,11 @@ class SimServer:
 
     @property
     def listening(self) -> bool:
-        """Whether the server is started, and not dead at the moment."""
+        """Whether the server is started and not crashed."""
         return self._listener.listening
 
     async def start(self) -> None:
-        """Start to listen.
+        """Start listening.
 
         Raises:
             ConfigError: if the address cannot be used.
@@ -91,7 +91,7 @@ class SimServer:
         await self._listen(self._served)
 
     def _process(self) -> ServedEngine:
-        """A new process of the server."""
+        """Return a new process of the server."""
         return ServedEngine(
             self.engine, self._config, time_scale=self._time_scale, lengths=self._lengths
         )
@@ -121,12 +121,12 @@ class SimServer:
         await self._listener.close(keep_port=True)
 
     async def restart(self, *, keeps_weights: bool = False) -> None:
-        """Start again after :meth:`crash`, at the same address, as a new process.
+        """Restart after :meth:`crash`, at the same address, as a new process would.
 
-        The new process has the weights of version 0, or with `keeps_weights` those of the old one.
+        The server has the weights of version 0, or its previous weights with `keeps_weights`.
 
         Raises:
-            ConfigError: if the address cannot be used any more.
+            ConfigError: if the address can no longer be used.
         """
         before = self._served
         had = (before.model_path, before.label, self.engine.batcher.weights_key) if before else None

@@ -1,4 +1,4 @@
-"""The SGLang-compatible test server in a thread of its own, for tests that are not asyncio code."""
+"""The SGLang-compatible test server in a separate thread, for tests without asyncio."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _TIME_SCALE = 0.01
 
 
 class ThreadedServer:
-    """A :class:`SimServer` whose event loop has a thread of its own; a context manager.
+    """A :class:`SimServer` whose event loop runs in a separate thread; a context manager.
 
-    Its methods block until they are done and can be called from any thread. A client may be
-    asyncio code or not, since the server never runs on the client's loop.
+    Its methods block until they are done, and may be called from any thread. Clients may use
+    asyncio or not, because the server never runs on a client's loop.
 
     Args:
-        server: a server that is not started. The default one models an H200 a hundred times
-            faster than it is.
+        server: a server that is not started. The default models an H200 at a hundred times its
+            speed.
     """
 
     def __init__(self, server: SimServer | None = None) -> None:
@@ -34,7 +34,7 @@ class ThreadedServer:
 
     @property
     def listening(self) -> bool:
-        """Whether the server is started, and not dead at the moment."""
+        """Whether the server is started and not crashed."""
         return self._server.listening
 
     def start(self) -> None:
@@ -63,18 +63,17 @@ class ThreadedServer:
             self._end_thread()
 
     def crash(self) -> None:
-        """Die like a killed process: every connection is reset, and nothing listens."""
+        """Fail like a killed process: every connection is reset, and nothing listens."""
         self._wait(self._server.crash())
 
     def restart(self, *, keeps_weights: bool = False) -> None:
         """Listen again at the same address after :meth:`crash`, like a new process.
 
         Args:
-            keeps_weights: whether the new process has the weights of the old one. Without it the
-                weights are those of version 0.
+            keeps_weights: whether to keep the previous weights instead of version 0.
 
         Raises:
-            ConfigError: if the address cannot be used any more.
+            ConfigError: if the address can no longer be used.
         """
         self._wait(self._server.restart(keeps_weights=keeps_weights))
 

@@ -21,7 +21,7 @@ from aprilsched.kernel.engines.address import ServerAddress
 from aprilsched.kernel.engines.addresses import VLLM
 
 REACHED = "reached"
-"""The check that alone stands for a server which could not be examined."""
+"""The only check in the findings of a server that could not be examined."""
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str]) -> int:
     if not command.urls:
         raise ConfigError("No server is named; give the URL of one.")
     for url in command.urls:
-        # A mistake in the last one must not cost what the others showed.
+        # An invalid last URL must not discard the findings about the other servers.
         ServerAddress.parse(url.removeprefix(VLLM))
     admin_key = key_from(command.admin_key_env, "admin_key_env")
     api_key = key_from(command.api_key_env, "api_key_env")

@@ -36,7 +36,7 @@ class GatewayCommand:
     engine: tuple[str, ...]
     """URLs of the servers, such as http://127.0.0.1:30001; vllm+http://… for vLLM."""
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
-    """How the gateway listens, and how much it takes on."""
+    """How the gateway listens, and its limits."""
     api_key_env: str | None = None
     """Name of the environment variable with the key that clients of the gateway need."""
     admin_key_env: str | None = None
@@ -49,9 +49,9 @@ class GatewayCommand:
     """Tokens between two events of a stream from a server. A longer interval costs less, and a
     server that is lost loses the tokens of one interval."""
     wait_s: float = _WAIT_S
-    """Seconds to wait for servers that do not answer at the start, for example because they load a
-    model. After them the gateway begins with those that answer, and the others join when they do;
-    if none answers, it ends."""
+    """Seconds to wait at the start for servers that do not answer, for example because they load a
+    model. The gateway then starts with the servers that answer, and the others join later; if no
+    server answers, the gateway exits."""
 
     config: Path | None = None
     """A TOML file with the names of these settings as keys (max_requests = 100); flags override
@@ -60,10 +60,10 @@ class GatewayCommand:
     """Draw the live view of the engines on this terminal while the gateway serves."""
 
     def view(self) -> LiveView | None:
-        """The live view that the settings ask for; None without one.
+        """Return the live view that the settings enable, or None.
 
         Raises:
-            ConfigError: if there is no terminal to draw on.
+            ConfigError: if the output is not a terminal.
         """
         console = Console(stderr=True)
         if not self.live:
@@ -75,7 +75,7 @@ class GatewayCommand:
         return LiveView(console, facts, LiveFigures())
 
     def made(self, listeners: Sequence[AnyListener] = ()) -> Gateway:
-        """The gateway that the settings ask for, not started yet; `listeners` hear of its run.
+        """Return the configured gateway, not started yet; `listeners` receive the facts of its run.
 
         Raises:
             ConfigError: if a setting is wrong.
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def command_of(arguments: Sequence[str]) -> GatewayCommand:
-    """The command: flags override the config file, and the config file overrides the defaults.
+    """Return the command: flags override the config file, which overrides the defaults.
 
     Raises:
         ConfigError: if the arguments or the config file cannot be used.
@@ -120,10 +120,10 @@ def command_of(arguments: Sequence[str]) -> GatewayCommand:
 
 
 def _configured(table: Mapping[str, Any]) -> GatewayCommand:
-    """The command that a config file describes.
+    """Return the command that a config file describes.
 
     Raises:
-        ConfigError: if it names something unknown or has a wrong value.
+        ConfigError: if it contains an unknown name or a wrong value.
     """
     known = {**get_type_hints(GatewayCommand), **get_type_hints(GatewaySettings)}
     own = [name for name in get_type_hints(GatewayCommand) if name not in ("gateway", "config")]
@@ -141,7 +141,7 @@ async def _serve(command: GatewayCommand) -> int:
     gateway = command.made(() if view is None else view.listeners)
     starting = asyncio.create_task(gateway.start())
     await asyncio.wait([ended, starting], return_when=asyncio.FIRST_COMPLETED)
-    if not starting.done():  # It waits for its servers, perhaps for minutes.
+    if not starting.done():  # It may wait for its servers for minutes.
         starting.cancel()
         await asyncio.wait([starting])
         return ended.result()

@@ -24,10 +24,10 @@ class ServeSimCommand:
     host: str = "127.0.0.1"
     """Address to listen at; any address but loopback lets other machines connect."""
     port: int = 30000
-    """Port of the first engine; further engines (--sim.engines) have the next ports. 0 chooses free
+    """Port of the first engine; further engines (--sim.engines) use the next ports. 0 selects free
     ports."""
     admin_key_env: str | None = None
-    """Name of the environment variable with a key; control calls must then have this key."""
+    """Name of the environment variable with a key that control calls must then carry."""
     time_scale: float = 1.0
     """Wall seconds for each modelled second: 0.1 is ten times faster than the modelled machine."""
     law: LengthLaw | None = None
@@ -40,13 +40,13 @@ class ServeSimCommand:
     cap: int | None = None
     """Tokens of the longest response; 6,000 if not given, or the longest of --lengths."""
     lengths: str | None = None
-    """A file of lengths, of which each is as likely as the others, in the place of --law."""
+    """A file of equally likely lengths, instead of --law."""
     seed: int = 0
     """Seed of the lengths."""
     sim: SimSettings = field(default_factory=SimSettings)
 
     def drawn(self) -> DrawnLengths | None:
-        """The lengths at which responses end; None without a law.
+        """Return the lengths at which responses end, or None without a law.
 
         Raises:
             ConfigError: if a setting is wrong.
@@ -59,7 +59,7 @@ class ServeSimCommand:
         return DrawnLengths(workload.checked(seed=self.seed, group_size=1))
 
     def servers(self) -> list[SimServer]:
-        """The servers that the settings ask for, not started yet.
+        """Return the configured servers, not started yet.
 
         Raises:
             ConfigError: if a setting is wrong.

@@ -42,7 +42,7 @@ class SimulateCommand:
     """Compare scheduling policies on one workload, in virtual time."""
 
     policy: Annotated[str, COMMAS] = DEFAULT_POLICIES
-    """Policies, with commas or spaces between them. Settings follow a colon:
+    """Policies, separated by commas or spaces. Settings follow a colon:
     april:over_provision=1.25|1.5|2 is three policies."""
     batches: int = 60
     """Batches of each policy."""
@@ -61,8 +61,8 @@ class SimulateCommand:
     train_seconds: float = 0.0
     """Seconds that the trainer takes for a batch."""
     streamed: bool = False
-    """The trainer takes each batch group by group, and begins with the first group that is scored,
-    for an equal part of its seconds on each."""
+    """The trainer takes each batch group by group as groups are scored, and spends an equal part of
+    its seconds on each."""
     model: str | None = None
     """Step times of the engines: a TOML file that aprilsched calibrate wrote."""
     sim: SimSettings = field(default_factory=lambda: SimSettings(stream_interval=NEVER))
@@ -76,7 +76,7 @@ class SimulateCommand:
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)
 
     def settings(self, policy: Policy) -> RunSettings:
-        """The settings of one policy's run."""
+        """Return the settings of one policy's run."""
         config = SchedulerConfig(
             batch_groups=self.batch_groups,
             group_size=self.group_size,

@@ -94,10 +94,9 @@ def _follow(folder: Path, console: Console) -> None:
 _MAX_LINES = 10_000
 """Number of lines after which the view shows again how much of the log was read."""
 _SILENT_SECONDS = 5.0
-"""Seconds without a new line after which the view says so. A run writes each second while something
-happens."""
+"""Seconds without a new line after which the view shows this. An active run writes every second."""
 _LONG_SECONDS = 60.0
-"""Seconds without a new line after which the view says that the run waits or was killed."""
+"""Seconds without a new line after which the view reports that the run waits or was killed."""
 
 
 class Watched:

@@ -131,7 +131,7 @@ async def refit(server: Server) -> Verdict:
 
 
 async def _fresh(server: Server) -> contract.Stream:
-    # A prefix that another request has cached was computed in another order.
+    # A new cache key: a prefix cached by another request was computed in a different order.
     request = contract.greedy(24)
     return await server.subject.whole(replace(request, cache_key=request.request_id))
 
@@ -206,14 +206,14 @@ async def examine(
     refit: str | None = None,
     rows: Sequence[Row] = ROWS,
 ) -> list[Finding]:
-    """Make every check of the server at `url`, and return the lines in the order of the table.
+    """Run every check of the server at `url`, and return the findings in the order of the table.
 
-    With `refit`, a folder of other weights of the model that the server can read, an idle server is
+    `refit` is a folder with other weights of the model, readable by the server; an idle server is
     refitted with them and back. `rows` replaces the table.
 
     Raises:
-        EngineError: if it cannot be reached or used, is another program than its URL says, or does
-            not accept the key.
+        EngineError: if the server cannot be reached or used, is not the program that its URL
+            names, or rejects the key.
         ConfigError: if `url` or a key is not valid.
     """
     program = VLLMEngine if url.startswith(VLLM) else SGLangEngine

@@ -1,7 +1,7 @@
 """One server under examination, and the lines of its report.
 
-The server is left as it was found. Requests of a check end with it, and its pause is continued
-after it, also when the examination is cancelled.
+The server is left in its original state. When a check ends, its requests are aborted and its pause
+is continued, even if the examination is cancelled.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LeftOut(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """A line of the report: what was seen, what the check means, and what the user can do."""
+    """A line of the report: the observation, the meaning of the check, and the remedy."""
 
     check: str
     status: Status
@@ -70,7 +70,7 @@ class Finding:
 
 
 class Server:
-    """An open engine, how it was found, and the subject of the contract's checks."""
+    """An open engine, its original state, and the subject of the contract's checks."""
 
     def __init__(self, engine: SGLangEngine | VLLMEngine, refit: str | None) -> None:
         self.engine, self.refit, self.facts = engine, refit, engine.facts
@@ -102,7 +102,7 @@ class Server:
                 self.subject.settle_s = max(MIN_SETTLE_S, 2 * interval_s)
 
     async def requests(self) -> int:
-        """Number of requests that run or wait.
+        """Return the number of requests that run or wait.
 
         Raises:
             EngineError: if the server does not report it.
@@ -111,14 +111,14 @@ class Server:
         return load.running + load.queued
 
     async def is_idle(self) -> bool:
-        """Wait until it has no requests; whether that happened in time."""
+        """Wait until it has no requests; return whether that happened in time."""
         with suppress(TimeoutError):
             await until(self.subject.idle, IDLE_TIMEOUT_S)
             return True
         return False
 
     async def check_free(self, *, alone: bool = True) -> None:
-        """Refuse a check on a paused server, or one that has to be `alone` on a server in use.
+        """Refuse a check on a paused server, or an `alone` check on a server in use.
 
         Raises:
             LeftOut: if another client uses the server, or may do so.
@@ -135,7 +135,8 @@ class Server:
         self._may_be_paused = True
 
     async def take_back(self) -> None:
-        """End the requests of a check and continue its pause; what fails is repeated at the end."""
+        """Abort the requests of a check and continue its pause; failed calls are retried at the
+        end."""
         with suppress(EngineError):
             await self.subject.leave()
             if self._may_be_paused:
@@ -149,7 +150,7 @@ Judge: TypeAlias = Callable[[Server], Awaitable[Verdict | None]]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A line of the report: its name, and how it is found."""
+    """A line of the report: its name, and the function that examines the server."""
 
     name: str
     judge: Judge

@@ -9,13 +9,13 @@ from aprilsched.simulation.side_by_side import Comparison
 
 
 def describe(policy: Policy, schedule: str) -> str:
-    """What a policy does, and which schedule it chose, if it chose one."""
+    """Return what a policy does, and the schedule that it chose, if any."""
     text = f"{policy.name}: {policy.what}"
     return f"{text} It chose {schedule}." if schedule else text
 
 
 def verdict(comparison: Comparison) -> str:
-    """Which policy is the best, by which rule, and compared with the synchronous baseline."""
+    """Return which policy is best, by which rule, and how it compares with synchronous."""
     row = next((row for row in comparison.policies if row.policy == comparison.best), None)
     if row is None:
         return "Too few batches for a steady state: raise --batches."

@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 
 def as_toml(settings: RunSettings) -> dict[str, Any]:
-    """The settings as nested mappings of what TOML can hold, without what is not set. Sampling is
-    left out where the built-in workload has its own."""
+    """Return the settings as nested mappings of TOML values, without unset ones. Sampling is
+    omitted if the built-in workload defines it."""
     scheduler = table_of(settings.scheduler)
     if settings.prompts is None:
         del scheduler["sampling"]
@@ -32,19 +32,19 @@ def as_toml(settings: RunSettings) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> RunSettings:
-    """The settings in the file at `path`; what it does not name has its default.
+    """Return the settings in the file at `path`, with defaults for all others.
 
     Raises:
-        ConfigError: if the file cannot be read, names something unknown or has a wrong value.
+        ConfigError: if the file cannot be read, or contains an unknown name or a wrong value.
     """
     return read_table(path, _settings)
 
 
 def read_table(path: Path, made: Callable[[Mapping[str, Any]], T]) -> T:
-    """What is `made` of the table in the TOML file at `path`.
+    """Return the result of `made` for the table in the TOML file at `path`.
 
     Raises:
-        ConfigError: if the file cannot be read, or if nothing can be made of it.
+        ConfigError: if the file cannot be read, or if `made` fails.
     """
     try:
         content = tomllib.loads(read_text(path))
@@ -59,7 +59,7 @@ def read_table(path: Path, made: Callable[[Mapping[str, Any]], T]) -> T:
 
 
 def value_as(hint: Any, name: str, value: Any) -> Any:
-    """The value of a setting in a file as the type that the setting has.
+    """Return a value from a file, converted to the type of its setting.
 
     Raises:
         ConfigError: if it is of another type.
@@ -94,7 +94,7 @@ def _settings(content: Mapping[str, Any]) -> RunSettings:
     settings = RunSettings(**values)
     given = content.get("scheduler", {}).get("sampling", {})
     if "max_new_tokens" in given and settings.prompts is settings.workload.cap is None:
-        # The longest response is also that of the built-in workload, if there are no prompts.
+        # Without prompts, this limit is also the longest response of the built-in workload.
         cap = settings.scheduler.sampling.max_new_tokens
         settings = replace(settings, workload=replace(settings.workload, cap=cap))
     return settings

@@ -1,7 +1,7 @@
 """Drives a run through the real coordinator (``aprilsched run``), with the listeners that export
 it, or in virtual time (``simulate``).
 
-Invariant: when the run folder was made, summary.json is written into it, however the run ends.
+Invariant: once the run folder exists, summary.json is written into it, however the run ends.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from aprilsched.types import Batch
 
 
 class Run:
-    """One run; :meth:`execute` begins and ends it.
+    """One run, from start to end in :meth:`execute`.
 
     Args:
         setup: the parts of the run.
-        folder: run folder for its files: a new one, or the folder of a run that is resumed.
-        screen: where the run is shown; None shows nothing.
-        store: saves the run, so that it can resume after a crash; a resumed run needs its old one.
+        folder: run folder for its files: a new one, or the folder of a run to resume.
+        screen: the display of the run; None shows nothing.
+        store: saves the run, so that it can resume after a crash; a resumed run needs its old
+            store.
     """
 
     def __init__(
@@ -73,20 +74,19 @@ class Run:
         self._end: PromptsExhausted | None = None
 
     def execute(self) -> RunSummary:
-        """Run to the end or to Ctrl-C; returns the summary, which is also written to the folder.
+        """Run to the end or to Ctrl-C; return the summary, which is also written to the folder.
 
-        The summary's `error` says why batches are missing, if failed groups are the reason.
+        If failed groups are the reason for missing batches, the summary's `error` explains it.
 
         Raises:
-            AprilschedError: if the run could not begin or continue.
+            AprilschedError: if the run could not start or continue.
         """
         self._folder.reserve()
         with ExitStack() as exporting:
             return self._execute(exporting)
 
     def _execute(self, exporting: ExitStack) -> RunSummary:
-        """Run; the exporters are closed only after the summary is written, because closing them may
-        take long."""
+        """Run; close the exporters only after the summary is written, because this may be slow."""
         failure: AprilschedError | None = None
         try:
             self._exported = exporting.enter_context(
@@ -135,13 +135,13 @@ class Run:
         async with self._scheduler as rollouts:
             before = await self._begin(rollouts.state)
             if not rollouts.state.fleet.control.engines and setup.publisher is not None:
-                # Engines that were restarted do not have the version of the resumed run.
+                # Restarted engines do not have the version of the resumed run.
                 await rollouts.update_weights(setup.publisher, version=rollouts.version)
             async with self._sampler:
                 await self._train(rollouts, before)
 
     async def _train(self, rollouts: RolloutScheduler, before: int) -> None:
-        """Take and acknowledge batches as a trainer does, after the first `before` ones."""
+        """Take and acknowledge batches as a trainer does, starting after the first `before`."""
         setup, settings = self._setup, self._setup.settings
         for done in range(before + 1, settings.batches + 1):
             try:
@@ -169,7 +169,7 @@ class Run:
             taken.acknowledge()
 
     async def _begin(self, state: SchedulerState) -> int:
-        """Make the folder, and start the log. Returns how many batches the trainer had before."""
+        """Create the folder, start the log, and return the number of earlier batches."""
         settings, before = self._setup.settings, 0
         if self._prior is not None:
             before = await self._prior.show(state, inline=self._setup.clock == "virtual")
@@ -188,7 +188,7 @@ class Run:
     def _ended_by_ctrl_c(self) -> Generator[None]:
         """Let Ctrl-C cancel the run, which then cleans up.
 
-        A KeyboardInterrupt would interrupt the loop at any place, even in the clean-up.
+        A KeyboardInterrupt could interrupt the loop anywhere, even during the clean-up.
         """
         loop, run = asyncio.get_running_loop(), asyncio.current_task()
         # A job that a shell starts in the background ignores Ctrl-C, and this must stay so.
@@ -220,10 +220,11 @@ class Run:
         return summary
 
     def _shortfall(self) -> str | None:
-        """Why there are fewer batches than requested, if this is a failure; otherwise None.
+        """Return the reason for fewer batches than requested, or None if it is not a failure.
 
-        A file of prompts may end before the requested number of batches. This is no failure if
-        there was a batch, and if the failed groups would not have been enough for the missing ones.
+        A file of prompts may end before the requested number of batches. This is not a failure if
+        at least one batch was delivered and the failed groups could not have filled the missing
+        ones.
         """
         end, asked = self._end, self._setup.settings.batches
         if end is None or self._scheduler is None or self._interrupted:
@@ -247,12 +248,12 @@ class Run:
 
 
 class PriorRun:
-    """The part of a resumed run that an earlier process wrote to `folder`, and the listener of its
-    new part for `summary`.
+    """Replays the part of a resumed run that an earlier process wrote to `folder`, and then passes
+    the facts of the new part to `summary`.
 
-    A process that resumes a run has a clock of its own. The summary sees its facts at the time at
-    which the prior run ended and later; the time between the two processes is left out. Facts are
-    held back until :meth:`show` has replayed the prior part.
+    A process that resumes a run has a new clock. Its facts are shifted so that they continue from
+    the end of the prior run, without the time between the two processes. They are buffered until
+    :meth:`show` has replayed the prior part.
     """
 
     def __init__(self, folder: Path, summary: Summary) -> None:
@@ -260,16 +261,17 @@ class PriorRun:
         self._summary = summary
         self._held: list[tuple[Sequence[Fact], float]] = []
         self._end: float | None = None
-        """Seconds from the beginning of the run to the end of the prior run, once it is shown."""
+        """Seconds from the start of the run to the end of the prior run; None before `show`."""
         self._first: float | None = None
-        """The time of the first fact that is passed on, by the clock of this process."""
+        """The time of the first forwarded fact, on the clock of this process."""
 
     async def show(self, state: SchedulerState, *, inline: bool) -> int:
-        """Replay the prior part to the summary; returns how many batches the trainer had.
+        """Replay the prior part to the summary; return the number of batches the trainer had.
 
         Args:
-            state: state of the scheduler, which is restored already.
-            inline: replay in this thread, because a virtual clock would advance meanwhile.
+            state: state of the scheduler, already restored.
+            inline: replay in this thread; otherwise a virtual clock would advance during the
+                replay.
 
         Raises:
             RunFolderError: if nothing was saved, or if the log cannot be read.

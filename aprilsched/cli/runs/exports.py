@@ -17,7 +17,7 @@ from aprilsched.observe.figures.metrics import Metrics
 
 @contextmanager
 def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[list[AnyListener]]:
-    """The exporters that the settings ask for, opened; by default there are none.
+    """Open the configured exporters, by default none, and yield their listeners.
 
     They read `figures`, which must be an earlier listener of the run.
 
@@ -32,7 +32,7 @@ def exporters(setup: Setup, folder: Path, figures: LiveFigures) -> Generator[lis
             metrics = Metrics(figures)
             stack.enter_context(serve_metrics(metrics, settings.metrics_port))
             listeners.append(metrics)
-        # Entered one at a time, so that the earlier ones are closed if the next one fails.
+        # Enter them one at a time, so that a failure closes the earlier ones.
         for name in tracker_names(settings.track):
             writer = begin_writer(name, folder, as_toml(settings))
             listeners.append(stack.enter_context(StepTracker(writer, figures)))

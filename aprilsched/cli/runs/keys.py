@@ -8,12 +8,13 @@ from aprilsched.errors import ConfigError
 
 
 def key_from(variable: str | None, setting: str) -> str | None:
-    """The key in the environment variable of this name, without white space around it, which a
-    file that the variable was read from may end with; None without a name.
+    """Return the key in an environment variable, or None without a name.
+
+    Surrounding white space is removed, such as the newline at the end of a key file.
 
     Args:
-        variable: the name that was given.
-        setting: the setting that it was given as, for the error.
+        variable: name of the variable.
+        setting: the setting that contains this name, for the error.
 
     Raises:
         ConfigError: if the variable is not set or empty, or if no HTTP header can carry the key.
@@ -22,7 +23,7 @@ def key_from(variable: str | None, setting: str) -> str | None:
         return None
     key = os.environ.get(variable, "").strip()
     if not key:
-        # What was given is not repeated: it may be the key itself, and errors end up in logs.
+        # The error omits the value: it may be the key itself, and errors end up in logs.
         raise ConfigError(
             f"The environment variable that {setting} names is not set; export the key in a "
             "variable, and give the variable's name."

@@ -1,6 +1,6 @@
-"""The policies that a command line names: presets, each perhaps with settings of its own.
+"""The policies named on a command line: presets, optionally with changed settings.
 
-``april`` is a preset as it is, ``april:over_provision=1.5`` is the preset with another ratio, and
+``april`` is an unchanged preset, ``april:over_provision=1.5`` is the preset with another ratio, and
 ``april:over_provision=1.25|1.5|2`` is three of them. A setting is named by its path in
 :class:`SchedulerConfig`, as in ``pool:refill.until=0.25``.
 """
@@ -32,16 +32,16 @@ class Policy:
 
     @property
     def what(self) -> str:
-        """What the preset does, in one sentence."""
+        """Return what the preset does, in one sentence."""
         return (self.preset.__doc__ or "").split("\n", 1)[0]
 
     @property
     def folder(self) -> str:
-        """A name for the folder of the policy's run."""
+        """Return a name for the folder of the policy's run."""
         return self.name.replace(":", "_").replace("=", "-")
 
     def apply(self, config: SchedulerConfig) -> SchedulerConfig:
-        """The preset of `config`, with the settings that differ.
+        """Return the preset of `config`, with the changed settings.
 
         Raises:
             ConfigError: if a value is wrong, or if two settings contradict each other.
@@ -54,7 +54,7 @@ class Policy:
 
 
 def chosen(names: str, presets: Mapping[str, Preset] = PRESETS) -> Sequence[Policy]:
-    """The policies in a list with commas.
+    """Return the policies in a comma-separated list.
 
     Raises:
         ConfigError: if the list is empty, or if it names an unknown policy or one policy twice.

@@ -1,7 +1,7 @@
 """Writes the pictures, reports and traces that a command leaves in its folders.
 
-Invariant: if one of them cannot be made, the command says so in one line and continues, because
-the run itself is complete.
+Invariant: if one of them fails, the command reports it in one line and continues, because the run
+itself is complete.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A row is a JSON object: one on each line, or in one array. Its prompt is under ``input_ids``,
 ``prompt``, ``text`` or ``messages``, or under the key that the user names: token ids, text that
 went through the chat template, or messages, which the model's chat template renders with the
-row's ``tools`` and ``chat_template_kwargs``. ``key``, ``group_size`` and ``sampling`` (in the names
-that :func:`aprilsched.kernel.values.sampling.sampling_params` knows) are those of the prompt. Other
-columns, such as a label, become its metadata.
+row's ``tools`` and ``chat_template_kwargs``. ``key``, ``group_size`` and ``sampling`` (with the
+names of :func:`aprilsched.kernel.values.sampling.sampling_params`) set these fields of the prompt.
+Other columns, such as a label, become its metadata.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SETTINGS = ("key", "sampling", "group_size")
 _CHAT = ("tools", "chat_template_kwargs")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _MARK = b"\xef\xbb\xbf"
-"""What Windows tools put before UTF-8."""
+"""The byte order mark that Windows tools write before UTF-8."""
 _OTHER_FORMATS: Mapping[bytes, str] = {
     b"PAR1": "Parquet",
     b"ARROW1": "Arrow",
@@ -45,9 +45,9 @@ _OTHER_FORMATS: Mapping[bytes, str] = {
 }
 """How files of other formats start."""
 _SHOWN = 32
-"""Columns that a message names, and characters of each."""
+"""Largest number of columns in a message, and of characters of each."""
 _ALMOST = 0.85
-"""Likeness to a setting from which a column counts as a misspelling of it."""
+"""Similarity to a setting at which a column counts as a misspelling of it, 0 to 1."""
 
 
 def read_prompts(
@@ -62,8 +62,8 @@ def read_prompts(
     Args:
         path: the file.
         tokenizer: the folder of the model's tokenizer, for prompts that are text or messages.
-        input_key: the key of a row's prompt; None for the one of the usual names that it has.
-        apply_chat_template: whether a text is the message of a user, which the template renders.
+        input_key: the key of a row's prompt; None selects the standard key that the row contains.
+        apply_chat_template: whether a text is a user message, which the template renders.
 
     Raises:
         ConfigError: if the file cannot be read, or if a row cannot be used; it names the row.
@@ -133,7 +133,7 @@ def _prompt(
     used = {content, *used, *_SETTINGS}
     metadata = {column: value for column, value in row.items() if column not in used}
     for column in metadata.keys() - {*_CONTENT}:
-        # A misspelt setting would have no effect. A misspelt prompt is missing, which is noticed.
+        # A misspelled setting would silently have no effect; a misspelled prompt raises an error.
         if near := get_close_matches(column, ("input_ids", *_SETTINGS[1:]), n=1, cutoff=_ALMOST):
             raise ConfigError(f"{column!r} is no key of a prompt; write {near[0]}, or rename it.")
     sampling = row.get("sampling")
@@ -192,10 +192,10 @@ def _input_ids(
 
 
 def _check_messages(name: str, messages: Sequence[Any]) -> None:
-    """Refuse what is no list of messages of text that the model can answer.
+    """Require a list of text messages that the model can answer.
 
     Raises:
-        ConfigError: if it is none.
+        ConfigError: if `messages` is anything else.
     """
     for message in messages:
         if not isinstance(message, dict):
@@ -217,7 +217,7 @@ def _check_messages(name: str, messages: Sequence[Any]) -> None:
 
 
 def _listed(columns: Collection[str]) -> str:
-    """Return names of a file as one line that a terminal shows as it is."""
+    """Return column names as one line that is safe to print on a terminal."""
     shown = [repr(each)[1:-1][:_SHOWN] for each in islice(columns, _SHOWN)]
     return ", ".join(shown) + (", …" if len(columns) > _SHOWN else "")
 

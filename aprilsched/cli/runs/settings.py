@@ -1,7 +1,7 @@
-"""Everything that decides what a run does, as plain data: what flags and config.toml set.
+"""All settings of a run as plain data, as set by flags and config.toml.
 
 The classes here check little, so that a mistake is reported once, in one sentence, by the class
-that the value is for (:class:`SchedulerConfig`, :class:`LongTailWorkload`, :class:`SimFleet`).
+that uses the value (:class:`SchedulerConfig`, :class:`LongTailWorkload`, :class:`SimFleet`).
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from aprilsched.simulation.workload import Empirical, LengthLaw, LongTailWorkloa
 
 CAP = 6000
 COMMAS = "a list with commas"
-"""Marks a setting whose text is a list with commas. Its flag takes a list too."""
+"""Marks a setting whose text is a comma-separated list. Its flag also accepts several values."""
 _MAX_QUANTILES = 100_000
 VOCABULARY = 32_000
-"""Number of token ids of the built-in workload, if neither the user nor a server gives another."""
+"""Number of token ids of the built-in workload, unless the user or a server sets another."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadSettings:
-    """The built-in long-tail workload, used where no prompts are given."""
+    """The built-in long-tail workload, used if no prompts are given."""
 
     median: float = 700.0
     """Median of the response lengths, in tokens, before the cap."""
     sigma: float = 0.9
     """Standard deviation of the log length."""
     cap: int | None = None
-    """Tokens of the longest response. If not given 6,000, or the longest of `lengths`, or what the
-    servers have room for."""
+    """Tokens of the longest response. If not given: 6,000, the longest of `lengths`, or the limit
+    of the servers."""
     within_group: float = 0.5
-    """Share of the variance of the log length that the responses of one prompt have in common."""
+    """Share of the variance of the log length that the responses to one prompt share."""
     law: LengthLaw | None = None
-    """Law of the log length: "lognormal" is a normal law, which it is if not given, and "log_t" has
-    a heavier tail."""
+    """Law of the log length: "lognormal" (the default) is a normal law, and "log_t" has a heavier
+    tail."""
     lengths: str | None = None
     """A file of lengths in tokens, each equally likely, or a run folder whose responses give the
     distribution. Replaces `law`, `median` and `sigma`."""
@@ -50,26 +50,26 @@ class WorkloadSettings:
     prompt_tokens: int = 8
     """Number of tokens of each prompt."""
     vocab_size: int | None = None
-    """Number of token ids; that of the served model if not given, and 32,000 with the embedded
-    engine."""
+    """Number of token ids. If not given, the vocabulary of the served model, or 32,000 with the
+    embedded engine."""
     epoch_prompts: int | None = None
-    """Number of prompts of one epoch, after which the same prompts come again with new responses;
-    they never do if not given."""
+    """Number of prompts per epoch, after which the same prompts repeat with new responses. If not
+    given, prompts never repeat."""
     drift: float = 0.0
     """Share of a prompt's effect on its lengths that is new in each epoch, 0 to 1."""
 
     def checked(self, *, seed: int, group_size: int) -> LongTailWorkload:
-        """The workload itself.
+        """Return the workload.
 
         Raises:
-            ConfigError: if a parameter is out of its range, or `lengths` cannot be read.
+            ConfigError: if a parameter is out of range, or `lengths` cannot be read.
         """
         values = _values(self) | {"lengths": self._empirical()}
         return LongTailWorkload.of(values, seed=seed, group_size=group_size)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest response, where neither `cap` nor a server bounds it.
+        """Return the tokens of the longest response if neither `cap` nor a server bounds it.
 
         Raises:
             ConfigError: if `lengths` cannot be read.
@@ -78,8 +78,8 @@ class WorkloadSettings:
         return CAP if law is None else law.lengths[-1]
 
     def _empirical(self) -> Empirical | None:
-        """The distribution that `lengths` names. In a run folder unfinished responses are censored
-        (Kaplan and Meier)."""
+        """Return the distribution that `lengths` names. Unfinished responses of a run folder are
+        censored (Kaplan-Meier)."""
         if self.lengths is None:
             return None
         if not Path(self.lengths).is_dir():
@@ -106,7 +106,7 @@ class SimSettings:
     """Number of tokens between two chunks of a response."""
     prefix_cache: bool = False
     """Whether engines have a prefix cache: the prompt of a group is prefilled once, and a request
-    that is sent again finds what was not flushed."""
+    that is sent again reuses KV that was not flushed."""
     refit_seconds: float = 0.0
     """Seconds for loading new weights."""
     reward_seconds: float = 0.0
@@ -115,7 +115,7 @@ class SimSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """Everything that decides what a run does."""
+    """All settings of a run."""
 
     engine: tuple[str, ...] = ("sim",)
     """"sim", the embedded engine under a virtual clock, or the URLs of SGLang servers, or of
@@ -128,8 +128,8 @@ class RunSettings:
     """The key of a row's prompt: text, messages or token ids. If not given, the one of input_ids,
     prompt, text and messages that a row has."""
     apply_chat_template: bool = False
-    """Whether a prompt that is text is the message of a user, to which the model's chat template is
-    applied. It is always applied to messages."""
+    """Whether to treat a text prompt as a user message and apply the model's chat template to it.
+    The template is always applied to messages."""
     tokenizer: str | None = None
     """A folder with the model's tokenizer.json, for prompts that are text or messages."""
     batches: int = 10
@@ -138,24 +138,24 @@ class RunSettings:
     """Seed of the built-in workload."""
     update_every: int | None = None
     """Number of batches between two policy versions; 0 for one version during the whole run. If not
-    given, 1 where there are new weights: on the embedded engine, and with `weights`."""
+    given, 1 on the embedded engine and with `weights`, otherwise 0."""
     train_seconds: float = 0.0
     """Seconds that the trainer takes for a batch."""
     streamed: bool = False
-    """The trainer takes each batch group by group, and begins with the first group that is scored,
-    for an equal part of its seconds on each."""
+    """The trainer takes each batch group by group as groups are scored, and spends an equal part of
+    its seconds on each."""
     burn_in: int | None = None
     """Number of batches left out of the steady-state figures; a quarter of the batches if not
     given."""
     weights: str | None = None
-    """A checkpoint that the servers load as each new version, as a folder that all of them see.
-    Without it they keep the weights that they have, and the run has one version."""
+    """A checkpoint folder, readable by all servers, which they load as each new version. Without it
+    they keep their current weights, and the run has one version."""
     model: str | None = None
     """A TOML file that aprilsched calibrate wrote: the engines' step times, for automatic
     over-provisioning and, with servers, for their efficiency."""
     log_tokens: bool = False
     """Write prompts and outputs into events.jsonl: token ids, logprobs and prompt keys. Otherwise
-    the file has only their lengths."""
+    the file contains only their lengths."""
     sample: float = 1.0
     """Seconds between two samples of the engines' load and of the GPUs in samples.jsonl; 0 for no
     samples."""
@@ -165,7 +165,7 @@ class RunSettings:
     metrics_port: int = 0
     """Serve metrics for Prometheus on this port of 127.0.0.1 during the run; 0 for no metrics."""
     track: Annotated[str, COMMAS] = ""
-    """Trackers that get the figures of each batch, with commas between them: tensorboard, trackio,
+    """Trackers that receive the figures of each batch, comma-separated: tensorboard, trackio,
     wandb."""
     admin_key_env: str | None = None
     """Name of the environment variable that holds the servers' admin API key."""
@@ -182,7 +182,7 @@ class RunSettings:
 
     @property
     def updates_every(self) -> int:
-        """`update_every`, or what holds where it is not given."""
+        """Return `update_every`, or its default if unset."""
         if self.update_every is None:
             return 1 if self.simulated or self.weights is not None else 0
         return self.update_every
@@ -219,8 +219,8 @@ class RunSettings:
         for name in ("tokenizer", "input_key", "apply_chat_template"):
             if getattr(self, name) and self.prompts is None:
                 raise ConfigError(f"{name} is for the rows of a file; give prompts too.")
-        # The longest response of the built-in workload is its cap, which ``max_new_tokens`` of
-        # flags and files sets too.
+        # ``max_new_tokens`` in flags and files also sets the cap of the built-in workload, which is
+        # its longest response.
         given = self.scheduler.sampling
         if self.prompts is None and given != replace(_UNUSED, max_new_tokens=given.max_new_tokens):
             raise ConfigError(

@@ -32,8 +32,8 @@ POLICIES: Mapping[str, Mapping[str, type[Any]]] = {
     "refill": REFILLS,
     "max_staleness": {"": Staleness},
 }
-"""The settings that are policies, with the classes of each by the name in its table's `rule`. The
-setting with one class has no such name; its `rule` is a field like others."""
+"""The settings that are policies, and the classes of each by the value of `rule` in its table. A
+setting with a single class has no such names; its `rule` is an ordinary field."""
 
 SHORT: Mapping[str, str] = {"max_staleness": "bound"}
 """The field of a policy that its shorthand sets; for the others the shorthand is the rule's
@@ -41,7 +41,7 @@ name."""
 
 
 def table_of(config: SchedulerConfig) -> dict[str, Any]:
-    """The whole configuration as a table; what is None is left out."""
+    """Return the whole configuration as a table, without values of None."""
     policies = config.policies
     found = plain(config)
     found["stop"] = "groups" if policies.stop.name == "groups" else _named(policies.stop)
@@ -54,11 +54,11 @@ def table_of(config: SchedulerConfig) -> dict[str, Any]:
 
 
 def config_of(table: Mapping[str, Any], where: str = "") -> SchedulerConfig:
-    """The configuration in a table; what the table does not have is at its default.
+    """Return the configuration in a table, with defaults for missing settings.
 
     Args:
         table: settings by name.
-        where: what stands before a path in an error about a name.
+        where: prefix of the path in an error about a name.
 
     Raises:
         ConfigError: if a name or a value is wrong.
@@ -80,9 +80,9 @@ def config_of(table: Mapping[str, Any], where: str = "") -> SchedulerConfig:
 
 
 def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A table with other values at some paths.
+    """Return `table` with the values of `changes` at their paths.
 
-    Another rule of a policy begins with the defaults of its own settings.
+    If the rule of a policy changes, the new rule starts from the defaults of its settings.
     """
     found = dict(table)
     for path in sorted(changes, key=lambda path: path.count(".")):
@@ -98,7 +98,7 @@ def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
 
 
 def shorthand_of(name: str, value: Any) -> Any:
-    """The shorthand of a policy in a table, without the settings of its own."""
+    """Return the shorthand of a policy in a table, without its further settings."""
     if not isinstance(value, Mapping):
         return value
     table = cast("Mapping[str, Any]", value)
@@ -107,7 +107,7 @@ def shorthand_of(name: str, value: Any) -> Any:
 
 
 def path_names() -> list[str]:
-    """The paths of all settings, but those of sampling."""
+    """Return the paths of all settings except sampling."""
     found: list[str] = []
     for field in fields(SchedulerConfig):
         default = None if field.default_factory is MISSING else field.default_factory()
@@ -123,7 +123,7 @@ def path_names() -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """A dataclass as a table, and what it holds as plain values; what is None is left out."""
+    """Return a dataclass as a table of plain values, without values of None."""
     if is_dataclass(value):
         pairs = ((field.name, getattr(value, field.name)) for field in fields(value))
         return {name: plain(part) for name, part in pairs if part is not None and part != {}}
@@ -148,17 +148,17 @@ def refuse_unknown(table: Iterable[str], known: Iterable[str], where: str) -> No
 
 
 def _named(policy: Any) -> Any:
-    """A policy with a name: its table, or its name alone if it has no settings."""
+    """Return the table of a named policy, or only its name if it has no settings."""
     return {"rule": policy.name, **plain(policy)} if fields(policy) else policy.name
 
 
 def _opened(name: str, value: Any) -> dict[str, Any]:
-    """The shorthand of a policy as a table."""
+    """Return the shorthand of a policy as a table."""
     return {} if value is None else {SHORT.get(name, "rule"): value}
 
 
 def _policy(name: str, table: Mapping[str, Any], path: str) -> Any:
-    """The policy in a table, or its shorthand if the table has nothing but that."""
+    """Return the policy in a table, or its shorthand if the table contains nothing else."""
     kinds = POLICIES[name]
     if "" in kinds:
         return _made(kinds[""], table, path)

@@ -32,7 +32,7 @@ from aprilsched.types import Prompt
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """The parts of a run that has not begun."""
+    """The parts of a run before its start."""
 
     settings: RunSettings
     config: SchedulerConfig
@@ -41,21 +41,21 @@ class Setup:
     publisher: WeightPublisher | None
     """Moves new weights; None if the run never updates them."""
     bound: Bound | None
-    """Least time in which the engines can generate given lengths; None if it is not known."""
+    """Least time in which the engines can generate given lengths; None if unknown."""
     workload_mean: float | None
     """Mean length of the built-in workload; None for other prompts."""
     clock: Literal["virtual", "wall"]
     timing: StepTimeModel
-    """Step times of the engines: those that the settings name, or else the default."""
+    """Step times of the engines, from the settings or the default."""
     planner: Planner
-    """Chooses schedules for automatic over-provisioning. On the virtual clock it has the engines'
-    own step times; otherwise it begins with them, and learns during the run."""
+    """Chooses schedules for automatic over-provisioning. On the virtual clock it knows the engines'
+    true step times; otherwise it starts from them, and learns during the run."""
     run_id: str | None
     """Prefix of the request ids; None for a random one, which is unique on a shared server."""
 
 
 def prepare(settings: RunSettings) -> Setup:
-    """Make the parts that `settings` ask for.
+    """Create the parts of a run from `settings`.
 
     Raises:
         ConfigError: if a setting is wrong, or if a file that it names cannot be used.
@@ -128,10 +128,10 @@ def _fleet(settings: RunSettings, timing: StepTimeModel) -> Fleet:
 
 
 def servers(settings: RunSettings) -> ServerFleet:
-    """The servers of a run.
+    """Return the servers of a run.
 
     Raises:
-        ConfigError: if a URL or a key cannot be used, or the servers are of two programs.
+        ConfigError: if a URL or a key cannot be used, or if SGLang and vLLM servers are mixed.
     """
     return fleet_at(
         settings.engine,
@@ -147,7 +147,7 @@ def _publisher(settings: RunSettings) -> WeightPublisher | None:
 
 
 def bound_of(settings: RunSettings, timing: StepTimeModel) -> Bound:
-    """The least time in which all engines of a run can generate given lengths."""
+    """Return the least time in which all engines of a run can generate given lengths."""
     engines = settings.sim.engines if settings.simulated else len(settings.engine)
     most = settings.sim.max_running
     return partial(timing.bound_seconds, max_running=most, engines=engines)

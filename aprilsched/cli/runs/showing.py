@@ -1,4 +1,4 @@
-"""What a command shows: a run in progress as a live view, and pictures and tables at its end."""
+"""The display of a command: a live view during a run, and pictures and tables at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from aprilsched.observe.live.view import LiveView
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Screen:
-    """Where and how a run will be shown; if `compact`, as one line that changes."""
+    """Where and how a run is shown; if `compact`, as one updating line."""
 
     console: Console
     facts: RunFacts
@@ -28,7 +28,7 @@ class Screen:
 def screen_of(
     setup: Setup, console: Console, *, title: str, where: str = "", compact: bool = False
 ) -> Screen:
-    """The screen for the run that `setup` describes."""
+    """Return the screen for the run that `setup` describes."""
     facts = RunFacts(
         title=title,
         where=where,

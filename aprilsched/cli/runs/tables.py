@@ -1,4 +1,4 @@
-"""Makes the tables that the commands print at their end; a figure that is None is a dash."""
+"""Makes the tables that commands print at the end; a figure of None is printed as a dash."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from aprilsched.simulation.side_by_side import spread_of_steps
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """A number with thousands separators."""
+    """Format a number with thousands separators."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def percent(value: float | None) -> str:
-    """A share of 1 in percent."""
+    """Format a share of 1 as a percentage."""
     return "-" if value is None else f"{value:.1%}"
 
 
 def signed_percent(value: float | None) -> str:
-    """A difference of two shares of 1 in percent, with its sign."""
+    """Format a difference of two shares of 1 in percent, with its sign."""
     return "-" if value is None else f"{value:+.1%}"
 
 
@@ -30,7 +30,7 @@ def _pair(forecast: float, outcome: float | None) -> str:
 
 
 def run_table(summary: RunSummary) -> Table:
-    """A table of the figures of one run."""
+    """Return a table of the figures of one run."""
     rollouts, tokens, steady = summary.rollouts, summary.tokens, summary.steady_state
     drawn = summary.bias.drawn
     table = Table("figure", "value", title="interrupted run" if summary.interrupted else None)
@@ -70,7 +70,7 @@ def run_table(summary: RunSummary) -> Table:
 
 
 def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
-    """A table with one row for each policy. All figures except the first batch's bias are those of
+    """Return a table with one row per policy. All figures except the first batch's bias are for
     the steady state."""
     burn_in = max((s.steady_state.burn_in for s in summaries.values()), default=0)
     table = Table(title=f"steady state, after the first {burn_in} batches")
@@ -83,7 +83,7 @@ def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
         "p10 to p90",
         "first-batch bias",
     ):
-        # A spread of two lines would be read as two figures.
+        # A spread on two lines would look like two figures.
         table.add_column(name, justify="right", no_wrap=name == "p10 to p90")
     for policy, summary in summaries.items():
         steady, spread = summary.steady_state, spread_of_steps(summary)

@@ -24,7 +24,7 @@ class Texts:
         return self._inner.encode(text, add_special_tokens=add_special_tokens).ids
 
     def encode_prompt(self, text: str) -> Sequence[int]:
-        """Return the ids of a prompt, with one BOS also if a chat template wrote it already."""
+        """Return the ids of a prompt, with one BOS even if a chat template already wrote it."""
         plain, whole = self.encode(text, add_special_tokens=False), self.encode(text)
         for before in range(1, len(whole) - len(plain) + 1):
             added = whole[:before]
@@ -59,7 +59,7 @@ def _loaded(folder: Path) -> Any:
     except Exception as error:
         # The package raises Exception itself for any file that it cannot read.
         raise ConfigError(f"{file} is no tokenizer: {error}.") from error
-    # These are settings of the file, and would cut a prompt or fill it up.
+    # These settings of the file would truncate or pad a prompt.
     found.no_truncation()
     found.no_padding()
     return found

@@ -27,14 +27,14 @@ def simulate(
     """Simulate a run to its last batch, and write a complete run folder.
 
     Args:
-        setup: the parts of the run; its fleet and its publisher are not used but modelled. Prompts
-            that raise PromptsExhausted end the run with the batches that it has.
-        folder: run folder for its files; None writes none.
-        screen: where the run is shown; None shows nothing.
-        costs: latencies of everything but the engines' steps; by default those of the settings.
+        setup: the parts of the run; its fleet and its publisher are modelled, not used. Prompts
+            that raise PromptsExhausted end the run with the batches delivered so far.
+        folder: run folder for its files; None writes no files.
+        screen: the display of the run; None shows nothing.
+        costs: latencies of everything but the engines' steps; by default from the settings.
 
     Raises:
-        AprilschedError: if the run could not begin or continue.
+        AprilschedError: if the run could not start or continue.
     """
     measuring = Measuring(setup.config, summary_of(setup), usage=False)
     listeners = measuring.listeners

@@ -1,8 +1,8 @@
 """Fits the built-in workload to the servers of a run before it is made.
 
-A server would refuse each request that has a token id beyond the model's vocabulary or a
-response beyond its context, and group after group would fail. So defaults are chosen to fit the
-servers, and a setting that does not fit is refused at once.
+A server refuses every request with a token id beyond the model's vocabulary or a response beyond
+its context, so group after group would fail. Therefore defaults are chosen to fit the servers, and
+a setting that does not fit is refused at once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from aprilsched.observe.figures.summary import Summary
 
 
 def fitted(settings: RunSettings, fleet: Callable[[], ServerFleet]) -> RunSettings:
-    """`settings` with the vocabulary and the longest response of the built-in workload.
+    """Return `settings` with the vocabulary and longest response of the built-in workload.
 
     Args:
         settings: the settings as given. For a file of prompts or for the embedded engine, only the
             defaults are filled in.
-        fleet: makes the fleet of the servers, which is opened and closed here.
+        fleet: creates the fleet of the servers, which this function opens and closes.
 
     Raises:
         ConfigError: if the given workload does not fit the servers.
@@ -44,7 +44,7 @@ async def _fitted(workload: WorkloadSettings, fleet: ServerFleet) -> WorkloadSet
     await fleet.open()
     try:
         if any(engine.facts.vocab_size is None for engine in fleet.engines):
-            # A paused server does not tell its vocabulary. The run would continue it anyway.
+            # A paused server does not report its vocabulary. The run would continue it anyway.
             for engine in fleet.engines:
                 await engine.resume()
             await fleet.close()
@@ -81,7 +81,7 @@ def _check(workload: WorkloadSettings, engine: HttpEngine[Any]) -> None:
 
 
 def _room(workload: WorkloadSettings, engine: HttpEngine[Any]) -> int:
-    """Number of tokens of the longest response that fits the engine's context."""
+    """Return the number of tokens of the longest response that fits the engine's context."""
     return (engine.facts.context_tokens or 0) - workload.prompt_tokens
 
 
@@ -94,7 +94,7 @@ def _filled(workload: WorkloadSettings, vocab_size: int, cap: int) -> WorkloadSe
 
 
 def summary_of(setup: Setup) -> Summary:
-    """The listener that sums up the run which `setup` describes."""
+    """Return the listener that summarizes the run described by `setup`."""
     return Summary(
         trainer_waits=setup.config.trainer_waits,
         bound=setup.bound,
@@ -104,8 +104,8 @@ def summary_of(setup: Setup) -> Summary:
 
 
 def live_figures_of(setup: Setup, summary: Summary) -> LiveFigures:
-    """The figures of a run, shared by all that show it. They read `summary`, so the summary must
-    be the earlier listener."""
+    """Return the figures of a run, shared by all its displays. They read `summary`, which must be
+    an earlier listener."""
     return LiveFigures(
         meter=summary.meter,
         batch_groups=setup.config.batch_groups,

@@ -1,7 +1,7 @@
-"""Gives metrics to prometheus_client: a collector for any of its registries, and a server.
+"""Exposes metrics to prometheus_client: a collector for any registry, and a server.
 
-The server does not use the run's event loop, because a trainer that computes in the loop's thread
-stops the loop for minutes, and the metrics must stay available meanwhile.
+The server does not use the run's event loop: a trainer that computes in the loop's thread blocks
+the loop for minutes, and the metrics must remain available while it does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MetricsCollector(Collector):
         self._metrics = metrics
 
     def describe(self) -> Iterator[Metric]:
-        """The metrics without values; a registry uses their names to find conflicts."""
+        """Return the metrics without values; a registry checks their names for conflicts."""
         yield from self._families().values()
 
     def collect(self) -> Iterator[Metric]:
@@ -57,7 +57,7 @@ class MetricsCollector(Collector):
         yield from families.values()
 
     def _families(self) -> dict[str, Any]:
-        """The metrics without values. The families of the three kinds take different values."""
+        """Return the metrics without values. Families of the three kinds take different values."""
         return {name: self._empty(each) for name, each in FIGURES.items() if each.exposed}
 
     def _empty(self, figure: Figure) -> Metric:
@@ -72,8 +72,8 @@ _FAMILIES: Mapping[Kind, Callable[..., Metric]] = {
 
 
 def exposition(metrics: Metrics) -> tuple[bytes, str]:
-    """The present metrics and those of the process in Prometheus' text form, and its content type,
-    for a server that is there already."""
+    """Return the metrics of the run and of the process in Prometheus' text format, and its content
+    type, for an existing server."""
     return generate_latest(_registry(metrics)), CONTENT_TYPE_LATEST
 
 
@@ -101,11 +101,11 @@ class MetricsServer:
 def serve_metrics(metrics: Metrics, port: int, host: str = "127.0.0.1") -> Generator[MetricsServer]:
     """Serve `metrics` while the block runs.
 
-    There is no authentication, so the default `host` is the loopback interface of this machine.
+    The server has no authentication, so `host` defaults to the loopback interface.
 
     Args:
         metrics: the metrics of a run.
-        port: the port; 0 takes a free one.
+        port: the port; 0 selects a free one.
 
     Raises:
         ConfigError: if the port cannot be opened.

@@ -1,7 +1,7 @@
 """Writes a run as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing, from its event log.
 
-Only what is open on the engines is kept in memory, so a log may have any length. Times are whole
-microseconds, as in the trace event format and as in events.jsonl.
+Only open attempts and bands are kept in memory, so a log may have any length. Times are whole
+microseconds, as in the trace event format and in events.jsonl.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TraceFile:
         file.write(_BEGIN)
 
     def name(self, name: str, pid: int, tid: int = 0) -> None:
-        """Name a process, or one of its tracks. Viewers show both sorted by their ids, and take
-        tracks of two processes for one if they have the same id."""
+        """Name a process, or one of its tracks. Viewers sort both by id, and merge tracks of two
+        processes with the same id."""
         kind = "thread" if tid else "process"
         self.write("M", f"{kind}_name", 0, pid, tid, {"name": name})
         self.write("M", f"{kind}_sort_index", 0, pid, tid, {"sort_index": tid or pid})
@@ -53,9 +53,9 @@ class TraceFile:
 
 
 class Tracks:
-    """Tracks of process `pid` with the ids from `first` on, which are named by `name` and their
-    number. Each has one holder at a time. A new holder gets the lowest free one, so there are as
-    many as were held at once, and slices do not overlap."""
+    """Tracks of process `pid` with ids from `first` on, named `name` and a number. Each has one
+    holder at a time, so slices do not overlap. A new holder gets the lowest free track, so the
+    number of tracks is the largest number of concurrent holders."""
 
     def __init__(self, file: TraceFile, *, pid: int, first: int, name: str) -> None:
         self._file = file
@@ -66,7 +66,7 @@ class Tracks:
         self._freed: list[int] = []
 
     def take(self) -> int:
-        """The id of a track that nobody has."""
+        """Return the id of an unused track."""
         if self._freed:
             return heapq.heappop(self._freed)
         track = self._first + self._count
@@ -81,7 +81,7 @@ class Tracks:
 class Bands:
     """Named stretches of an engine or of the trainer: a pause, a refit, a wait. There is at most
     one open band of each kind, and each is written when it ends, in the category `category`. Bands
-    that are open at the same time have tracks of their own."""
+    that are open at the same time have separate tracks."""
 
     def __init__(self, file: TraceFile, *, pid: int, first: int, category: str) -> None:
         self._file = file
@@ -89,10 +89,10 @@ class Bands:
         self._category = category
         self._tracks = Tracks(file, pid=pid, first=first, name=category)
         self._open: dict[str, tuple[int, int, dict[str, Any]]] = {}
-        """Track, begin and arguments of each open band, by kind."""
+        """Track, start time and arguments of each open band, by kind."""
 
     def begin(self, kind: str, at: int, **args: Any) -> None:
-        """Begin a band; no effect if one of this kind is open."""
+        """Start a band; no effect if one of this kind is open."""
         if kind not in self._open:
             self._open[kind] = self._tracks.take(), at, args
 

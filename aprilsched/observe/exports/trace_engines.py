@@ -10,10 +10,10 @@ from aprilsched.observe.exports.trace import Bands, TraceFile, Tracks
 TIDS = 100_000
 """Number of track ids of a process."""
 _SLOTS = 10
-"""Number of track ids for the bands of an engine, before those of its slots."""
+"""Number of track ids for the bands of an engine, before the ids of its slots."""
 _STEP = 0.01
-"""The counter of known tokens is written when its value has changed by this share. A run has an
-event for each chunk of tokens, and single tokens among a hundred thousand cannot be seen."""
+"""The counter of known tokens is written when its value has changed by this share. Otherwise each
+chunk would add an event, for changes too small to see."""
 _ENDINGS = ("mn", "eg", "dr", "uk", "ri", "ir", "pa", "pf")
 """Perfetto takes the colour of a slice from its name and ignores the digits in it, so a name ends
 in letters that change with the version. After "rollout v", these names give blue, orange, green,
@@ -22,7 +22,7 @@ pink, violet, lime, teal and red in the UI of Perfetto 52. They have no other me
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Attempt:
-    """An open attempt on an engine, and its present slice."""
+    """An open attempt on an engine, and its current slice."""
 
     sent: of.AttemptSent
     track: int
@@ -32,7 +32,7 @@ class Attempt:
     """The version that the rollout's first token was to be sampled with."""
     version: int | None = None
     since: int | None = None
-    """Begin of its slice; None before the first one."""
+    """Start of its slice; None before the first slice."""
     until: int | None = None
     """End of its slice; None while the engine works on it."""
     tokens: int = 0
@@ -55,16 +55,16 @@ class EngineTracks:
         self.released: set[str] = set()
         """Tags of the memory that the engine has released."""
         self.waking: tuple[str, ...] = ()
-        """Tags of the memory that it is taking back."""
+        """Tags of the memory being resumed."""
         self.flushed = False
-        """Whether its cache is empty, because it was flushed and has not continued since."""
+        """Whether its cache is empty: it was flushed and has not been continued yet."""
         self._file = file
         self._pid = pid
         self._known = 0
         """Tokens of all open attempts."""
         self._paused = False
         self._written: dict[str, int] = {}
-        """The values of the counters that were written last."""
+        """The last written values of the counters."""
         file.name(f"engine {name}", pid)
         self.bands = Bands(file, pid=pid, first=pid * TIDS + 1, category="state")
         self._slots = Tracks(file, pid=pid, first=pid * TIDS + _SLOTS, name="slot {:03}")
@@ -105,7 +105,7 @@ class EngineTracks:
                 self._start(attempt, at)
 
     def refitted(self, version: int | None, at: int) -> None:
-        """The attempts that continue are sampled under another version from now on."""
+        """Start slices of the new version for the attempts that continue."""
         changed, self.version = version != self.version, version
         for attempt in self.attempts.values() if changed else ():
             if attempt.until is None and attempt.sent.adapter is None:

@@ -17,9 +17,9 @@ from aprilsched.observe.log.run import readable
 from aprilsched.observe.log.run_folder import EVENTS, TRACE
 
 _TRAINER = 1
-"""Process id of the trainer; those of the engines follow."""
+"""Process id of the trainer; the engines' ids follow."""
 _EVENTS = _TRAINER * TIDS + 1
-"""Track of the trainer's batches and weights; those of its waits follow."""
+"""Track of the trainer's batches and weights; the tracks of its waits follow."""
 _BATCH, _UPDATE = "waits for a batch", "updates the engines"
 _CALLS = frozenset({"pause", "flush", "refit"})
 """Control calls that are shown as a band with their name."""
@@ -28,8 +28,8 @@ _CALLS = frozenset({"pause", "flush", "refit"})
 class TraceBuilder(DispatchingListener):
     """Takes the facts of a run in order; call :meth:`end` after the last one.
 
-    Everything that begins in the log has an end in the trace: where it ended, where its process was
-    killed, or at the last line.
+    Everything that starts in the log has an end in the trace: its own end, the moment its process
+    was killed, or the last line.
     """
 
     def __init__(self, file: TraceFile) -> None:
@@ -41,8 +41,8 @@ class TraceBuilder(DispatchingListener):
         self._first_versions: dict[int, int | None] = {}
         """First version of each open rollout, see :attr:`Attempt.first_version`."""
         self._changed: set[EngineTracks] = set()
-        """Engines whose counters may have changed at the time `_at`. They are written when it is
-        over, because many requests are sent at once."""
+        """Engines whose counters may have changed at the time `_at`. The counters are written when
+        time advances, because many requests are sent at the same moment."""
         self._at = 0
         self._began = False
         file.name("trainer", _TRAINER)
@@ -72,7 +72,7 @@ class TraceBuilder(DispatchingListener):
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         if self._began and any(isinstance(fact, of.RunOpened) for fact in facts):
-            # What the prior run left open ended at the time of its last fact.
+            # Everything still open in the prior run ended at the time of its last fact.
             self._stop_all("killed")
         at = _microseconds(now)
         if at != self._at:
@@ -98,7 +98,7 @@ class TraceBuilder(DispatchingListener):
         self._waits.end_all(self._at)
 
     def _engine(self, name: str) -> EngineTracks:
-        """The engine of this name, whose counters may change."""
+        """Return the engine of this name, whose counters may change."""
         engine = self._engines.get(name)
         if engine is None:
             pid = _TRAINER + 1 + len(self._engines)
@@ -137,7 +137,7 @@ class TraceBuilder(DispatchingListener):
             self._tell(f"weights v{fact.version}", version=fact.version)
 
     def _tell(self, name: str, **args: object) -> None:
-        """Mark this moment of the trainer."""
+        """Write an instant event of the trainer."""
         self._file.write("i", name, self._at, _TRAINER, _EVENTS, args, s="t", cat="trainer")
 
     # --- requests ------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class TraceBuilder(DispatchingListener):
     # --- engines -------------------------------------------------------------------------------
 
     def _joined(self, fact: of.EngineJoined) -> None:
-        """An engine that joins takes part when it is admitted."""
+        """Mark an engine that joins as lost until it is admitted."""
         engine = self._engine(fact.info.name)
         engine.version = fact.info.version
         engine.bands.begin("lost", self._at, cause="not admitted yet")

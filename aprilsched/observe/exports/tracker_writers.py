@@ -45,10 +45,10 @@ class TensorBoardWriter:
 
 
 class TrackioWriter:
-    """Begins a run of `project`, which trackio keeps on this machine, where its own settings say
-    (TRACKIO_DIR). Needs the extra ``trackio``.
+    """Starts a trackio run of `project`, stored on this machine (in TRACKIO_DIR if it is set).
+    Needs the extra ``trackio``.
 
-    trackio has one run at a time in a process, so no other run may begin meanwhile.
+    trackio supports one run at a time per process, so no other run may start until this one closes.
 
     Args:
         config: the settings of the run.
@@ -67,21 +67,21 @@ class TrackioWriter:
 
     def close(self) -> None:
         with redirect_stdout(sys.stderr):
-            # The run's own method is not called: trackio would end it again at exit, and print
-            # that.
+            # Not the run's finish method: trackio would end the run again at exit, and print a
+            # message.
             self._package.finish()
 
 
 class WandbWriter:
-    """Begins a run of Weights & Biases. The account, server and mode are those of wandb's own
-    settings. Needs the extra ``wandb``.
+    """Starts a Weights & Biases run. Account, server and mode come from wandb's own settings. Needs
+    the extra ``wandb``.
 
     Args:
         folder: where wandb keeps its files.
         config: the settings of the run.
 
     Raises:
-        ConfigError: if wandb refuses to begin.
+        ConfigError: if wandb cannot start.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Writer]] = {
     ),
     "wandb": _wandb,
 }
-"""Trackers by name, which is also the name of the extra. Each begins a writer for the run in a
-folder, with its settings."""
+"""Trackers by name, which is also the name of the extra. Each starts a writer from the run folder
+and the settings."""
 
 
 def tracker_names(named: str) -> tuple[str, ...]:
-    """The trackers in `named`, which are separated by commas.
+    """Return the trackers in `named`, which are separated by commas.
 
     Raises:
         ConfigError: if a name is unknown or is given twice.
@@ -138,9 +138,9 @@ def tracker_names(named: str) -> tuple[str, ...]:
 
 
 def begin_writer(name: str, folder: Path, config: Mapping[str, Any]) -> Writer:
-    """Begin a writer for the run in `folder` with the settings `config`.
+    """Start a writer for the run in `folder` with the settings `config`.
 
     Raises:
-        ConfigError: if the tracker is not installed, or refuses to begin.
+        ConfigError: if the tracker is not installed, or cannot start.
     """
     return TRACKERS[name](folder, config)

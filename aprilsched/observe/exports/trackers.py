@@ -1,7 +1,7 @@
-"""Gives the figures of each delivered batch to experiment trackers: wandb, trackio, TensorBoard.
+"""Sends the figures of each delivered batch to experiment trackers: wandb, trackio, TensorBoard.
 
-Invariants: the figures are taken in the run's own thread at the delivery, so they are of one
-moment. The tracker runs in another thread, and the run never waits for it.
+Invariants: the figures are read in the run's thread at the delivery, so they are consistent. The
+tracker runs in another thread, and the run never waits for it.
 """
 
 # The trackers' packages have no types, and some make their classes when they are imported. trackio
@@ -28,30 +28,29 @@ PROJECT = "aprilsched"
 
 
 class Writer(Protocol):
-    """Writes the figures of each step to one tracker. It may be slow, because its methods are
-    called in a thread of its own, one at a time."""
+    """Writes the figures of each step to one tracker. It may be slow: its methods run in a separate
+    thread, one at a time."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         """Write the figures of one step, by name; steps come in order."""
         ...
 
     def close(self) -> None:
-        """Write everything that is left. It is called once, in the thread that began the writer."""
+        """Write what is pending. Called once, in the thread that started the writer."""
         ...
 
 
 class StepTracker(FiguresListener):
-    """Gives the figures of each batch to `writer` and closes it at the end, both in a worker
-    thread. A step is a delivered batch, and has its number.
+    """Sends the figures of each batch to `writer` and closes it at the end, both in a worker
+    thread. The step is the number of the delivered batch.
 
     Use it as ``with StepTracker(writer) as tracker:`` around the scheduler, and pass it to the
     scheduler as a listener.
 
     Args:
-        figures: LiveFigures that are a listener before this one. If it is None, the tracker keeps
-            figures of its own.
-        close_seconds: seconds that the end of the block waits at most until everything is written
-            and the writer is closed.
+        figures: LiveFigures that are an earlier listener of the run. None creates private figures.
+        close_seconds: longest time that the end of the block waits for pending writes and for the
+            writer to close.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class StepTracker(FiguresListener):
 
     @property
     def error(self) -> BaseException | None:
-        """The error of the writer, after which it gets nothing more; None if there was none."""
+        """The error of the writer, after which it receives nothing; None if none."""
         return self._worker.error
 
     def __enter__(self) -> Self:
@@ -94,8 +93,7 @@ class StepTracker(FiguresListener):
             return
         figures = self._figures
         with figures.lock:
-            # The time is counted up to the delivery and not up to now, because a scrape may have
-            # counted further.
+            # Count the time up to the delivery, not up to now: a scrape may have counted further.
             figures.state.advance(figures.state.now)
             seconds = figures.state.seconds()
             if figures.batch is None:
@@ -109,7 +107,7 @@ class StepTracker(FiguresListener):
 
 
 def _written(moment: Moment) -> dict[str, float]:
-    """The figures of a batch by name; what cannot be known is left out."""
+    """Return the figures of a batch by name, without unknown ones."""
     values = {name: values_at(each, moment) for name, each in FIGURES.items() if each.tracked}
     found = {name: float(sum(value.values())) for name, value in values.items() if value}
     if moment.figures.batch is not None:

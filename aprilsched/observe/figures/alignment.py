@@ -1,9 +1,9 @@
 """The alignment ledger: how far the trainer's log-probabilities are from the engines'.
 
-Every figure except `by_age` is of tokens of staleness 0, which were sampled with the weights that
-the trainer computed its log-probabilities with. A difference d (trainer minus engine, in nats) is
-then a mismatch of the two programs. Importance ratios contain it, so it looks like off-policyness
-in a loss and in its metrics, and is not.
+Every figure except `by_age` covers tokens of staleness 0, for which engine and trainer used the
+same weights. Their difference d (trainer minus engine, in nats) is therefore a mismatch of the two
+programs. Importance ratios contain this mismatch, so a loss and its metrics show it as if it were
+off-policyness.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from aprilsched.observe.figures.run_figures import AlignmentFigures, DifferenceF
 
 
 class AlignmentLedger:
-    """Gathers the reports of a run. Only the first report of a batch counts: a later one may come
-    after steps of the trainer on this very batch."""
+    """Collects the reports of a run. Only the first report of a batch counts: a later one may
+    follow training steps on the same batch."""
 
     def __init__(self) -> None:
         self._reports: dict[int, LogprobComparison] = {}
@@ -27,14 +27,14 @@ class AlignmentLedger:
         self._reports.setdefault(fact.comparison.batch, fact.comparison)
 
     def figures(self) -> AlignmentFigures | None:
-        """Up to now; None if nothing was reported."""
+        """Return the figures so far, or None without a report."""
         if not self._reports:
             return None
         return alignment_of([report for _, report in sorted(self._reports.items())])
 
 
 def alignment_of(reports: list[LogprobComparison]) -> AlignmentFigures:
-    """The figures of some reports; at least one."""
+    """Return the figures of `reports`, at least one."""
     engines = sorted({name for report in reports for name in report.by_engine})
     return AlignmentFigures(
         bound=reports[0].bound,

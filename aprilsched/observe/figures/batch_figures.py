@@ -1,7 +1,7 @@
 """Counts and times batches as they are delivered; their figures are in :mod:`.figures`.
 
-:class:`BatchMeter` is the listener that calls :func:`measure` at each delivery. It keeps only what
-the batch in work needs, however long a run is.
+:class:`BatchMeter` is the listener that calls :func:`measure` at each delivery. Its memory does not
+grow with the length of the run.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ from aprilsched.types import NO_VERSION
 
 # Computes the staleness of a rollout's tokens from its segments.
 #
-# The figures are exact, although the single tokens are not looked at: a rollout of thousands of
-# tokens has only a few segments of one version each.
+# The figures are exact, although single tokens are not inspected: a rollout of thousands of tokens
+# consists of a few segments with one version each.
 
 
 def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
-    """The ages of a rollout's tokens if the policy `version` is trained on it."""
+    """Return the ages of a rollout's tokens if the policy `version` is trained on it."""
     sampled = off_policy = total = oldest = oldest_trained = 0
-    # The masked tokens are those older than some version, so they are subtracted from the oldest
-    # segments first.
+    # All tokens older than some version are masked, so subtract from the oldest segments first.
     masked = rollout.masked
     segments = sorted(rollout.segments, key=_version) if masked else rollout.segments
     for start, end, sampled_under, _ in segments:
@@ -48,8 +47,8 @@ def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
         is_masked = 0 < tokens <= masked
         if is_masked:
             masked -= tokens
-        # The tokens may be of a newer version than the trainer's, which somebody else has loaded.
-        # Their age is then 0 and not negative.
+        # Another client may load a version newer than the trainer's. Tokens sampled under it have
+        # age 0, not a negative one.
         age = max(0, version - sampled_under)
         total += age * tokens
         off_policy += tokens if sampled_under != version else 0
@@ -61,7 +60,7 @@ def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
 
 
 def sampled_tokens(rollout: DeliveredRollout) -> int:
-    """Number of tokens of the response that a policy sampled."""
+    """Return the number of tokens of the response that a policy sampled."""
     return sum([end - start for start, end, version, _ in rollout.segments if version >= 0])
 
 
@@ -74,8 +73,8 @@ Bound = Callable[[Sequence[int], Sequence[int]], float]
 
 _PART_NAMES = 100
 RECENT_BATCHES = 20
-"""Number of latest batches whose figures are shown: enough to even out single batches, and few
-enough to follow a change."""
+"""Number of latest batches in displayed figures: enough to smooth single batches, and few enough to
+follow a change."""
 
 
 def measure(
@@ -89,9 +88,11 @@ def measure(
     schedule: str = "",
     clocks: Sequence[RolloutClock | None],
 ) -> Measured:
-    """What is counted of a batch that took `seconds`, with the `forecast` for it and its `schedule`
-    in words. `clocks` are those of its rollouts. `parts` has the names of the parts of rewards that
-    are counted so far, and gets the new ones of this batch, up to 100 in all."""
+    """Measure a batch that took `seconds`, with its `forecast` and its `schedule` in words.
+
+    `clocks` are the clocks of its rollouts. `parts` contains the names of the reward parts counted
+    so far; new names of this batch are added to it, up to 100 in total.
+    """
     rollouts = batch.rollouts
     ages = np.array([ages_of(rollout, batch.version) for rollout in rollouts], dtype=np.int64)
     lengths = [rollout.tokens for rollout in rollouts]
@@ -146,7 +147,7 @@ def _reward_means(
         if rollout.reward is not None:
             found.setdefault(None, []).append((1, rollout.reward))
         for name, value in rollout.reward_parts.items():
-            # Otherwise names that differ from prompt to prompt would need memory without end.
+            # Otherwise names that differ between prompts would use unbounded memory.
             if name in parts or len(parts) < _PART_NAMES:
                 parts.add(name)
                 found.setdefault(name, []).append((1, value))
@@ -154,18 +155,18 @@ def _reward_means(
 
 
 class BatchTime(DispatchingListener):
-    """Takes the time of each batch, without the trainer's own.
+    """Measures the time of each batch, without the trainer's time.
 
     Args:
-        trainer_waits: whether the engines are paused while the trainer trains (synchronous pace),
-            at first; a schedule of the other pace changes it. Then the trainer's time does not
-            count as the schedule's.
+        trainer_waits: whether the engines are initially paused while the trainer trains
+            (synchronous pace), so that the schedule is not charged for the trainer's time. A
+            schedule with the other pace changes it.
 
     Attributes:
-        seconds: the time of the batch that was delivered last, without the trainer's.
+        seconds: time of the latest delivered batch, without the trainer's time.
         of_trainer: the trainer's time before that batch.
-        trainer_seconds: the trainer's own time, over all batches.
-        delivered_at: when that batch was delivered; before the first, when the run began.
+        trainer_seconds: the trainer's time, over all batches.
+        delivered_at: when that batch was delivered; the start of the run before the first batch.
     """
 
     def __init__(self, *, trainer_waits: bool) -> None:
@@ -176,7 +177,7 @@ class BatchTime(DispatchingListener):
         self._trainer = 0.0
         """Seconds of the trainer since the last delivery."""
         self._idle_since: float | None = None
-        """Since when the trainer has the last batch, and nothing else happens."""
+        """Time since which the trainer has the latest batch and nothing else happens, or None."""
         self._handlers = {
             of.RunOpened: self._opened,
             of.BatchRequested: lambda _: self._stop_idling(),
@@ -223,10 +224,10 @@ class BatchMeter(RolloutTime):
 
     Args:
         trainer_waits: as in :class:`BatchTime`.
-        bound: gives T_bound of a batch in seconds; None if no step-time model is known.
+        bound: returns T_bound of a batch in seconds; None without a step-time model.
 
     Attributes:
-        recent: the batches that were delivered last.
+        recent: the latest delivered batches.
         time: the time of the batches.
     """
 
@@ -236,11 +237,11 @@ class BatchMeter(RolloutTime):
         self.time = BatchTime(trainer_waits=trainer_waits)
         self._bound = bound
         self._parts: set[str] = set()
-        """Names of the parts of rewards that are counted."""
+        """Names of the counted reward parts."""
         self._schedule = of.ScheduleChanged(schedule="")
         """The schedule in force."""
         self._expected = self._schedule
-        """The schedule that was in force when the batch in work began."""
+        """The schedule in force at the start of the current batch."""
         self._handlers |= dict.fromkeys(self.time.kinds, self._timed) | {
             of.RunOpened: self._opened,
             of.BatchDelivered: self._delivered,
@@ -249,7 +250,7 @@ class BatchMeter(RolloutTime):
 
     @property
     def latest(self) -> Measured | None:
-        """The batch that was delivered last; None before the first."""
+        """The latest delivered batch; None before the first."""
         return self.recent[-1] if self.recent else None
 
     def _timed(self, fact: of.Fact) -> None:
@@ -275,12 +276,12 @@ class BatchMeter(RolloutTime):
     def _schedule_changed(self, fact: of.ScheduleChanged) -> None:
         self._schedule = fact
         if self.recent and self._now == self.time.delivered_at:
-            # It was chosen at the end of the batch before, in no time.
+            # It was chosen at the end of the previous batch, and no time has passed.
             self._expected = fact
         self._timed(fact)
 
     def _opened(self, fact: of.RunOpened) -> None:
         super()._opened(fact)
-        # What a prior run expected of the batch in work took no account of its end.
+        # The prior run's forecast for the current batch did not account for its own end.
         self._expected = of.ScheduleChanged(schedule="")
         self._timed(fact)

@@ -7,11 +7,11 @@ length l. The sum of all lengths is n * mu, so the delivered ones have exactly
 
 If the m responses are in flight and the policy does not change, m stays bounded while n - m grows,
 so the bias is a transient. If they are dropped, m grows with n, and the bias stays. A bias is a
-share of mu: 0 is none, and -0.1 is 10 % short.
+share of mu: 0 means unbiased, and -0.1 means 10 % too short.
 
 Every launched training rollout is delivered, open (in flight, or waiting for its batch) or dropped.
-The law of launched lengths is Kaplan and Meier's estimate from all three. A prompt that was
-generated again counts by its last responses only.
+The law of launched lengths is the Kaplan-Meier estimate from all three. If a prompt was generated
+again, only its last responses count.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from aprilsched.observe.figures.run_figures import (
 
 
 def bias_without(absent: int, absent_mean: float, present: int, mean: float) -> float:
-    """The bias of the `present` responses if `absent` others have the mean length `absent_mean`.
+    """Return the bias of `present` responses if `absent` others have mean length `absent_mean`.
 
     `mean` is the mean of the law; lengths are in tokens. The bias is 0 if nothing is present or
     absent.
@@ -51,14 +51,14 @@ def bias_without(absent: int, absent_mean: float, present: int, mean: float) -> 
 def expected_lengths(
     law: KaplanMeier, tokens: NDArray[np.int64], finished: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
-    """Expected final lengths, float64 [n]: the length of a finished response, and tokens plus
-    E[rest | tokens] of an unfinished one."""
+    """Return the expected final lengths, float64 [n]: the length of a finished response, and tokens
+    plus E[rest | tokens] of an unfinished one."""
     return np.where(finished, tokens, tokens + law.residual_mean(tokens))
 
 
 def transient(final: NDArray[np.float64], delivered: int, mean: float) -> tuple[float, float]:
-    """The mean of the `final` lengths float64 [n] of the responses in flight (`mean`, if there are
-    none), and the bias of the `delivered` responses that comes of their absence."""
+    """Return the mean of the `final` lengths float64 [n] of the responses in flight (`mean` if
+    there are none), and the bias of the `delivered` responses caused by their absence."""
     expected = float(final.mean()) if final.size else mean
     return expected, bias_without(final.size, expected, delivered, mean)
 
@@ -68,7 +68,7 @@ _DECILES = 10
 
 
 def law_figures(law: KaplanMeier) -> LawFigures:
-    """The figures of an estimated law."""
+    """Return the figures of an estimated law."""
     p50, p90, p99 = (float(quantile) for quantile in law.quantile([0.5, 0.9, 0.99]))
     lengths, longer = _curve(law)
     return LawFigures(
@@ -84,7 +84,7 @@ def law_figures(law: KaplanMeier) -> LawFigures:
 
 
 def _curve(law: KaplanMeier) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The survival function, thinned to what a screen can show."""
+    """Return the survival function, thinned to the resolution of a screen."""
     known = law.survival > 0
     lengths, longer = np.append(1, law.lengths[known]), np.append(1.0, law.survival[known])
     if lengths.size <= _CURVE_POINTS:
@@ -97,9 +97,10 @@ def _curve(law: KaplanMeier) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
 
 
 def sample_law(lengths: NDArray[np.int64]) -> LawFigures | None:
-    """The figures of the lengths int64 [n] of responses that have all ended; None if there is none.
+    """Return the figures of the lengths int64 [n] of finished responses, or None without any.
 
-    A response without tokens (its episode has only tokens of the environment) counts as one token.
+    A response without sampled tokens (its episode contains only environment tokens) counts as one
+    token.
     """
     if not lengths.size:
         return None
@@ -135,7 +136,7 @@ CENSORS = frozenset(
 """Reasons of drops that may hit long responses more often than short ones."""
 
 _ENOUGH = 8
-"""Number of drops before a warning. One long response that is dropped is no pattern."""
+"""Number of drops before a warning. A single dropped long response is not a pattern."""
 _LEAST_EFFECT = 0.001
 """Size of an effect, as a share of the mean length, that is worth a warning."""
 
@@ -178,7 +179,7 @@ def censoring(ledger: Ledger, delivered: int, delivered_tokens: int) -> Censorin
 
 
 _GOAL = 0.01
-"""Size of the transient at which it is over."""
+"""Size of the transient, as a share of the mean length, below which it counts as over."""
 
 
 class BiasCollector:
@@ -186,8 +187,7 @@ class BiasCollector:
 
     def __init__(self) -> None:
         self.finished: set[int] = set()
-        """Ids of the rollouts whose response has ended and that are neither delivered nor
-        dropped."""
+        """Ids of the rollouts with a finished response that are neither delivered nor dropped."""
         self.newest = -1
         """Largest id of a launched rollout; ids follow the order of launches."""
         self._drops: list[Drop] = []
@@ -214,7 +214,7 @@ class BiasCollector:
         ]
 
     def restore(self, rollout_ids: Collection[int]) -> None:
-        """Take back the drops of rollouts that are launched again, because they were not saved."""
+        """Undo the drops of rollouts that are launched again, because they were not saved."""
         self._drops = [drop for drop in self._drops if drop.rollout_id not in rollout_ids]
 
     def restart(self, gone: Collection[int]) -> None:
@@ -235,11 +235,11 @@ class BiasCollector:
         open_groups: Sequence[GroupLengths],
         ledger: Ledger,
     ) -> BiasFigures:
-        """The length bias of what was delivered in `batches`.
+        """Return the length bias of the responses delivered in `batches`.
 
         Args:
             burn_in: number of batches before the steady state.
-            workload_mean: mean length of the workload, if it is known beforehand.
+            workload_mean: mean length of the workload; None if unknown beforehand.
             open_groups: lengths of the training groups that are not delivered.
         """
         lengths = _joined([batch.lengths for batch in batches])
@@ -273,7 +273,7 @@ class BiasCollector:
     def _law(
         self, lengths: NDArray[np.int64], tokens: NDArray[np.int64], finished: NDArray[np.bool_]
     ) -> KaplanMeier | None:
-        """The law of the lengths of all launched responses; None until one response has ended."""
+        """Return the length law of all launched responses, or None until one has ended."""
         dropped = np.array([drop.tokens for drop in self._drops], dtype=np.int64)
         ended = np.array([drop.finished for drop in self._drops], dtype=np.bool_)
         seen = np.concatenate((lengths, tokens, dropped))
@@ -298,7 +298,7 @@ class BiasCollector:
         _, predicted = transient(final, delivered, mean)
         measured = running_bias(lengths, mean)
         owners = [np.full(len(group.tokens), group.launched) for group in open_groups]
-        # With as many in flight the transient falls as 1 / batches.
+        # At a constant number of requests in flight, the transient falls as 1 / batches.
         needed = math.ceil(abs(predicted) / _GOAL * len(batches))
         return TransientFigures(
             predicted=predicted,
@@ -348,10 +348,10 @@ def transient_by_batch(
     open_groups: NDArray[np.int64],
     mean: float,
 ) -> list[float]:
-    """The transient part of the bias after each of the batches, -I * (l / mu - 1) / (K * N).
+    """Return the transient part of the bias after each of the batches, -I * (l / mu - 1) / (K * N).
 
-    The responses that were in flight after a batch are known afterwards: they were launched before,
-    and were delivered later or not at all.
+    The responses in flight after a batch are known in hindsight: they were launched before it, and
+    delivered later or never.
 
     Args:
         lengths: for each batch the final lengths of its responses, int64 [n].

@@ -8,12 +8,12 @@ from aprilsched.observe.figures.engine_time import BUSY, PARTS, EngineUsage, Par
 
 
 def seconds_of(engines: Iterable[EngineUsage]) -> dict[Part, float]:
-    """The parts of these engines' time together."""
+    """Return the seconds of all these engines by part."""
     sums = [sum(column) for column in zip(*(engine.seconds for engine in engines), strict=True)]
     return dict(zip(PARTS, sums or [0.0] * len(PARTS), strict=True))
 
 
 def utilization_of(seconds: Mapping[Part, float]) -> float:
-    """The busy share of this time, 0 to 1."""
+    """Return the busy share of this time, 0 to 1."""
     wall = sum(seconds.values())
     return sum(seconds[part] for part in BUSY) / wall if wall else 0.0

@@ -2,12 +2,13 @@
 
 Invariant: the parts of a stretch add up to its length.
 
-An engine has as many slots as the largest number of requests that it had at once (its `capacity`).
-While the engine generates, each slot is counted by itself: if two of eight slots decode for a
-second, this is a quarter of a second of "decode", and the other three quarters have another part,
-which says why the slots were free. While the engine does not generate, all its slots have the same
-part. A slot is not a share of the GPU's arithmetic: a step of decoding costs less than in
-proportion to the batch, so an engine that is half empty loses less than half of its speed.
+An engine's number of slots is its `capacity`, the largest number of concurrent requests it has
+had. While the engine generates, each slot counts separately: if two of eight slots decode for a
+second, a quarter of that second is "decode", and the rest goes to the part that explains why the
+other slots were free. While the engine does not generate, all slots belong to one part.
+
+A slot is not a share of the GPU's compute. A decode step costs less than in proportion to its
+batch size, so an engine that is half empty loses less than half of its speed.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ PART_LABELS: dict[Part, str] = {
     "asleep": "asleep",
     "lost": "out of use",
 }
-"""A name for each part that can be understood without the definitions of the parts."""
+"""A self-explanatory label for each part."""
 
 PART_INDEX: dict[Part, int] = {part: index for index, part in enumerate(PARTS)}
 BUSY: tuple[Part, ...] = ("decode", "prefill")
@@ -88,13 +89,13 @@ _STATE_INDEX: dict[EngineState, int] = {
 class Stretch(NamedTuple):
     """A time in which nothing changed for `engine`. Times are in seconds.
 
-    It is a named tuple because a log has hundreds of thousands of stretches, and a frozen dataclass
-    takes several times as long to make.
+    It is a named tuple because a log contains hundreds of thousands of stretches, and a frozen
+    dataclass takes several times as long to create.
 
     Attributes:
-        idle: why the free slots are free, or why the engine is paused.
+        idle: why slots are free, or why the engine is paused.
         decode, prefill, re_prefill: number of requests in each phase.
-        environment: number of the free slots that belong to episodes that use their tools.
+        environment: number of free slots that belong to episodes in a tool call.
     """
 
     engine: str
@@ -109,7 +110,7 @@ class Stretch(NamedTuple):
 
 
 def seconds_by_part(stretch: Stretch, capacity: int) -> list[float]:
-    """The seconds of a stretch, in the order of :data:`PARTS`.
+    """Return the seconds of a stretch, in the order of :data:`PARTS`.
 
     Args:
         capacity: number of slots of the engine. If the stretch has more requests than that, each
@@ -140,8 +141,8 @@ def add_seconds(
 ) -> None:
     """Add the seconds of a stretch to `seconds`, in place.
 
-    It takes plain numbers and not a :class:`Stretch`, because it is called whenever a request
-    begins or ends.
+    Takes plain numbers instead of a :class:`Stretch`, because it runs at every start and end of a
+    request.
     """
     if state != "generating":
         seconds[_STATE_INDEX.get(state, PART_INDEX[idle])] += length
@@ -160,22 +161,20 @@ def add_seconds(
         seconds[PART_INDEX[idle]] += each * (free - elsewhere)
 
 
-# Sums up where the time of each engine goes, for the usage of engine time.
+# Sums up the time of each engine by part.
 #
 # The time of an engine is divided into stretches: times in which nothing changes. Invariants: the
-# stretches of an engine follow each other without a gap, from the moment at which the engine opened
-# or joined to the last call of :meth:`EngineTime.advance`. Each stretch is divided by the number of
-# slots that the engine had shown until then.
+# stretches of an engine follow each other without a gap, from its opening or joining to the last
+# call of :meth:`EngineTime.advance`. Each stretch is divided by the engine's capacity at that time.
 #
-# A request whose KV was dropped in a pause gives no sign of progress until its next chunk, which
-# may come many decoding steps later. That time is first counted as re-prefill. When the chunk
-# arrives, the time that its tokens take at the engine's own rate is moved to decoding.
+# A request whose KV was dropped in a pause shows no progress until its next chunk, which may arrive
+# many decode steps later. That time first counts as re-prefill. When the chunk arrives, the time
+# that its tokens take at the engine's measured rate is moved to decoding.
 
 Phase: TypeAlias = Literal["decode", "prefill", "re_prefill"]
 
 _RATE_WEIGHT = 0.1
-"""Weight of a new chunk in the running mean of an engine's rate. The mean covers some dozens of
-chunks."""
+"""Weight of a new chunk in the running mean of an engine's rate, which covers dozens of chunks."""
 _TIMED = 8
 """Number of requests of an engine whose chunks are timed to measure its rate. The requests of an
 engine all decode at one rate, and timing the chunks of hundreds of them would be most of the cost
@@ -184,8 +183,7 @@ of this module."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """Slot-seconds of `engine` before `time` that were counted as `part` and are decoding in
-    fact."""
+    """Slot-seconds of `engine` before `time` that were counted as `part`, but were decoding."""
 
     engine: str
     time: float
@@ -197,38 +195,38 @@ class Recording(Protocol):
     """Receives each stretch, for readers that need more than the sums."""
 
     def stretch(self, stretch: Stretch) -> None:
-        """Take a stretch that has ended."""
+        """Receive a finished stretch."""
         ...
 
     def moved(self, moved: Moved) -> None:
-        """Take a correction: a part of earlier stretches was decoding."""
+        """Receive a correction: a part of earlier stretches was decoding."""
         ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineUsage:
-    """An engine now, and where its time has gone so far.
+    """The current state of an engine, and its time so far by part.
 
     Attributes:
-        info: what the engine said about itself when it opened or joined.
+        info: the engine's description when it opened or joined.
         version: policy version of its weights; None if they are inconsistent.
-        since: time at which its present stretch began.
-        decode: number of its requests that decode.
-        prefill: number of its requests that wait for their first token.
-        re_prefill: number of its requests that wait for their next token after a pause or a move.
-        capacity: largest number of requests that it had at once: the slots that its time is
-            divided by.
-        tokens: number of tokens that it has generated so far.
-        losses: how often it went out of use.
-        beyond: number of tokens in the contexts of its requests, minus `tokens`. A chunk changes
-            both numbers by the same amount, so this difference need not be updated for a chunk.
-        seconds_per_token: running mean of the time that one request takes for one token; 0 until
-            a timed request has sent two chunks.
-        timed: number of its requests whose chunks are timed for that mean.
-        drops_kv: whether its present or last pause drops the KV of its requests.
-        released: tags of the memory that it has released to the trainer.
-        waking: tags of the memory that it is taking back.
-        seconds: its time so far, in the order of PARTS.
+        since: start time of the current stretch.
+        decode: number of requests that decode.
+        prefill: number of requests that wait for their first token.
+        re_prefill: number of requests that wait for their next token after a pause or a move.
+        capacity: largest number of concurrent requests so far: the number of slots among which
+            the time is divided.
+        tokens: number of tokens generated so far.
+        losses: how often the engine was lost.
+        beyond: number of tokens in the contexts of its requests, minus `tokens`. A chunk adds the
+            same amount to both numbers, so this difference stays valid without an update.
+        seconds_per_token: running mean of the time per token of one request; 0 until a timed
+            request has sent two chunks.
+        timed: number of requests whose chunks are timed for that mean.
+        drops_kv: whether the current or latest pause drops the KV of its requests.
+        released: tags of the memory released to the trainer.
+        waking: tags of the memory being resumed.
+        seconds: time so far, in the order of PARTS.
     """
 
     info: EngineInfo
@@ -259,9 +257,9 @@ class EngineUsage:
 
     @property
     def context_tokens(self) -> int:
-        """Number of tokens in the contexts of its requests: the most that they hold. A prompt that
-        the members of a group share counts for each of them, and a context counts while its engine
-        is paused without its KV."""
+        """Number of tokens in the contexts of its requests, an upper bound of the KV in use. A
+        shared prompt of a group counts once per member, and a context also counts while a pause has
+        dropped its KV."""
         return self.tokens + self.beyond
 
     @property
@@ -276,7 +274,7 @@ class EngineUsage:
 
     @property
     def wall(self) -> float:
-        """Seconds since it came."""
+        """Seconds since it joined."""
         return sum(self.seconds)
 
     def count(self, phase: Phase, requests: int) -> None:
@@ -319,7 +317,7 @@ class EngineTime:
         recording: receives each stretch of each engine.
 
     Attributes:
-        engines: the engines by name, in the order in which they came. Lost engines stay in it.
+        engines: the engines by name, in the order of joining, including lost engines.
         attempts: the open attempts, by the id of their request.
     """
 
@@ -336,7 +334,7 @@ class EngineTime:
         self._outside = 0
 
     def advance(self, now: float) -> None:
-        """End the present stretch of each engine at `now`, and begin a new one."""
+        """End the current stretch of each engine at `now`, and start a new one."""
         self.now = now
         for engine in self.engines.values():
             self._end_stretch(engine)
@@ -379,7 +377,7 @@ class EngineTime:
             engine.state = state
 
     def forget_requests(self) -> None:
-        """Forget all requests, because the process that had sent them has ended."""
+        """Forget all requests, because the process that sent them has ended."""
         self.advance(self.now)
         self.attempts.clear()
         self._attempts_on.clear()
@@ -405,7 +403,7 @@ class EngineTime:
         self._end_stretch(engine)
         attempt.timed = engine.timed < _TIMED
         before = self.attempts.get(attempt.request_id)
-        if before is not None:  # its end was not told
+        if before is not None:  # no fact recorded its end
             del self._attempts_on[before.engine.name][before.request_id]
         self.attempts[attempt.request_id] = attempt
         self._attempts_on.setdefault(engine.name, {})[attempt.request_id] = attempt
@@ -426,7 +424,7 @@ class EngineTime:
             engine.timed -= attempt.timed
 
     def watch(self, attempt: AttemptNow, tokens: int, now: float) -> None:
-        """Take the time of a chunk that ends a wait or tells the engine's rate."""
+        """Record the time of a chunk that ends a wait or updates the engine's rate."""
         engine = attempt.engine
         took, attempt.since = now - attempt.since, now
         if attempt.phase != "decode":
@@ -447,8 +445,8 @@ class EngineTime:
         """Move the part of the wait in which the chunk's tokens were decoded to decoding."""
         engine = attempt.engine
         self._change(attempt, "decode")
-        # If responses come in one chunk, the rate is never known. Then the wait is divided evenly
-        # among the tokens, and the time of one of them counts as prefill.
+        # If each response arrives in one chunk, the rate remains unknown. Then the wait is divided
+        # evenly among the tokens, and the share of one token counts as prefill.
         rate = engine.seconds_per_token
         known = tokens * rate if rate else took * (1 - 1 / max(1, tokens))
         decoding = min(took, known)
@@ -473,7 +471,7 @@ class EngineTime:
     # --- time ----------------------------------------------------------------------------------
 
     def _end_stretch(self, engine: EngineUsage) -> None:
-        """End the present stretch of an engine, count it, and begin the next one."""
+        """End the current stretch of an engine, count it, and start the next one."""
         begin, end = engine.since, self.now
         if end <= begin:
             return

@@ -1,14 +1,14 @@
-"""The figures of a run: of each its unit, its meaning, and what it is taken from.
+"""The figures of a run: the unit, the meaning and the source of each.
 
-Everything that shows figures reads them here and in :mod:`~aprilsched.observe.figures.table`, which
-adds those that only a run in progress has. The classes are the content of summary.json, and the
-names of their fields are a contract with everybody who reads run folders.
+Every display of figures reads them here and in :mod:`~aprilsched.observe.figures.table`, which adds
+the figures of runs in progress. The classes are the content of summary.json, and the names of their
+fields are a contract with all readers of run folders.
 
-All times are seconds of the run's clock (modelled seconds on the embedded engine). A figure that
-cannot be known is None: efficiency without a step-time model, a steady state of a run that ended
-before its burn-in did. "Tokens" are those that a policy sampled; tokens that an environment added
-count in lengths only. All lengths are in tokens. A bias is a share of the mean length: 0 is none,
--0.1 is 10 % too short.
+All times are seconds of the run's clock (modelled seconds on the embedded engine). An unknown
+figure is None: efficiency without a step-time model, or the steady state of a run that ended before
+its burn-in. "Tokens" are tokens that a policy sampled; tokens added by an environment count in
+lengths only. All lengths are in tokens. A bias is a share of the mean length: 0 means unbiased,
+-0.1 means 10 % too short.
 """
 
 from __future__ import annotations
@@ -38,17 +38,16 @@ class Figure:
     """A figure of a run.
 
     Attributes:
-        help: one sentence for whoever reads it.
-        of: takes it from its source. A histogram has none, because its values are observed one by
-            one.
-        name: where it belongs, and what it is; the table gives a field of summary.json its name.
+        help: one sentence of description for the reader of the metric.
+        of: reads the value from its source. A histogram has none, because its values are observed
+            one by one.
+        name: section and name; the table names a field of summary.json by it.
         buckets: upper edges of a histogram, without the infinite one.
-        tracked: whether trackers write it at each batch. Of a figure with labels they write the
-            sum.
-        exposed: whether it is told to Prometheus.
-        live: what the live view calls it; it shows no figure without such a name.
-        headline: what the report calls it among its headlines; empty if it is none of them.
-        better: which values are better; None if none are.
+        tracked: whether trackers write it at each batch. If it has labels, they write the sum.
+        exposed: whether it is exported to Prometheus.
+        live: label in the live view, which omits figures without one.
+        headline: label among the report's headlines; empty if it is not a headline.
+        better: which values are better; None if neither direction is.
     """
 
     help: str
@@ -66,7 +65,7 @@ class Figure:
 
     @property
     def metric(self) -> str:
-        """Its name in Prometheus, which has the unit at the end."""
+        """Its name in Prometheus, which ends with the unit."""
         own = self.name.removeprefix("run/").replace("/", "_")
         ending = {"share": "ratio", "rate": "", "reward": "", "nats": ""}.get(self.unit, self.unit)
         if ending and not own.endswith(self.unit):
@@ -75,22 +74,22 @@ class Figure:
 
 
 def figure(help: str, of: Callable[[Any], Any] | None = None, **more: Any) -> Any:
-    """A field of a dataclass that is a figure; the arguments are those of :class:`Figure`."""
+    """Return a dataclass field that is a figure; for the arguments, see :class:`Figure`."""
     return field(default=None, metadata={"figure": Figure(help=help, of=of, **more)})
 
 
 def figures_in(holder: Any) -> dict[str, Figure]:
-    """The figures among the fields of a dataclass or of an instance, by the name of the field."""
+    """Return the figures among the fields of a dataclass or an instance, by field name."""
     return {f.name: f.metadata["figure"] for f in fields(holder) if "figure" in f.metadata}
 
 
 def values_of(kind: type[Any], source: Any) -> dict[str, Any]:
-    """The figures of a dataclass, taken from `source`, as arguments for its constructor."""
+    """Return the figures of a dataclass, taken from `source`, as arguments for its constructor."""
     return {name: each.of(source) for name, each in figures_in(kind).items() if each.of}
 
 
 def headlines_in(summary: Any, path: str = "") -> Iterator[tuple[str, Figure, Any]]:
-    """Each headline of a summary, by the path of its field, with its value."""
+    """Yield each headline of a summary, by the path of its field, with its value."""
     known = figures_in(summary)
     for each in fields(summary):
         value, name = getattr(summary, each.name), f"{path}{each.name}"
@@ -118,17 +117,18 @@ class Ages(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """What was counted and timed of a delivered batch.
+    """Counts and times of a delivered batch.
 
     Attributes:
-        seconds: from the delivery before to its own, without `trainer_seconds`.
+        seconds: from the previous delivery to this one, without `trainer_seconds`.
         lengths: lengths of its responses, int64 [n], tokens of the environment included.
         ages: ages of its responses, int64 [n, 6], with the columns of :class:`Ages`.
-        sums: sums of these columns; of the two oldest ages the largest.
-        t_bound: what no schedule can go below on this fleet, in seconds; None without a model.
+        sums: sums of these columns; for the two columns of oldest ages, the maximum.
+        t_bound: lower bound of the batch time of any schedule on this fleet, in seconds; None
+            without a model.
         distance, iid_distance: see :attr:`Figures.length_distance`.
-        rewards: means of the rewards, under None, and of each named part of them.
-        forecast: forecast and outcome; None if there was no forecast.
+        rewards: mean reward, under the key None, and mean of each named part.
+        forecast: forecast and outcome; None if nothing was forecast.
         rollout_seconds: seconds of all its rollouts from launch to delivery, by part.
         turns: number of turns of each of its episodes.
         sessions: drift and branches of each of its sessions.
@@ -153,8 +153,8 @@ class Measured:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step, from delivery to delivery: those in which the engines were
-        paused for the trainer count too."""
+        """Seconds of the whole step, from delivery to delivery, including the time in which the
+        engines were paused for the trainer."""
         return self.seconds + self.trainer_seconds
 
     @property
@@ -168,7 +168,7 @@ _Over: TypeAlias = Callable[[Sequence[Measured]], Any]
 
 
 def _ratio(part: _Of, whole: _Of) -> _Over:
-    """The sum of `part` over the sum of `whole`, of all batches that have both."""
+    """Return the sum of `part` divided by the sum of `whole`, over all batches that have both."""
 
     def of(batches: Sequence[Measured]) -> float | None:
         pairs = [(part(batch), whole(batch)) for batch in batches]
@@ -191,7 +191,7 @@ def _last(take: _Of) -> _Over:
 
 
 def divided(part: float | None, whole: float) -> float | None:
-    """`part` / `whole`; None without one of them."""
+    """Return `part` / `whole`, or None without one of them."""
     return part / whole if part is not None and whole else None
 
 
@@ -212,16 +212,16 @@ class RewardFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForecastFigures:
-    """The forecast for a batch, or its mean over several, and what happened.
+    """The forecast and the outcome of a batch, or their means over several batches.
 
-    `seconds` are those of :class:`BatchFigures`. Efficiency is T_bound over them, with T_bound by
-    the step-time model that the forecast was made with, so it is known where no model was given,
-    and may differ from the efficiency of the batch. The forecast is made for many batches: the
-    outcome of a single one scatters by a tenth and more around a right forecast.
+    `seconds` is defined as in :class:`BatchFigures`. Efficiency is T_bound over `seconds`, with
+    T_bound from the step-time model of the forecast. So it is known even without a configured
+    model, and may differ from the efficiency of the batch. A forecast is an average over many
+    batches: single batches deviate by 10 % and more even from a correct forecast.
     """
 
     seconds: float
-    """From the delivery before to this one, without the trainer's own."""
+    """From the previous delivery to this one, without the trainer's seconds."""
     seconds_forecast: float
     """The seconds that were forecast."""
     efficiency: float | None
@@ -239,7 +239,7 @@ class ForecastFigures:
 
 
 def _rewards(batches: Sequence[Measured]) -> RewardFigures:
-    """Means over all rollouts of the batches."""
+    """Return the means over all rollouts of the batches."""
     found: dict[str | None, list[Mean]] = {}
     for batch in batches:
         for name, mean in batch.rewards.items():
@@ -251,14 +251,14 @@ def _rewards(batches: Sequence[Measured]) -> RewardFigures:
 
 
 def mean_of(means: Sequence[Mean]) -> Mean:
-    """The mean over all values that `means` are means of."""
+    """Return the mean over all values behind `means`."""
     count = sum(n for n, _ in means)
-    # Not the sum first, which is infinite for rewards that are as large as a float can be.
+    # Summing first would overflow for rewards near the largest float.
     return count, math.fsum(n / count * value for n, value in means)
 
 
 def _rollout_seconds(batches: Sequence[Measured]) -> dict[RolloutPart, float]:
-    """Mean over all rollouts of the batches."""
+    """Return the mean over all rollouts of the batches."""
     count = sum(batch.lengths.size for batch in batches)
     return {
         part: (divided(sum(batch.rollout_seconds[part] for batch in batches), count) or 0.0)
@@ -267,7 +267,7 @@ def _rollout_seconds(batches: Sequence[Measured]) -> dict[RolloutPart, float]:
 
 
 def _of_sessions(place: int) -> _Over:
-    """The sum over all sessions of the batches; None without any."""
+    """Return the sum over all sessions of the batches; None without any."""
 
     def of(batches: Sequence[Measured]) -> int | None:
         found = [session[place] for batch in batches for session in batch.sessions]
@@ -277,8 +277,8 @@ def _of_sessions(place: int) -> _Over:
 
 
 def _forecasts(batches: Sequence[Measured]) -> ForecastFigures | None:
-    """Forecast and outcome over the batches that had a forecast: means of the seconds, and shares
-    of all their seconds and tokens."""
+    """Return forecast and outcome over the batches with a forecast: means of the seconds, and
+    shares of all their seconds and tokens."""
     pairs = [(batch.forecast, batch.sums.sampled) for batch in batches if batch.forecast]
     if len(pairs) < 2:
         return pairs[0][0] if pairs else None
@@ -394,7 +394,7 @@ class Figures:
 
     @classmethod
     def over(cls, batches: Sequence[Measured], /, **more: Any) -> Self:
-        """The figures of `batches`, with other fields of the class."""
+        """Return the figures of `batches`, with other fields of the class."""
         return cls(**values_of(cls, batches), **more)
 
 
@@ -425,8 +425,8 @@ class BatchFigures(Figures):
 
     @property
     def step_s(self) -> float:
-        """Seconds of the whole step, from delivery to delivery: those in which the engines were
-        paused for the trainer count too."""
+        """Seconds of the whole step, from delivery to delivery, including the time in which the
+        engines were paused for the trainer."""
         return self.seconds + self.trainer_seconds
 
 
@@ -441,7 +441,7 @@ class SteadyState(Figures):
 
 
 def steady_state(batches: Sequence[Measured], burn_in: int) -> SteadyState:
-    """The figures of the batches after the first `burn_in`."""
+    """Return the figures of the batches after the first `burn_in`."""
     kept = batches[burn_in:]
     return SteadyState.over(
         kept,

@@ -1,8 +1,8 @@
 """Shares the state of a run in progress among the listeners that show or export it.
 
 Invariants: nothing is counted here, because the scheduler, the summary and the state of the run
-count already. Figures are read under :attr:`LiveFigures.lock`, so that another thread sees those of
-one moment.
+already count. Figures are read under :attr:`LiveFigures.lock`, so that another thread sees a
+consistent state.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from aprilsched.observe.figures.run_state import RunState
 class LiveFigures:
     """The state of a run and its latest batch, for several readers and from any thread.
 
-    It is a listener, and stands before its readers among the listeners of a run.
+    It is a listener, and must precede its readers among the listeners of a run.
 
     Args:
         meter: a meter that is an earlier listener of the run, or part of one (as in the summary).
-            None makes one for an asynchronous trainer.
-        batch_groups: number of groups of a batch, as in the scheduler's configuration. If it is
-            None, the first batch that is delivered tells it.
+            None creates one for an asynchronous trainer.
+        batch_groups: number of groups per batch, as in the scheduler's configuration. None takes it
+            from the first delivered batch.
         clock: the clock of the facts' times. None is for a clock that another thread cannot read,
-            such as a virtual one or that of a log; the time of the last fact then counts as now.
+            such as a virtual clock or the times of a log; the time of the last fact is then "now".
 
     Attributes:
-        lock: is to be held while the other attributes are read.
+        lock: must be held while the other attributes are read.
         state: the state of the run.
-        counters, ledger: those of the state, or the scheduler's own (:meth:`count_with`).
+        counters, ledger: the state's counters and ledger, or the scheduler's (:meth:`count_with`).
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class LiveFigures:
             self._told = (self._meter, self.state)
 
     def count_with(self, counters: Counters, ledger: Ledger) -> None:
-        """Show the scheduler's own counts (``rollouts.state.in_flight``). In a resumed run they are
-        those of the whole run, the prior run included."""
+        """Use the scheduler's counts (``rollouts.state.in_flight``). In a resumed run they cover
+        the whole run, including the prior run."""
         self.counters, self.ledger = counters, ledger
 
     @property
@@ -74,11 +74,11 @@ class LiveFigures:
 
     @property
     def rollouts(self) -> Mapping[int, RolloutClock]:
-        """What each rollout in flight is at, by its id."""
+        """The clock of each rollout in flight, by its id."""
         return self._meter.rollouts
 
     def advance(self) -> float:
-        """Count the engines' time up to now; returns the time now. Call it with the lock held."""
+        """Count the engines' time up to now, and return the time. The lock must be held."""
         now = self.state.now if self._clock is None else max(self.state.now, self._clock())
         self.state.advance(now)
         return now
@@ -95,11 +95,11 @@ class LiveFigures:
 
 
 class FiguresListener(DispatchingListener):
-    """A listener that reads live figures when it is told facts.
+    """A listener that reads live figures when it receives facts.
 
     Args:
-        figures: an earlier listener of the run. None makes figures that only this listener has; it
-            then passes everything on to them.
+        figures: an earlier listener of the run. None creates private figures, to which this
+            listener passes all facts.
     """
 
     def __init__(self, figures: LiveFigures | None = None) -> None:
@@ -111,7 +111,7 @@ class FiguresListener(DispatchingListener):
         if not self._inside:
             self.react(facts, now)
             return
-        # One at a time, so that each is seen as it was when it came true.
+        # One fact at a time, so that each is read together with the state at its time.
         for fact in facts:
             self._figures.on_facts((fact,), now)
             self.react((fact,), now)
@@ -121,5 +121,5 @@ class FiguresListener(DispatchingListener):
             self._figures.on_tokens(chunks, now)
 
     def react(self, facts: Sequence[Fact], now: float) -> None:
-        """The figures have been told these facts."""
+        """React to these facts, which the figures have already received."""
         super().on_facts(facts, now)

@@ -1,7 +1,7 @@
-"""A listener that has every figure of a run for Prometheus, at any moment.
+"""A listener that provides every figure of a run to Prometheus, at any time.
 
 Invariants: a chunk of tokens costs nothing here, because the figures in :class:`LiveFigures` are
-read at a scrape. A counter never goes down.
+read at a scrape. A counter never decreases.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from aprilsched.observe.figures.table import FIGURES, Clients, Labelled, Moment,
 
 
 class Held(NamedTuple):
-    """The content of a histogram at one moment, as Prometheus has it: the number of values up to
-    each upper edge, which is text, and their sum."""
+    """The content of a histogram at one moment, in Prometheus' form: the number of values up to
+    each upper edge (as text), and the sum of the values."""
 
     counts: list[tuple[str, float]]
     sum: float
@@ -46,7 +46,7 @@ class Histogram:
         self._sum += float(observed.sum())
 
     def held(self) -> Held:
-        """The present content."""
+        """Return the current content."""
         edges = (*map(str, self._edges.tolist()), "+Inf")
         counts = np.cumsum(self._counts).astype(np.float64).tolist()
         return Held(list(zip(edges, counts, strict=True)), self._sum)
@@ -61,12 +61,11 @@ class Scrape:
 
 
 class Metrics(FiguresListener):
-    """Keeps what Prometheus is told of a run.
+    """Keeps the metrics of a run that are exported to Prometheus.
 
     Args:
-        figures: LiveFigures that are a listener before this one. If it is None, the metrics keep
-            figures of their own.
-        clients: what a gateway counts; without it there are no figures of a gateway.
+        figures: LiveFigures that are an earlier listener of the run. None creates private figures.
+        clients: the counts of a gateway; None omits the gateway's metrics.
     """
 
     def __init__(self, figures: LiveFigures | None = None, clients: Clients | None = None) -> None:
@@ -78,7 +77,7 @@ class Metrics(FiguresListener):
         self._paused_at: dict[str, float] = {}
         self._refit_at: dict[str, float] = {}
         self._exposed: dict[tuple[str, ...], float] = {}
-        """Seconds of each engine's parts that were exposed last."""
+        """The last exposed seconds of each engine by part."""
         self._histograms = {
             name: Histogram(figure.buckets)
             for name, figure in FIGURES.items()
@@ -103,11 +102,11 @@ class Metrics(FiguresListener):
             super().react(facts, now)
 
     def observe(self, name: str, value: float) -> None:
-        """Count a value that no fact tells in the histogram of this name."""
+        """Observe a value that no fact contains, in the histogram of this name."""
         self._histograms[name].observe(value)
 
     def scrape(self) -> Scrape:
-        """The present values. Any thread may call this."""
+        """Return the current values. Any thread may call this."""
         with self._figures.lock:
             self._figures.advance()
             moment = Moment(
@@ -126,9 +125,9 @@ class Metrics(FiguresListener):
             )
 
     def _engine_seconds(self) -> Labelled:
-        """The seconds to expose for each part. Time that was counted as re-prefill may later be
-        moved to decoding, and a counter that goes down would look like one that was restarted. So
-        such a part keeps its exposed value until the true value has caught up."""
+        """Return the seconds to expose for each part. Time counted as re-prefill may later be moved
+        to decoding, and a decreasing counter would look like a restart. So such a part keeps its
+        exposed value until the true value catches up."""
         for engine in self._figures.state.engines.values():
             for part, seconds in engine.parts.items():
                 key = (engine.name, part)

@@ -1,7 +1,7 @@
 """Where the time of each rollout goes, from its launch to its delivery.
 
-Invariant: the parts of a rollout add up to the time since its launch. This is not the time of
-engines, whose slots do other work while a rollout is at its tools; that is in
+Invariant: the parts of a rollout add up to the time since its launch. This is not the engines'
+time, because slots do other work while a rollout runs its tools; for that see
 :mod:`~aprilsched.observe.figures.engine_time`.
 """
 
@@ -44,10 +44,10 @@ class RolloutClock:
     """A rollout in flight.
 
     Attributes:
-        part: what it is at, since the time `since`.
-        seconds: its time until then, by part.
+        part: its current part, since the time `since`.
+        seconds: its time before `since`, by part.
         episode: whether a coroutine or a session drives it.
-        session: drift and branches, as its session tells at its end; None if it was none.
+        session: drift and branches, reported when its session ends; None if it is not a session.
     """
 
     since: float
@@ -59,16 +59,16 @@ class RolloutClock:
     session: tuple[int, int] | None = None
 
     def enter(self, part: RolloutPart, now: float) -> None:
-        """End the present part, and begin another one."""
+        """End the current part, and start another one."""
         self.seconds[self.part] += now - self.since
         self.part, self.since = part, now
 
 
 class RolloutTime(DispatchingListener):
-    """Takes the time of the rollouts in flight.
+    """Measures the time of the rollouts in flight.
 
     Attributes:
-        rollouts: those in flight, by their id.
+        rollouts: the rollouts in flight, by id.
     """
 
     def __init__(self) -> None:
@@ -76,11 +76,11 @@ class RolloutTime(DispatchingListener):
         self.rollouts: dict[int, RolloutClock] = {}
         self._groups: dict[int, tuple[int, ...]] = {}
         self._on: dict[str, dict[int, int]] = {}
-        """The rollouts whose requests each engine has, by the requests' ids."""
+        """Rollout ids by request id, for each engine."""
         self._engines: dict[int, str] = {}
-        """The engines that have the requests."""
+        """The engine of each request, by request id."""
         self._stopped: set[str] = set()
-        """Engines that do not generate, because they were told so."""
+        """Engines that do not generate, because they were instructed not to."""
         self._handlers = {
             of.RunOpened: self._opened,
             of.GroupLaunched: self._launched,
@@ -105,10 +105,11 @@ class RolloutTime(DispatchingListener):
     def take(
         self, rollouts: Iterable[of.DeliveredRollout], now: float
     ) -> list[RolloutClock | None]:
-        """The clock of each of these rollouts, which are delivered `now`. One
-        that an ended process had delivered has none.
+        """Remove and return the clock of each of these rollouts, which are delivered `now`.
 
-        The seconds of a clock are counted up to now."""
+        The seconds of a clock are counted up to `now`. The clock is None if an earlier process
+        delivered the rollout.
+        """
         clocks: list[RolloutClock | None] = []
         for each in rollouts:
             clocks.append(clock := self.rollouts.pop(each.rollout_id, None))
@@ -129,7 +130,7 @@ class RolloutTime(DispatchingListener):
             self._enter(rollout_id, part)
 
     def _opened(self, fact: of.RunOpened) -> None:
-        # What the prior run had in flight is gone, except for what is launched as restored.
+        # The prior run's rollouts in flight are gone, except those launched as restored.
         for held in (self.rollouts, self._groups, self._on, self._engines, self._stopped):
             held.clear()
 
@@ -162,7 +163,7 @@ class RolloutTime(DispatchingListener):
             return
         rollout_id = self._on[engine].pop(fact.request_id)
         clock = self.rollouts.get(rollout_id)
-        # An episode that has withdrawn its turn may have ended before.
+        # An episode that withdrew its turn may already have ended.
         if clock is not None and clock.part in ("engine", "paused"):
             clock.enter("queue", self._now)
 
@@ -184,7 +185,7 @@ class RolloutTime(DispatchingListener):
         gone = set(rollout_ids)
         left = tuple(each for each in self._groups.pop(group_id, ()) if each not in gone)
         if left:
-            # A lost member leaves a group that goes on.
+            # A lost member leaves its group, and the others continue.
             self._groups[group_id] = left
         for rollout_id in gone:
             self.rollouts.pop(rollout_id, None)

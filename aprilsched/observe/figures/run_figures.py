@@ -1,4 +1,4 @@
-"""The figures of a whole run, as summary.json has them."""
+"""The figures of a whole run, as in summary.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aprilsched.observe.figures.figures import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutFigures:
-    """Launched rollouts by outcome, counted from their ids instead of the scheduler's counts."""
+    """Launched rollouts by outcome, counted from their ids, not by the scheduler's counters."""
 
     launched: int
     delivered: int = figure(
@@ -28,7 +28,7 @@ class RolloutFigures:
     evaluated: int
     """Rollouts delivered in evaluations."""
     in_flight: int
-    """Neither delivered nor dropped when the run ended: carried, or finished early."""
+    """Neither delivered nor dropped at the end of the run: carried, or finished early."""
     lost: int = figure(
         "Launched rollouts without an outcome: a bug unless 0.", headline="Lost", better="lower"
     )
@@ -43,13 +43,13 @@ class RolloutFigures:
 
 
 def _count(name: str, help: str, **more: Any) -> Any:
-    """A counter of the whole run."""
+    """Return a counter of the whole run."""
     return figure(help, lambda counters: getattr(counters, name), kind="counter", **more)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFigures:
-    """Tokens of the whole run, as its counters have them."""
+    """Tokens of the whole run, from its counters."""
 
     generated: int = _count("tokens_generated", "Tokens that arrived from engines.")
     delivered: int = _count("tokens_delivered", "Sampled tokens of delivered rollouts.")
@@ -67,7 +67,7 @@ class TokenFigures:
 
     @classmethod
     def of(cls, counters: Counters) -> Self:
-        """The figures at this time."""
+        """Return the figures at this time."""
         return cls(**values_of(cls, counters))
 
 
@@ -99,9 +99,9 @@ class LawFigures:
     """Lengths up to the longest at which a response is known to have ended, thinned evenly on both
     logarithmic axes of a chart."""
     longer: list[float]
-    """The share of responses that are longer than each of them."""
+    """Share of responses that are longer than each of `lengths`."""
     responses: int
-    """Number of responses that the law is estimated from, unfinished ones included."""
+    """Number of responses behind the estimate, including unfinished ones."""
     unresolved: float
     """Share of the responses that are longer than every finished one. Their lengths are lower
     bounds."""
@@ -111,14 +111,15 @@ class LawFigures:
 class TransientFigures:
     """The part of the length bias that goes to zero, because the missing responses are in flight.
 
-    With I in flight of mean final length l and K * N delivered it is -I * (l / mu - 1) / (K * N).
+    With I responses in flight, of mean final length l, and K * N delivered, it is
+    -I * (l / mu - 1) / (K * N).
     """
 
     predicted: float
     """Bias by that identity, from the responses in flight at the end."""
     measured: float
-    """Mean delivered length / mu - 1. What `predicted` does not explain is the chance of the
-    prompts, a censor, or a law that drifts."""
+    """Mean delivered length / mu - 1. The difference from `predicted` is due to the random choice
+    of prompts, censoring, or a drifting law."""
     mean: float
     """mu, in tokens."""
     reference: MeanReference
@@ -128,7 +129,7 @@ class TransientFigures:
     measured_by_batch: list[float]
     """Measured bias of all responses delivered until each batch."""
     further_batches_to_1_percent: int
-    """Number of further batches until the bias is at most 1 %, with as many in flight as now."""
+    """Number of further batches until the bias is at most 1 %, at the current concurrency."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,14 +149,14 @@ class CensoringFigures:
     policies: list[str]
     """Reasons of these drops, as in the ledger; empty if drops do not select long responses."""
     effect: float | None = None
-    """Lasting bias of the delivered lengths caused by these drops, at least; None without."""
+    """Lower bound of the lasting bias of delivered lengths caused by these drops; None without."""
     warning: str | None = None
-    """The finding and its remedy in one sentence; None without."""
+    """The finding and its remedy in one sentence; None without a finding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BiasFigures:
-    """Are short responses over-represented? 0 is no bias, -0.1 is 10 % too short."""
+    """Over-representation of short responses: 0 without bias, -0.1 if 10 % too short."""
 
     first_batch_length_bias: float | None = None
     """Mean length of batch 0 / long-run mean - 1."""
@@ -166,16 +167,16 @@ class BiasFigures:
         better="zero",
     )
     bias_reference: BiasReference | None = None
-    """The reference mean: that of the workload if known, otherwise of this run's batches after the
-    burn-in."""
+    """Source of the reference mean: the workload if its mean is known, otherwise this run's batches
+    after the burn-in."""
     workload_mean_length: float | None = None
     long_run_mean_length: float | None = None
     """Mean length in the batches after the burn-in."""
     delivered_mean_length: float | None = None
     delivered_mean_length_by_batch: list[float] = field(default_factory=list[float])
     drawn: LawFigures | None = None
-    """Law of all launched responses, by Kaplan and Meier's estimate: those in flight or dropped
-    unfinished count as censored."""
+    """Law of all launched responses (Kaplan-Meier estimate); unfinished responses, in flight or
+    dropped, are censored."""
     delivered: LawFigures | None = None
     """Law of the delivered responses."""
     transient: TransientFigures | None = None
@@ -191,7 +192,7 @@ class DifferenceFigures:
 
     tokens: int
     mean: float | None
-    """Of d. Below 0 the trainer finds the tokens less probable than their engine did."""
+    """Mean of d. If negative, the tokens are less probable by the trainer than by the engine."""
     k3: float | None = figure(
         "Mean of exp(d) - 1 - d: an estimate of KL(engine, trainer) that is never negative "
         "(http://joschu.net/blog/kl-approx.html).",
@@ -210,23 +211,23 @@ class AlignmentFigures:
     """The trainer's log-probabilities against the engines', at staleness 0."""
 
     bound: float
-    """Above it a difference is large, in nats."""
+    """Difference above which d counts as large, in nats."""
     whole: DifferenceFigures
     """All compared tokens."""
     skipped: int
-    """Tokens that were not compared, because their version is not certain or they attend to keys
-    of older weights."""
+    """Tokens that were not compared, because their version is uncertain or they attend to KV of
+    older weights."""
     not_finite: int
-    """Tokens with a log-probability that is NaN or infinite; anything but 0 is a mistake."""
+    """Tokens with a log-probability that is NaN or infinite; anything but 0 indicates a bug."""
     by_engine: dict[str, DifferenceFigures]
     by_position: list[DifferenceFigures]
     """By position in the response, counted from 1: entry i is of the positions 2**i to
     2**(i + 1) - 1."""
     by_age: list[DifferenceFigures]
-    """By staleness, of all tokens: entry 0 is the mismatch alone, and later entries contain what
-    the policy has moved too. The last entry is of all older tokens."""
+    """By staleness, over all tokens: entry 0 is the mismatch alone, and later entries also include
+    the change of the policy. The last entry covers all older tokens."""
     by_batch: dict[int, DifferenceFigures]
-    """The batches that were reported, by their number."""
+    """By batch number, for the reported batches."""
 
 
 SUMMARY_VERSION = 1
@@ -234,20 +235,20 @@ SUMMARY_VERSION = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary(Figures):
-    """What is in summary.json. Its own figures are of all batches together."""
+    """The content of summary.json. Its direct figures cover all batches together."""
 
     schema: int = SUMMARY_VERSION
-    """Of this file; it grows when a field changes its meaning."""
+    """Format version of this file; it increases when a field changes its meaning."""
     clock: Literal["virtual", "wall"]
     """"virtual": modelled seconds, on the embedded engine."""
     interrupted: bool
-    """Ended by Ctrl-C; the figures are those until then."""
+    """Whether Ctrl-C ended the run; the figures cover the time before."""
     error: str | None
-    """Why the run ended early otherwise."""
+    """Why the run ended early for another reason; None if it did not."""
     event_log_error: str | None
-    """Why events.jsonl is not complete."""
+    """Why events.jsonl is incomplete; None if it is complete."""
     engines: int
-    """When the run began."""
+    """Start of the run."""
     batches: int
     """Delivered."""
     rollouts: RolloutFigures
@@ -266,8 +267,8 @@ class RunSummary(Figures):
 
     @property
     def step_efficiency(self) -> float | None:
-        """T_bound over the seconds of whole steps after the burn-in; None without a step-time
-        model, and without such steps."""
+        """T_bound over the seconds of whole steps after the burn-in; None without a step-time model
+        or without such steps."""
         steady, whole = self.steady_state, sum(self.steady_steps_s)
         if steady.efficiency is None or steady.mean_batch_seconds is None or not whole:
             return None

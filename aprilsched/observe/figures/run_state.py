@@ -1,13 +1,13 @@
 """The state of a run, computed from its facts, for everything that shows or exports the run.
 
-:class:`RunState` takes the facts of a run in progress or those of an event log, with the same
-result: which rollouts are in flight and how long they are, the counters, the ledger, what each
-engine does and where its time has gone. The summary, the live view, the metrics, the trackers and
-the report read it here, and compute for themselves only what no other reader needs.
+:class:`RunState` receives the facts of a run in progress or of an event log, with the same result:
+the rollouts in flight and their lengths, the counters, the ledger, and each engine's state and time
+by part. The summary, the live view, the metrics, the trackers and the report read it here, and
+compute only figures that no other reader needs.
 
 A second :class:`~aprilsched.kernel.core.messages.facts.RunOpened` comes from a process that resumes
-the run. Everything that was in flight is then gone, except for the groups that are launched as
-restored afterwards. Tokens that were generated and lost stay counted.
+the run. Everything in flight is then gone, except for groups that are launched as restored
+afterwards. Tokens that were generated and lost stay counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from aprilsched.observe.figures.engine_time import (
 from aprilsched.types import EpisodeWait
 
 _OF_NO_CAUSE = frozenset({of.AttemptEnded, of.AttemptSent, of.TokensReceived})
-"""Facts that cannot change why slots are free, and most facts are of these kinds."""
+"""Kinds of facts that cannot change why slots are free; most facts are of these kinds."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,7 +56,7 @@ class RolloutNow:
 
     @property
     def length(self) -> int:
-        # A response that ended with nothing has the length 1, as in the core.
+        # An empty response has length 1, as in the core.
         return max(self.sampled + self.environment, self.finished)
 
 
@@ -97,18 +97,18 @@ class RunState:
     """A listener that keeps the state of a run up to date.
 
     Args:
-        batch_groups: number of groups of a batch, as in the scheduler's configuration. If it is
-            None, the first batch that is delivered tells it.
+        batch_groups: number of groups per batch, as in the scheduler's configuration. None takes it
+            from the first delivered batch.
         recording: receives each stretch of each engine's time.
 
     Attributes:
         now: time of the last fact, in seconds.
-        engines: the engines by name, in the order in which they came, and where their time went.
-        growing: ids of the rollouts whose response has not ended.
-        carried: ids of the rollouts in `growing` that were in flight when an earlier batch was
-            delivered.
-        outside: the episodes that have no request for an engine, and what they wait for.
-        fetching: whether prompts were requested and have not arrived.
+        engines: the engines and their time by part, by name, in the order of joining.
+        growing: ids of the rollouts whose response is unfinished.
+        carried: ids of the rollouts in `growing` that were already in flight when an earlier batch
+            was delivered.
+        outside: the episodes without a request at an engine, and what they wait for.
+        fetching: whether requested prompts are pending.
         version: policy version of the fleet.
         batches: number of batches that the trainer has received.
     """
@@ -140,10 +140,10 @@ class RunState:
         self._batch_groups = batch_groups
         self._prompts_ended = False
         self._launches_unasked = False
-        """Whether groups were launched while the trainer did not wait for a batch, since the pace
-        last changed. This happens only on the asynchronous pace, so it tells the pace. On the
-        synchronous pace an idle engine is not even paused while the trainer trains, so its mode
-        does not tell why it is idle."""
+        """Whether a group was launched while the trainer was not waiting for a batch, since the
+        last change of pace. This happens only at the asynchronous pace, so it identifies the pace.
+        An engine's mode does not: at the synchronous pace, an idle engine is not even paused while
+        the trainer trains."""
         self._began = False
         self._handlers: dict[type, Callable[[Any], None]] = {
             of.RunOpened: self._opened,
@@ -198,7 +198,7 @@ class RunState:
             self._time.wait_for(self._free_for(), self._paused_for(), len(self.outside))
 
     def on_tokens(self, chunks: TokenChunks, now: float) -> None:
-        # The most frequent fact of all, so it is taken in one loop without a call for each.
+        # The most frequent kind of fact, so one loop handles it without a call per fact.
         attempts, rollouts, counters = self._attempts, self.rollouts, self.counters
         generated = 0
         for fact, at in chunks:
@@ -247,7 +247,7 @@ class RunState:
         return len(self._attempts)
 
     def seconds(self) -> dict[Part, float]:
-        """Seconds of all engines together, by part."""
+        """Return the seconds of all engines together, by part."""
         return seconds_of(self.engines.values())
 
     def decoding(self) -> Iterable[int]:
@@ -255,7 +255,7 @@ class RunState:
         return self._time.decoding()
 
     def open_groups(self) -> list[GroupLengths]:
-        """Lengths so far of the responses of each training group in flight."""
+        """Return the lengths so far of the responses of each training group in flight."""
         return [
             self._lengths(group_id, group.rollout_ids)
             for group_id, group in self.groups.items()
@@ -274,12 +274,12 @@ class RunState:
 
     @property
     def _wanted(self) -> bool:
-        """Whether the trainer waits for a batch that is not complete. A batch that is offered waits
-        for the trainer or for the store, and the engines have nothing to do for it."""
+        """Return whether the trainer waits for an incomplete batch. An offered batch waits for the
+        trainer or the store, and needs no work from the engines."""
         return self._trainer.waits and not self._trainer.offered
 
     def _free_for(self) -> Cause:
-        """Why an engine that generates has free slots."""
+        """Return why an engine that generates has free slots."""
         wanted = self._wanted or bool(self._trainer.evaluations)
         if not wanted and not self._launches_unasked:
             return "trainer"
@@ -289,8 +289,7 @@ class RunState:
         if wanted:
             short = full is not None and self._ready < full <= self._generated
             return "rewards" if short else "tail"
-        # As long as the size of a batch is not known, it counts as full when every response has
-        # ended.
+        # While the batch size is unknown, a batch counts as full once every response has ended.
         if full is None:
             return "tail" if self._generated < self._training else "trainer"
         if self._ready >= full or not self._training:
@@ -298,7 +297,7 @@ class RunState:
         return "rewards" if self._generated >= full else "tail"
 
     def _paused_for(self) -> Literal["pause", "trainer"]:
-        """Why an engine is paused while no weights come in."""
+        """Return why an engine is paused while no weights are loaded."""
         trainer = self._trainer
         busy = self._wanted or trainer.updating or bool(trainer.evaluations)
         return "pause" if busy else "trainer"
@@ -382,7 +381,7 @@ class RunState:
         self._prompts_ended = self._prompts_ended or fact.last
 
     def _prompt_refused(self, fact: of.PromptRefused) -> None:
-        # A prompt that cannot be used counts as one launched rollout, which is in the ledger.
+        # An unusable prompt counts as one launched rollout, which the ledger contains.
         self.counters.launched += 1
         self._drop(fact.group_id, [(fact.rollout_id, Reason.BAD_PROMPT, 0)], fact.cause)
 
@@ -483,7 +482,7 @@ class RunState:
         self._forget([fact.group_id])
 
     def _leave(self, group_id: int, rollout_id: int) -> None:
-        """A rollout that is lost leaves its group, which goes on."""
+        """Remove a lost rollout from its group, which continues."""
         grew = rollout_id in self.growing
         self._let_go(rollout_id)
         group = self.groups[group_id]
@@ -553,7 +552,7 @@ class RunState:
     # --- engines -------------------------------------------------------------------------------
 
     def _engine_joined(self, fact: of.EngineJoined) -> None:
-        """An engine that joins counts as lost until it is admitted."""
+        """Count an engine that joins as lost until it is admitted."""
         self._time.enter(self._time.enlist(fact.info), "lost")
 
     def _engine_admitted(self, fact: of.EngineAdmitted) -> None:

@@ -3,9 +3,9 @@
 Invariant: `lost` and `duplicated` are computed from the ids of the rollouts that were sent,
 delivered and dropped, so they would show an error of the scheduler's own counters.
 
-A second RunOpened comes from a process that resumes the run. Rollouts that were in flight and are
-not launched as restored afterwards are forgotten, because their ids may be given to other rollouts.
-Open pauses and updates have ended.
+A second RunOpened comes from a process that resumes the run. Rollouts in flight that are not
+launched as restored afterwards are forgotten, because their ids may be reused. Open pauses and
+updates have ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from aprilsched.observe.figures.run_figures import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remainder:
-    """Figures that only the scheduler itself has at the end of a run."""
+    """Figures that only the scheduler knows at the end of a run."""
 
     in_flight: Collection[int]
     """Ids of the rollouts that the scheduler still has in flight."""
@@ -46,18 +46,18 @@ class Remainder:
 
 
 def default_burn_in(batches: int) -> int:
-    """Number of batches that are left out of the steady state: a quarter, at least one."""
+    """Return the number of batches left out of the steady state: a quarter, at least one."""
     return max(1, batches // 4)
 
 
 class Summary(DispatchingListener):
-    """A listener that sums a run up.
+    """A listener that summarizes a run.
 
     Args:
-        trainer_waits: whether the engines are paused while the trainer trains (synchronous pace),
-            at first, so that this time is not part of the schedule's time.
-        bound: T_bound of a batch; None if no step-time model is known.
-        workload_mean: mean response length, if it is known beforehand.
+        trainer_waits: whether the engines are initially paused while the trainer trains
+            (synchronous pace), so that this time is not part of the schedule's time.
+        bound: T_bound of a batch; None without a step-time model.
+        workload_mean: mean response length; None if unknown beforehand.
         burn_in: number of batches that are left out of the steady state; by default
             :func:`default_burn_in`.
     """
@@ -116,8 +116,8 @@ class Summary(DispatchingListener):
         super().on_facts(told, now)
 
     def _as_first(self, fact: BatchDelivered) -> BatchDelivered:
-        """A batch that is delivered again counts as delivered now if it was not counted before: the
-        process that delivered it first ended before it could write this to the log."""
+        """Return a repeated delivery as a first one if it is not counted yet: the process that
+        first delivered it ended before it could log this."""
         if fact.again and self._delivered.isdisjoint(each.rollout_id for each in fact.rollouts):
             return msgspec.structs.replace(fact, again=False)
         return fact
@@ -133,7 +133,7 @@ class Summary(DispatchingListener):
         error: str | None = None,
         event_log_error: str | None = None,
     ) -> RunSummary:
-        """The summary of the run up to now."""
+        """Return the summary of the run up to now."""
         batches = self.batches
         asked = self._burn_in
         burn_in = default_burn_in(len(batches)) if asked is None else asked
@@ -166,8 +166,7 @@ class Summary(DispatchingListener):
         somewhere = held | self._delivered | self._dropped
         launched = len(self._sent | somewhere) + self._reissued
         if self._resumed:
-            # Rollouts that were dropped just before a process ended may be saved without being in
-            # its log.
+            # Rollouts dropped just before a process ended may be in the store but not in its log.
             launched += remainder.ledger.total - len(self._dropped)
         return RolloutFigures(
             launched=launched,
@@ -191,8 +190,7 @@ class Summary(DispatchingListener):
 
     def _launched(self, fact: facts.GroupLaunched) -> None:
         ids = fact.rollout_ids
-        # Rollouts that the prior run had not saved are forgotten, because their ids may belong to
-        # others now.
+        # Forget rollouts that the prior run did not save, because their ids may be reused.
         if not self._dropped.isdisjoint(ids):
             self._dropped.difference_update(ids)
             self._bias.restore(ids)
@@ -289,7 +287,7 @@ class Summary(DispatchingListener):
 
 
 class _Stopwatch:
-    """Sums up the time for which each key was running.
+    """Sums up the running time of each key.
 
     Starting a running key or stopping a stopped one has no effect, because an engine may be lost
     during a pause and confirm its continue afterwards.
@@ -312,5 +310,5 @@ class _Stopwatch:
             self.stop(key, now)
 
     def total(self, now: float) -> float:
-        """Seconds of all keys together, including those that are running."""
+        """Return the total seconds of all keys, including running ones."""
         return self._total + sum(now - since for since in self._since.values())

@@ -1,13 +1,13 @@
 """Every figure of a run in progress, by its name.
 
-Prometheus and the trackers are given what is in this table, and the reference is made from it. It
-has the figures of batches and the counts of tokens from :mod:`~aprilsched.observe.figures.figures`,
-where summary.json, the live view and the report find them too, and adds those that only a run in
-progress has. A name is the same everywhere: what summary.json has as ``staleness_max``, a tracker
-has as ``batch/staleness_max``, and Prometheus as ``aprilsched_batch_staleness_max_versions``.
+Prometheus and the trackers receive the figures in this table, and the reference is generated from
+it. It combines the batch figures and token counts of :mod:`~aprilsched.observe.figures.figures`,
+which summary.json, the live view and the report also use, with figures that only a run in progress
+has. Names correspond: ``staleness_max`` in summary.json is ``batch/staleness_max`` in a tracker and
+``aprilsched_batch_staleness_max_versions`` in Prometheus.
 
-Invariants, checked by a test: names and units follow the convention of Prometheus, and only what is
-in the table is exposed.
+Invariants, checked by a test: names and units follow the convention of Prometheus, and only figures
+in the table are exposed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from aprilsched.observe.figures.run_figures import TokenFigures
 
 Labelled: TypeAlias = Mapping[tuple[str, ...], float]
 Value: TypeAlias = float | Labelled | None
-"""A figure, or one for each combination of its labels; None if it cannot be known."""
+"""A figure, or one value for each combination of its labels; None if unknown."""
 
 _SHORT_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _LONG_SECONDS = (0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
@@ -42,12 +42,12 @@ _STATES: tuple[EngineState, ...] = get_args(EngineState)
 
 @dataclass(kw_only=True, slots=True)
 class Clients:
-    """What a gateway counts of its clients, of whom no fact tells.
+    """A gateway's counts of its clients, which appear in no fact.
 
     Attributes:
-        responses: tells the number of open responses.
-        streams: number of open streams; one may have several responses.
-        refusals: number of requests that were answered with an error, by reason.
+        responses: returns the number of open responses.
+        streams: number of open streams; a stream may carry several responses.
+        refusals: number of requests answered with an error, by reason.
     """
 
     responses: Callable[[], int]
@@ -57,14 +57,14 @@ class Clients:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """What figures are taken from. The lock of `figures` is held meanwhile.
+    """The sources from which figures are read, while the lock of `figures` is held.
 
     Attributes:
         updates: number of updates that ended, by outcome.
-        seconds: seconds of each engine by part, as they are told to Prometheus.
+        seconds: seconds of each engine by part, as exported to Prometheus.
         spent: seconds of all engines between the last two batches, by part; empty while no batch
             is being delivered.
-        clients: what a gateway counts; None if there is none.
+        clients: the counts of a gateway; None without a gateway.
     """
 
     figures: LiveFigures
@@ -75,7 +75,7 @@ class Moment:
 
 
 def values_at(figure: Figure, moment: Moment) -> Labelled:
-    """The values of a figure by labels; none if it cannot be known now, and none of a histogram."""
+    """Return the values of a figure by labels; empty if unknown, and for a histogram."""
     found: Value = None if figure.of is None else figure.of(moment)
     if found is None:
         return {}
@@ -83,36 +83,36 @@ def values_at(figure: Figure, moment: Moment) -> Labelled:
 
 
 def _of_batches() -> Iterator[Figure]:
-    """The figures of the batch that was delivered last."""
+    """Yield the figures of the latest batch."""
     for name, each in figures_in(BatchFigures).items():
         if each.of is not None and (each.tracked or each.exposed):
             yield replace(each, name=f"batch/{name}", of=_batch(lambda b, of=each.of: of([b])))
 
 
 def _of_tokens() -> Iterator[Figure]:
-    """The counts of tokens."""
+    """Yield the counts of tokens."""
     for name, each in figures_in(TokenFigures).items():
         if each.of is not None:
             yield replace(each, name=f"run/tokens_{name}", of=_counted(each.of))
 
 
 def _counted(take: Callable[[Counters], float]) -> Callable[[Moment], float]:
-    """A count of the whole run."""
+    """Return the source of a count of the whole run."""
     return lambda moment: take(moment.figures.counters)
 
 
 def _batch(take: Callable[[Measured], float | None]) -> Callable[[Moment], float | None]:
-    """A figure of the batch that was delivered last."""
+    """Return the source of a figure of the latest batch."""
     return lambda m: None if m.figures.batch is None else take(m.figures.batch)
 
 
 def _forecast(take: Callable[[ForecastFigures], float | None]) -> Callable[[Moment], float | None]:
-    """A figure of the forecast that the batch had."""
+    """Return the source of a figure of the latest batch's forecast."""
     return _batch(lambda batch: None if batch.forecast is None else take(batch.forecast))
 
 
 def _engines(take: Callable[[EngineUsage], float | None]) -> Callable[[Moment], Value]:
-    """A figure of each engine."""
+    """Return the source of a figure of each engine."""
 
     def of(moment: Moment) -> Value:
         found = {name: take(each) for name, each in moment.figures.state.engines.items()}
@@ -144,7 +144,7 @@ def _share(*parts: Part) -> Callable[[Moment], float | None]:
 
 
 def _clients(take: Callable[[Clients], Value]) -> Callable[[Moment], Value]:
-    """A figure of the clients of a gateway."""
+    """Return the source of a figure of a gateway's clients."""
     return lambda moment: None if moment.clients is None else take(moment.clients)
 
 

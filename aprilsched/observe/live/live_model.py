@@ -1,7 +1,7 @@
-"""Keeps what the live view shows; a listener that builds on the shared LiveFigures.
+"""The model of the live view; a listener that builds on the shared LiveFigures.
 
 Invariants: a chunk of tokens costs nothing here, because the figures count it. A snapshot is taken
-under the lock of the figures, so it shows one moment in whichever thread it is taken.
+under the lock of the figures, so it is consistent in any thread.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ engine that does not generate."""
 
 _SAMPLE_INTERVAL_S = 5.0
 _RATE_INTERVAL_S = 60.0
-"""Time over which an engine's rates are averaged. This is longer than most batches, so that the
-rates do not jump at every pause."""
+"""Time over which an engine's rates are averaged: longer than most batches, so that the rates do
+not jump at every pause."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,10 +46,10 @@ class RunFacts:
 
     Attributes:
         title: the first words of the view.
-        where: where the run is kept, such as its folder.
+        where: location of the run, such as its folder.
         batches: number of batches that the run will deliver; 0 for a gateway, which shows none.
         batch_groups: ``batch_groups`` of the scheduler.
-        modelled: whether the seconds of the run are those of a virtual clock.
+        modelled: whether the run uses a virtual clock.
     """
 
     title: str
@@ -97,7 +97,7 @@ class Snapshot:
         recent: figures of the latest batches; None before the first.
         dropped: number of dropped rollouts by reason.
         fault, fault_age: the latest fault as text, and the seconds since then.
-        note: an additional text, for example that the run has written nothing for some time.
+        note: an additional text, for example that the run has been silent for some time.
     """
 
     facts: RunFacts
@@ -131,8 +131,8 @@ _FAILED = {
 
 
 class LiveModel(DispatchingListener):
-    """The live view's model of a run. It keeps only what the figures of the run do not have: rates
-    of the last minute, and the latest fault.
+    """The live view's model of a run. It adds to the run's figures the rates of the last minute and
+    the latest fault.
 
     Args:
         facts: what is known of the run before it starts.
@@ -213,7 +213,7 @@ class LiveModel(DispatchingListener):
             self._samples.popleft()
 
     def snapshot(self) -> Snapshot:
-        """Take a snapshot of the present state."""
+        """Take a snapshot of the current state."""
         with self._figures.lock:
             now = self._figures.advance()
             return self._snapshot(now)
@@ -236,7 +236,7 @@ class LiveModel(DispatchingListener):
             idle=_idle(seconds),
             tokens_per_s=sum(row.tokens_per_s for row in rows),
             recent=Figures.over(figures.recent) if figures.recent else None,
-            # The scheduler's own ledger has no lock, so it is copied in one step.
+            # The scheduler's ledger has no lock, so it is copied in one step.
             dropped={str(reason): n for reason, n in dict(figures.ledger.rollouts).items()},
             engines_lost=sum(engine.losses for engine in state.engines.values()),
             retries=figures.counters.retries,

@@ -1,7 +1,7 @@
 """Shows a snapshot of a run as tables, and keeps them up to date on a terminal.
 
-A run waits for the drawing only while a snapshot is taken. Without a terminal whose cursor can be
-moved, there is one line for each batch, and the last frame at the end.
+A run waits for the view only while a snapshot is taken. If the output is not a terminal with a
+movable cursor, there is one line for each batch, and the last frame at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger("aprilsched")
 
 _FRAMES_PER_S = 1.0
 _MAX_ROWS = 24
-"""Number of engines that get a row. Those out of use and the least busy ones come first."""
+"""Largest number of engine rows. Lost engines and the least busy ones come first."""
 _MAX_CAUSES = 3
 _NARROW = 80
 """Columns of a terminal below which engines have no bars and no policy version."""
@@ -77,14 +77,13 @@ class LiveView:
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def begin(self, counters: Counters, ledger: Ledger, *, batches: int) -> None:
-        """Use the scheduler's own counters. `batches` is the number of batches that the prior run
-        has delivered."""
+        """Use the scheduler's counters. `batches` is the number of batches that the prior run
+        delivered."""
         self._figures.count_with(counters, ledger)
         self.model.skip(batches)
 
     def restart(self, facts: RunFacts, figures: LiveFigures) -> None:
-        """Start again: the present :attr:`listeners` will get the facts of the run from the
-        start."""
+        """Start over: the current :attr:`listeners` receive the facts of the run from its start."""
         self._figures = figures
         self.model = LiveModel(facts, figures)
 
@@ -98,7 +97,7 @@ class LiveView:
             self._console.line()
 
     def frame(self) -> RenderableType:
-        """Return the present frame."""
+        """Return the current frame."""
         snapshot = self.model.snapshot()
         if self._compact:
             return _progress(snapshot)
@@ -114,7 +113,7 @@ class LiveView:
 
 
 def frame(snapshot: Snapshot, *, width: int) -> RenderableType:
-    """Return the tables of a run; `width` is that of the terminal, in columns."""
+    """Return the tables of a run; `width` is the width of the terminal, in columns."""
     parts: list[RenderableType] = [_run(snapshot)]
     if snapshot.engines:
         parts += [Text(), _engines(snapshot.engines, wide=width >= _NARROW)]

@@ -1,4 +1,4 @@
-"""events.jsonl: everything that happens in a run and is decided, one line each."""
+"""events.jsonl: all events and decisions of a run, one per line."""
 
 from aprilsched.observe.log.writing import EventLog
 

@@ -1,4 +1,4 @@
-"""Reads what is needed to sum a run up, besides its facts, from its config.toml."""
+"""Reads from config.toml what a summary of a run needs in addition to its facts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Basis:
     burn_in: int | None
 
     def summary(self) -> Summary:
-        """A new Summary with these arguments."""
+        """Return a new Summary with these arguments."""
         return Summary(
             trainer_waits=self.trainer_waits,
             bound=self.bound,
@@ -38,7 +38,7 @@ class Basis:
 
 
 def basis_of(config: dict[str, Any]) -> Basis:
-    """The basis of a run with this resolved configuration.
+    """Return the basis of a run with this resolved configuration.
 
     Raises:
         ValueError: if the configuration is not one of a run.
@@ -60,7 +60,7 @@ def _bound(config: dict[str, Any]) -> Bound | None:
     try:
         model = _model(config)
     except ConfigError:
-        return None  # the file was the other machine's, or is not there any more
+        return None  # the file was on another machine, or no longer exists
     if model is None and not simulated:
         return None
     engines: int = config["sim"]["engines"] if simulated else len(config["engine"])
@@ -80,5 +80,5 @@ def _workload_mean(config: dict[str, Any]) -> float | None:
     try:
         workload = LongTailWorkload.of(given, seed=config["seed"], group_size=group_size)
     except ConfigError:
-        return None  # the file of lengths was the other machine's, or is not there any more
+        return None  # the file of lengths was on another machine, or no longer exists
     return workload.mean_length()

@@ -1,9 +1,8 @@
 """Follows an events.jsonl that still grows, for the live view of a run in another process.
 
-Each complete line is returned once and in order. An incomplete line at the end is returned when
-it is complete. When another process resumes the run, earlier lines may become void
-(:mod:`~aprilsched.observe.log.reading`), so all lines are then returned again from
-the first one.
+Each complete line is returned once and in order; an incomplete last line is returned once it is
+complete. When another process resumes the run, earlier lines may become void
+(:mod:`~aprilsched.observe.log.reading`), so all lines are then returned again from the first one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from aprilsched.observe.log.tail import read_tail
 
 _READ_BYTES = 1 << 22
 _FROM_START = (b'"fact":"LogResumed"', b'"again":true')
-"""Marks of lines that may make earlier lines void."""
+"""Marks of lines that may void earlier lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +43,16 @@ class Follower:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._existing: Iterator[bytes] | None = None
-        """Iterator over the lines that the log had when it was read from its first line. None means
-        that it must be read from its first line."""
+        """Iterator over the lines that existed when reading started from the first line. None means
+        that the log must be read from its first line."""
         self._at = 0
-        """Number of bytes that are returned, or that `_existing` will return."""
+        """Number of bytes that have been returned, or that `_existing` will return."""
         self._given = 0
-        """Number of those bytes that are returned; approximate while `_existing` is read."""
+        """Number of bytes that have been returned; approximate while `_existing` is read."""
 
     @property
     def caught_up(self) -> float:
-        """Share of the existing lines that is returned, from 0 to 1."""
+        """Share of the existing lines that has been returned, 0 to 1."""
         return min(1.0, self._given / self._at) if self._at else 1.0
 
     def poll(self, most: int) -> News:

@@ -1,12 +1,12 @@
-"""Reads an event log that several processes of one run wrote one after the other.
+"""Reads an event log written by several consecutive processes of one run.
 
-A process may have delivered a batch that the store did not save before the process was killed.
-The next process writes in its LogResumed line how many batches the store has, and delivers the
-others again. The earlier deliveries of those batches are void, and their lines are left out.
+A process may deliver a batch and be killed before the store saves it. The LogResumed line of the
+next process contains the number of saved batches, and this process delivers the others again. The
+earlier deliveries of those batches are void, and their lines are omitted.
 
-A batch that the trainer has not acknowledged is delivered again, and this line is marked as a
-repetition. The batch counts once. If the log ended before the first delivery, the repetition is
-the delivery that counts, and its line is given without the mark.
+A batch that the trainer has not acknowledged is delivered again, in a line marked as a repetition.
+The batch counts once. If the first delivery is missing from the log, the repetition counts instead,
+and its line is returned without the mark.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Corrections:
                 pass
 
     def _resume(self, batches: int | None) -> None:
-        """Make the deliveries void that the next process does not know, which knows `batches`."""
+        """Void the deliveries after the first `batches`, which the next process does not know."""
         if batches is not None:
             for index in [index for index in self._delivered if index >= batches]:
                 self.void.add(self._delivered.pop(index))

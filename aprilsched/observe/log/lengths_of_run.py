@@ -2,10 +2,9 @@
 
 Invariants:
 
-- Groups are in the order of their launches, and members in that of their ids. Evaluations are left
-  out.
-- A member's tokens are those known at the last fact, however often its request was interrupted,
-  failed and was sent again before.
+- Groups are in the order of launch, and members in the order of their ids. Evaluations are omitted.
+- A member's tokens are the tokens known at the last fact, regardless of how often its request was
+  interrupted, failed or sent again.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from aprilsched.observe.log.run import readable
 from aprilsched.observe.log.run_folder import EVENTS
 
 _LEAVING = frozenset({Reason.MEMBER_LOST})
-"""Reasons of rollouts that leave a group which goes on."""
+"""Reasons for which a rollout leaves its group and the group continues."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,9 +76,8 @@ class Launches:
                 handler(fact)
 
     def by_group(self) -> list[list[Member]]:
-        """Groups in the order of launches, without those that were only evaluated. A member that
-        was launched and never sent has no tokens. Of a prompt that was generated again, this is
-        the last group."""
+        """Return the training groups in the order of launch. A member that was launched but never
+        sent has no tokens. If a prompt was generated again, only its last group is included."""
         left_out = self._evaluated | self._begun_again
         groups: dict[int, list[Member]] = {}
         for _, member in sorted(self._members.items()):
@@ -95,7 +93,7 @@ class Launches:
         member = self._members.setdefault(
             fact.rollout_id, Member(group_id=fact.group_id, prompt=fact.tokens)
         )
-        # The context of a request that is sent again has only the tokens that arrived.
+        # The context of a request that is sent again contains only tokens that arrived.
         member.tokens = fact.tokens - member.prompt
         member.finished = False
 
@@ -115,7 +113,7 @@ class Launches:
         self._began = True
 
     def _forget_open(self) -> None:
-        """Forget what was in flight: it is launched again, as restored or from its beginning if it
+        """Forget everything in flight: it is launched again, as restored, or from its start if it
         was not saved."""
         kept = {id_: m for id_, m in self._members.items() if m.group_id in self._settled}
         self._members = kept
@@ -125,7 +123,7 @@ class Launches:
         if fact.evaluation_id is not None:
             self._evaluated.add(fact.group_id)
             return
-        # The ids of rollouts that were not saved are given to other rollouts.
+        # The ids of rollouts that were not saved are reused.
         self._evaluated.discard(fact.group_id)
         self._settled.discard(fact.group_id)
         self._begun_again.discard(fact.group_id)
@@ -157,7 +155,7 @@ class Launches:
             self._groups[fact.rollout_id] = fact.group_id
 
     def _left(self, fact: of.GroupDropped) -> None:
-        """Forget members that their group goes on without."""
+        """Forget members that left a group which continues without them."""
         for rollout_id in fact.rollout_ids:
             group_id = self._groups.get(rollout_id)
             if group_id is not None:
@@ -172,8 +170,8 @@ class Launches:
             return
         self._settled.update(rollout.group_id for rollout in fact.rollouts)
         for rollout in fact.rollouts:
-            # A request that began before the log has no AttemptSent, or its context has tokens of
-            # the response.
+            # A request older than the log has no AttemptSent, or its context already contains
+            # tokens of the response.
             self._members[rollout.rollout_id] = Member(
                 group_id=rollout.group_id,
                 prompt=rollout.prompt_tokens,
@@ -183,8 +181,8 @@ class Launches:
 
 
 def known_lengths(folder: Path, *, until: float | None = None) -> list[GroupLengths]:
-    """Groups that were launched for training in the first `until` seconds of the run in `folder`,
-    with the tokens that were known then.
+    """Return the training groups launched in the first `until` seconds of the run in `folder`, with
+    the tokens known at that time.
 
     The tokens of unfinished responses are exact after an update, and otherwise up to a chunk
     behind.
@@ -209,10 +207,10 @@ def known_lengths(folder: Path, *, until: float | None = None) -> list[GroupLeng
 
 
 def law_of(groups: Sequence[GroupLengths]) -> KaplanMeier:
-    """Kaplan and Meier's estimate, in which unfinished responses are censored.
+    """Return the Kaplan-Meier estimate, in which unfinished responses are censored.
 
     Raises:
-        ValueError: if there are no groups.
+        ValueError: if `groups` is empty.
     """
     tokens, finished = pooled(groups)
     return kaplan_meier(tokens, ~finished)

@@ -1,8 +1,8 @@
 """The format of events.jsonl: each line is a fact of the run, with its time.
 
-A line has ``t`` (seconds since the run began, on the run's clock), ``fact`` with the name of the
-fact, and the fact's fields; a field that has its default is left out. The first line of each
-process that writes the log is one of the two facts here.
+A line contains ``t`` (seconds since the start of the run, on the run's clock), ``fact`` (the name
+of the fact), and the fact's fields, without those at their default. The first line of each process
+that writes the log is one of the two facts defined here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ FORMAT_VERSION = 1
 
 
 class Versioned(msgspec.Struct):
-    """What every line or file with a version of its format has, whatever else is in it.
+    """The format version of a line or file, regardless of its other content.
 
-    `version` is what lines call it, and `schema` what files of one object do.
+    Lines name it `version`, and files with a single object name it `schema`.
     """
 
     version: int = 0

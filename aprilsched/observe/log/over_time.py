@@ -17,13 +17,13 @@ Bar: TypeAlias = list[Piece]
 
 
 def window_end(run: Run, batches: int) -> float:
-    """Time at which the first `batches` batches were delivered."""
+    """Return the time at which the first `batches` batches were delivered."""
     shown = run.deliveries[:batches]
     return shown[-1].time if shown else run.end
 
 
 def in_flight(run: Run, end: float) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Times up to `end`, and the number of responses that were generated from each of them on."""
+    """Return times up to `end`, and the number of responses in generation from each time on."""
     changes: dict[float, int] = {0.0: 0}
     for attempt in run.attempts:
         changes[attempt.start] = changes.get(attempt.start, 0) + 1
@@ -35,8 +35,8 @@ def in_flight(run: Run, end: float) -> tuple[NDArray[np.float64], NDArray[np.int
 
 
 def bars(run: Run, end: float, *, at_most: int, start: float = 0.0) -> list[Bar]:
-    """The rollouts that were on an engine between `start` and `end`, in the order of their launch,
-    evenly thinned to `at_most`."""
+    """Return the rollouts on an engine between `start` and `end`, in the order of launch, evenly
+    thinned to `at_most`."""
     by_rollout: dict[int, list[Attempt]] = {}
     for attempt in sorted(run.attempts, key=lambda attempt: (attempt.start, attempt.rollout_id)):
         if attempt.start < end and attempt.end >= start:
@@ -54,13 +54,13 @@ def bars(run: Run, end: float, *, at_most: int, start: float = 0.0) -> list[Bar]
 
 
 def lengths_of(deliveries: Sequence[Delivery]) -> NDArray[np.int64]:
-    """Lengths of all responses in these batches."""
+    """Return the lengths of all responses in these batches."""
     return np.array([r.tokens for d in deliveries for r in d.rollouts], dtype=np.int64)
 
 
 def tokens_by_age(run: Run) -> NDArray[np.int64]:
-    """Delivered tokens by batch and age in versions, int64 [batches, oldest + 1]. Tokens of the
-    environment have no version and are left out."""
+    """Return the delivered tokens by batch and age in versions, int64 [batches, oldest + 1]. Tokens
+    of the environment have no version and are omitted."""
     ages = [
         (place, max(0, delivery.version - version), end - start)
         for place, delivery in enumerate(run.deliveries)
@@ -75,7 +75,7 @@ def tokens_by_age(run: Run) -> NDArray[np.int64]:
 
 
 def tokens_by_class(run: Run, classes: int) -> NDArray[np.int64]:
-    """The same by that many classes of age; the last one has all older tokens."""
+    """Return the same by `classes` classes of age; the last one contains all older tokens."""
     counts = tokens_by_age(run)
     found = np.zeros((len(counts), classes), np.int64)
     kept = min(classes, counts.shape[1])
@@ -87,8 +87,7 @@ def tokens_by_class(run: Run, classes: int) -> NDArray[np.int64]:
 def _pieces(
     attempt: Attempt, times: Sequence[float], versions: Sequence[int], start: float, end: float
 ) -> list[Piece]:
-    """Divide an attempt at the times of new versions, because each version samples what follows
-    it."""
+    """Split an attempt at the times of new versions."""
     begin, stop = max(start, attempt.start), min(attempt.end, end)
     first, last = bisect_right(times, begin), bisect_right(times, stop)
     cuts = [begin, *times[first:last], stop]

@@ -14,9 +14,9 @@ from aprilsched.observe.log.incarnations import whole_lines
 from aprilsched.observe.log.line_format import ANY_FACT, KINDS, LogBegun, LogResumed
 
 _TOKENS = b'"fact":"TokensReceived"'
-"""Mark of the most frequent kind of lines. Other lines have it only inside of quoted text."""
+"""Mark of the most frequent kind of lines. In other lines it occurs only inside quoted text."""
 _TIME = re.compile(rb'\{"t": ?([-+.0-9eE]+), ?"fact": ?"')
-"""Matches the beginning of each line: its time, which is not a field of the fact."""
+"""Matches the start of each line: its time, which is not a field of the fact."""
 
 
 class _Kind(msgspec.Struct):
@@ -36,7 +36,7 @@ class LogReader:
         """Time of the last line, in seconds."""
 
     def read(self, raw: bytes) -> list[tuple[Sequence[Fact], float]]:
-        """Take the next line, and return the facts of the events that are complete with it.
+        """Read the next line, and return the facts of the events that it completes.
 
         Returns:
             the facts of each event with their time.
@@ -65,7 +65,7 @@ class LogReader:
         return ready
 
     def rest(self) -> list[tuple[Sequence[Fact], float]]:
-        """Return the facts of the last lines, after which there are no more lines for now."""
+        """Return the facts of the last lines, when no further lines are available for now."""
         self._end_moment()
         ready, self._ready = self._ready, []
         return ready
@@ -79,7 +79,7 @@ class LogReader:
 def read_facts(
     path: Path, *, batches: int | None = None, tokens: bool = True
 ) -> Iterator[tuple[Sequence[Fact], float]]:
-    """Yield the facts in the log at `path`: those of one event together, with their time.
+    """Yield the facts in the log at `path`: all facts of one event together, with their time.
 
     Args:
         batches: number of batches that the store has, if a process resumes the run and has not
@@ -97,7 +97,7 @@ def read_facts(
         if tokens or _TOKENS not in raw:
             yield from reader.read(raw)
     yield from reader.rest()
-    # The last lines may have no facts, and their time is the end of the log all the same.
+    # The last lines may contain no facts, but their time is still the end of the log.
     yield (), reader.at
 
 

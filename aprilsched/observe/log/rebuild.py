@@ -1,4 +1,4 @@
-"""Sums a run up from its event log, without its scheduler."""
+"""Summarizes a run from its event log, without its scheduler."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOT_ENDED = "The run was killed or has not ended; the figures are those of its e
 
 
 def summary_of_run(folder: Path) -> RunSummary:
-    """The figures in summary.json, or rebuilt from the event log if the run did not write them.
+    """Return the figures in summary.json, or rebuild them from the event log if they are missing.
 
     Raises:
         OSError, ValueError, MsgspecError, RunFolderError: as for :func:`replay`.
@@ -31,7 +31,7 @@ def summary_of_run(folder: Path) -> RunSummary:
 
 
 def written_summary(folder: Path) -> RunSummary | None:
-    """The figures in summary.json; None if the run did not write them.
+    """Return the figures in summary.json; None if the run did not write them.
 
     Raises:
         OSError, MsgspecError: if they cannot be read.
@@ -47,7 +47,7 @@ def written_summary(folder: Path) -> RunSummary | None:
 
 
 def rebuilt_summary(folder: Path) -> RunSummary:
-    """Compute the run's own summary from its configuration and its event log.
+    """Compute the run's summary from its configuration and its event log.
 
     Raises:
         OSError, ValueError, MsgspecError, RunFolderError: as for :func:`replay`.
@@ -59,7 +59,7 @@ def rebuilt_summary(folder: Path) -> RunSummary:
 
 
 class Rebuilding:
-    """Sums up a run with this configuration. Replay its log for `listeners`.
+    """Summarizes a run with this configuration. Replay its log for `listeners`.
 
     Raises:
         ValueError: if the configuration is not one of a run.
@@ -71,14 +71,14 @@ class Rebuilding:
         self.listeners: tuple[Listener, ...] = (self._state, self._summary)
 
     def result(self) -> RunSummary:
-        """The summary up to now."""
+        """Return the summary up to now."""
         return self._summary.result(
             remainder_of(self._state), clock=self._basis.clock, error=NOT_ENDED
         )
 
 
 def remainder_of(state: RunState) -> Remainder:
-    """The figures that the scheduler would give at the end."""
+    """Return the figures that the scheduler would report at the end."""
     return Remainder(
         in_flight=list(state.rollouts),
         counters=state.counters,

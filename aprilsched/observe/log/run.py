@@ -1,7 +1,7 @@
-"""Reads a run folder as data: its figures, and what happened when.
+"""Reads a run folder as data: its figures and its history.
 
-It uses only files. A folder that was written on another machine, by another version of the
-scheduler, can be read as long as the names in it are known.
+Needs only files. A folder from another machine, or from another version of the scheduler, can be
+read as long as the names in it are known.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Attempt:
     start: float
     end: float
     finished: bool
-    """Whether it ran to its own end; otherwise it was interrupted, failed, or the run ended."""
+    """Whether it ran to completion; otherwise it was interrupted, failed, or the run ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delivery:
-    """A batch and the time of its delivery, with its responses as the event log has them."""
+    """A batch and the time of its delivery, with its responses as in the event log."""
 
     time: float
     index: int
@@ -77,7 +77,7 @@ class Delivery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """The content of a run folder. Times are seconds since the run began."""
+    """The content of a run folder. Times are seconds since the start of the run."""
 
     config: dict[str, Any]
     summary: RunSummary
@@ -89,7 +89,7 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Read the run in `folder`; a run that was killed is summed up from its event log.
+    """Read the run in `folder`; a killed run is summarized from its event log.
 
     Raises:
         RunFolderError: if a file is missing or cannot be understood.
@@ -139,7 +139,7 @@ class History:
         for fact in facts:
             match fact:
                 case RunOpened():
-                    # What the prior run left open ended at the time of its last line.
+                    # Everything still open in the prior run ended at the time of its last line.
                     self._end_all()
                 case AttemptSent():
                     self._open[fact.request_id] = (fact, now)
@@ -160,7 +160,7 @@ class History:
         self._now = now
 
     def _deliver(self, fact: BatchDelivered, now: float) -> None:
-        # What only a log with tokens has would fill the memory.
+        # The arrays of a log with tokens would fill the memory.
         bare = {"key": None, "input_ids": None, "token_ids": None, "logprobs": None}
         self._deliveries.append(
             Delivery(
@@ -172,7 +172,7 @@ class History:
         )
 
     def run(self, config: dict[str, Any], summary: RunSummary, end: float) -> Run:
-        """The run up to `end`; `config` and `summary` are those of the folder."""
+        """Return the run up to `end`; `config` and `summary` come from the folder."""
         self._now = end
         self._end_all()
         return Run(

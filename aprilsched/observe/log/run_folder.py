@@ -1,10 +1,10 @@
-"""The folder of a run, which has everything that the run writes.
+"""The folder of a run, which contains everything that the run writes.
 
 Its files are config.toml, events.jsonl, summary.json, store.sqlite, and samples.jsonl if engines or
 GPUs are sampled.
 
-Invariant: a folder that is not empty is never written into, except by a process that resumes its
-run. A run that is refused leaves nothing behind.
+Invariant: only a process that resumes a run writes into a folder that is not empty. A refused run
+leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class RunFolder:
         self.path = path
         self.created = False
         self._made: list[Path] | None = None
-        """The folders that :meth:`reserve` made; None before it was called."""
+        """The folders created by :meth:`reserve`; None before its call."""
         self.resumed = resumed
-        """Whether the folder has a prior run, which this process resumes."""
+        """Whether the folder contains a prior run, which this process resumes."""
 
     @classmethod
     def resume(cls, path: Path) -> Self:
@@ -73,32 +73,31 @@ class RunFolder:
 
     @property
     def ended(self) -> bool:
-        """Whether the run in the folder ended by itself or by Ctrl-C; a run that was killed did
-        not."""
+        """Whether the run in the folder ended by itself or by Ctrl-C; False if it was killed."""
         return (self.path / SUMMARY).exists()
 
     @property
     def store(self) -> Path:
-        """Path of the store, with which the run survives a crash."""
+        """Path of the store, which lets the run survive a crash."""
         return self.path / STORE
 
     def reserve(self) -> None:
-        """Make the folder for the store, which is opened before the run can be checked.
+        """Create the folder for the store, which is opened before the run can be checked.
 
         Raises:
-            RunFolderError: if the folder cannot be made.
+            RunFolderError: if the folder cannot be created.
         """
         if self.resumed or self._made is not None:
             return
         try:
             self._made = [p for p in (self.path, *self.path.parents) if not p.exists()]
             self.path.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
-            _refuse_taken(self.path)  # by another run, since this one looked
+            _refuse_taken(self.path)  # another run may have taken it since the first check
         except OSError as error:
             raise _unusable(self.path, error) from error
 
     def discard(self) -> None:
-        """Remove what was made for a run that was refused."""
+        """Remove everything that was created for a refused run."""
         if self.resumed or self.created:
             return
         with suppress(OSError):
@@ -110,10 +109,9 @@ class RunFolder:
                 folder.rmdir()
 
     def create(self, config: Mapping[str, Any]) -> None:
-        """Write the resolved configuration of the run that has begun.
+        """Write the resolved configuration of the run.
 
-        In a resumed run, the summary and the pictures of the prior run are removed, because they
-        are out of date.
+        Remove the summary and the trace of a prior run, which are outdated.
 
         Raises:
             RunFolderError: if the files cannot be written or removed.
@@ -140,8 +138,7 @@ class RunFolder:
 
 
 def default_path(seed: int, runs: Path = RUNS, now: datetime | None = None) -> Path:
-    """``runs/<UTC time>-<seed>``, with a number at the end if another run began in the same
-    second."""
+    """Return ``runs/<UTC time>-<seed>``, numbered if another run started in that second."""
     stamp = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
     name = f"{stamp}-{seed}"
     if not (runs / name).exists():
@@ -187,7 +184,7 @@ def _refuse_taken(path: Path) -> None:
 
 
 def _refuse_other(path: Path) -> None:
-    """Raise RunFolderError if there is no run that can be resumed."""
+    """Raise RunFolderError unless the folder contains a run that can be resumed."""
     try:
         for name in (CONFIG, EVENTS):
             if not (path / name).is_file():

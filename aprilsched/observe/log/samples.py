@@ -1,7 +1,7 @@
 """Reads the samples of a run's engines and GPUs from its samples.jsonl, as arrays over time.
 
-A figure that was not sampled is NaN. Samples of the prior run that are later than the time at which
-the run was resumed are void, as in events.jsonl.
+A figure that was not sampled is NaN. Samples of the prior run after the time of resumption are
+void, as in events.jsonl.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from aprilsched.observe.sampling.sample_log import (
 Float64Array = NDArray[np.float64]
 _Line = TypeVar("_Line", EngineLine, GpuLine)
 _RESUMED = b'"source":"resumed"'
-"""Mark of the first line of each later process, which may be of a newer release."""
+"""Mark of the first line of each later process, which may run a newer release."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -117,7 +117,7 @@ def _device(line: DeviceLine, samples: Sequence[GpuLine]) -> DeviceSamples:
 
 
 def _arrays(kind: type[Any], lines: Sequence[_Line]) -> dict[str, Float64Array]:
-    """The fields of `kind` that lines also have, as arrays over `lines`."""
+    """Return the fields of `kind` that lines also have, as arrays over `lines`."""
     names = [field.name for field in fields(kind) if hasattr(lines[0], field.name)]
     # A missing figure (None) becomes NaN.
     return {n: np.array([getattr(line, n) for line in lines], dtype=np.float64) for n in names}

@@ -1,4 +1,4 @@
-"""Computes where a recorded run's engines spent their time, from its events.jsonl.
+"""Computes how a recorded run's engines spent their time, from its events.jsonl.
 
 Invariant: the parts of each engine add up to the time since it opened or joined.
 """
@@ -35,7 +35,7 @@ class RunUsage:
     :data:`~aprilsched.observe.figures.engine_time.PARTS`.
 
     Attributes:
-        engines: names in the order in which the engines came.
+        engines: names of the engines in the order of joining.
         capacity: number of slots of each engine, by which its time is divided.
         tokens: number of tokens that each engine generated.
         wall: seconds of the run.
@@ -70,8 +70,8 @@ class RunUsage:
     def series(
         self, bins: int, *, start: float = 0.0, end: float | None = None
     ) -> NDArray[np.float64]:
-        """Seconds of each part in each of `bins` equal pieces of the time from `start` to `end` (by
-        default the whole run): float64 [bins, engines, parts]."""
+        """Return the seconds of each part in each of `bins` equal intervals from `start` to `end`
+        (by default the whole run), float64 [bins, engines, parts]."""
         stops = np.linspace(start, self.wall if end is None else end, bins + 1)
         result = np.zeros((bins, len(self.engines), len(PARTS)))
         for engine, (edges, spent) in enumerate(zip(self.edges, self.spent, strict=True)):
@@ -81,7 +81,7 @@ class RunUsage:
 
 
 def busy_share(seconds: NDArray[np.float64]) -> float:
-    """The busy share of the seconds float64 [..., parts], 0 to 1; 0 without any."""
+    """Return the busy share of the seconds float64 [..., parts], 0 to 1; 0 without any."""
     total = float(seconds.sum())
     busy = seconds[..., [PART_INDEX[part] for part in BUSY]].sum()
     return float(busy) / total if total else 0.0
@@ -111,7 +111,7 @@ class UsageRecorder:
         self.on_facts = self._state.on_facts
 
     def usage(self, end: float) -> RunUsage:
-        """The usage up to `end`."""
+        """Return the usage up to `end`."""
         self._state.advance(end)
         engines = self._state.engines
         columns = [self._spent(name, engine.capacity) for name, engine in engines.items()]
@@ -158,7 +158,7 @@ class UsageRecorder:
 
 
 def _since(times: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The sum over `times` of the seconds since each, at each of `at`."""
+    """Return the sum over `times` of the seconds since each, at each of `at`."""
     ordered = np.sort(times)
     past = np.searchsorted(ordered, at, side="right")
     return past * at - np.concatenate(([0.0], np.cumsum(ordered)))[past]

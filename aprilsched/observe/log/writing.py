@@ -1,14 +1,13 @@
-"""Writes events.jsonl: one line for every fact of a run (:mod:`~.format`).
+"""Writes events.jsonl: one line for every fact of a run (:mod:`~.line_format`).
 
-The log has no time of the wall clock and nothing random, so two runs under a virtual clock with
-the same seed write the same bytes.
+The log contains no wall-clock time and nothing random, so two runs under a virtual clock with the
+same seed write the same bytes.
 
 A process that resumes a run appends to its log. Its first line is a LogResumed, and its times
 continue from the time of the last line.
 
-Invariant: whatever goes wrong while writing, the run goes on; it is said once, and in the
-summary. The disk is written to by a thread of its own: one that is too slow costs lines, which are
-counted, and no time.
+Invariant: no write error stops the run; it is logged once and recorded in the summary. A separate
+thread writes to the disk: a disk that is too slow costs lines, which are counted, but no time.
 """
 
 from __future__ import annotations
@@ -37,30 +36,30 @@ from aprilsched.observe.log.tail import Tail, read_tail
 
 _FLUSH_SECONDS = 1.0
 _LOOK_SECONDS = 0.25
-"""Seconds of the run's clock between two looks at the wall clock. The time of the run's clock is
-passed with the facts, so comparing it costs nothing."""
+"""Seconds of the run's clock between two reads of the wall clock. Facts arrive with the time of the
+run's clock, so comparing it costs nothing."""
 _FLUSH_BYTES = 1 << 18
 _HOLD_LINES = 2048
-"""Number of lines that are held and then encoded together, in 2 ms. If lines are encoded one by one
-between other work of the coordinator, each takes three times as long."""
+"""Number of lines that are buffered and then encoded together, in 2 ms. Encoding them one by one
+between other work of the coordinator takes three times as long."""
 _PENDING_BYTES = 1 << 26
-"""Number of bytes that may wait for a disk that hangs: some minutes of a busy fleet's lines."""
+"""Largest number of bytes pending on a hung disk: some minutes of a busy fleet's lines."""
 _CLOSE_SECONDS = 10.0
 _NEW: Literal["xb", "wb"] = "xb"
 _THERE: Literal["ab"] = "ab"
 
 _DIGITS = 6
-"""Of a time in seconds: it is written in whole microseconds."""
+"""Decimals of a time in seconds, which is written in whole microseconds."""
 
-# After these facts no further fact may come for minutes, while the trainer trains. So they are
-# flushed at once.
+# After these facts, no fact may follow for minutes while the trainer trains. So they are flushed
+# at once.
 _FLUSHED_AT_ONCE = frozenset({BatchDelivered, EvaluationDelivered, UpdateFinished})
 
 
 class EventLog:
     """Writes a run's facts to the file at `path`.
 
-    The file is not made or changed before :meth:`start`, so a run that is refused leaves no trace.
+    The file is not created or changed before :meth:`start`, so a refused run leaves no trace.
 
     Args:
         path: the file.
@@ -79,9 +78,9 @@ class EventLog:
     ) -> None:
         self._path = path
         self.wants_tokens = log_tokens
-        """Whether its facts should have the tokens, and not only their number."""
+        """Whether its facts should contain the tokens, and not only their number."""
         self._held: list[Fact] = []
-        """Facts that are not encoded yet. They come after everything in the buffer."""
+        """Facts that are not encoded yet. They follow everything in the buffer."""
         self._times: list[float] = []
         """Time of each fact in `_held`."""
         self._append = append
@@ -93,7 +92,7 @@ class EventLog:
         self._started = False
         self._flushed_at = time.monotonic()
         self._look_at = -math.inf
-        """Time on the run's clock of the next look at the wall clock."""
+        """Time on the run's clock of the next read of the wall clock."""
         self._writer = FileWriter(
             path,
             _THERE if append else _NEW,
@@ -104,7 +103,7 @@ class EventLog:
 
     @property
     def error(self) -> str | None:
-        """Why the log is not complete; None while it is."""
+        """Why the log is incomplete; None if it is complete."""
         return self._writer.error
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
@@ -122,18 +121,18 @@ class EventLog:
             self._look(now)
 
     def seconds(self, now: float) -> float:
-        """Convert `now`, a time of the event loop's clock, to seconds since the run began.
+        """Convert a time of the event loop's clock to seconds since the start of the run.
 
         Returns 0.0 before the first fact.
         """
         return 0.0 if self._began is None else float(np.round(now - self._began, _DIGITS))
 
     def start(self, *, batches: int = 0) -> None:
-        """Begin to write to the file; call it when the run folder exists.
+        """Start writing to the file; the run folder must exist.
 
         Args:
-            batches: number of batches that a resumed run knows. Later deliveries in the log were
-                not saved, and are void.
+            batches: number of batches that a resumed run has saved. Later deliveries in the log
+                were not saved, and are void.
         """
         self._started = True
         if self._append and not self._writer.failed:
@@ -163,7 +162,7 @@ class EventLog:
         self._writer.close()
 
     def _encode(self) -> None:
-        """Encode the facts that are held into the buffer."""
+        """Encode the pending facts into the buffer."""
         held, self._held = self._held, []
         times, self._times = self._times, []
         if self._writer.failed or not held:
@@ -172,19 +171,19 @@ class EventLog:
             if self._began is None:
                 self._began = times[0] - (self._prior_tail().t if self._append else 0.0)
             began = self._began
-            # Python's own round for each would take as long as everything else that a line needs.
+            # Python's round() per value would take as long as the rest of the encoding.
             seconds = np.round(np.array(times) - began, _DIGITS).tolist()
             self._buffer += self._as_lines(held, seconds)
         except Exception as error:
             # A listener that raises is detached. The log catches the error itself, so that the
-            # summary says that the log is not complete.
+            # summary reports an incomplete log.
             self._writer.fail(error)
 
     def _as_lines(self, facts: Sequence[Fact], seconds: Sequence[float]) -> bytes:
         """Encode each fact as a line, with its time before its own fields."""
         encoded = self._encoder.encode_lines(facts).split(b"\n")
         times = self._encoder.encode(seconds)[1:-1].split(b",")
-        # The last element of `encoded` is empty: it comes after the last newline.
+        # The last element of `encoded`, after the last newline, is empty.
         lines = [b'{"t":%b,%b\n' % (t, line[1:]) for t, line in zip(times, encoded, strict=False)]
         return b"".join(lines)
 
@@ -194,7 +193,7 @@ class EventLog:
         return self._tail
 
     def _look(self, now: float) -> None:
-        """Flush if the last flush is long ago, or if the buffer is large."""
+        """Flush if the last flush was long ago, or if the buffer is large."""
         late = False
         if now >= self._look_at:
             self._look_at = now + _LOOK_SECONDS
@@ -214,6 +213,5 @@ class EventLog:
 
 
 def _unknown(value: object) -> str:
-    """Write only the type of a value that JSON does not know, because an array may be token
-    data."""
+    """Return only the type of a value unknown to JSON, because an array may be token data."""
     return type(value).__name__

@@ -11,16 +11,14 @@ from aprilsched.observe.report.report_data import RunReport
 from aprilsched.observe.report.time_charts import SHOWN_ENGINES
 from aprilsched.observe.report.words import nats, percent
 
-# Charts about how far the trainer's log-probabilities are from the engines'.
-#
-# All of them show k3, the mean of exp(d) - 1 - d over tokens, where d is the trainer's
-# log-probability minus the engine's. The runs are those whose trainer reported.
+# All charts show k3, the mean of exp(d) - 1 - d over tokens, where d is the trainer's
+# log-probability minus the engine's. They include the runs whose trainer reported.
 
 _MISMATCH = Axis(label="k3, nats", unit="nats", from_zero=True)
 
 
 def by_staleness(runs: Sequence[RunReport]) -> Chart:
-    """The mismatch, which is all there is at staleness 0, beside that of older tokens."""
+    """Draw the mismatch by staleness; at staleness 0 it is engine-trainer mismatch only."""
     rows = {run: found.by_age for run, found in _reported(runs).items()}
     count = max(
         (i + 1 for row in rows.values() for i, each in enumerate(row) if each.tokens), default=1
@@ -50,10 +48,10 @@ def _finding(run: RunReport, found: AlignmentFigures) -> str:
 
 
 def by_position(runs: Sequence[RunReport]) -> Chart:
-    """The mismatch along the response."""
+    """Draw the mismatch along the response."""
     rows = {run: found.by_position for run, found in _reported(runs).items()}
     count = max(1, *map(len, rows.values()))
-    # Short names: rotated ones would stand on the axis' title.
+    # Short names; rotated ones would overlap the axis title.
     names = [f"{1 << i}" if i < 10 else f"{1 << (i - 10)}k" for i in range(count)]
     said: list[str] = []
     for run, row in rows.items():
@@ -85,7 +83,7 @@ def by_position(runs: Sequence[RunReport]) -> Chart:
 
 
 def by_engine(run: RunReport, found: AlignmentFigures) -> Chart:
-    """The mismatch of each engine, the largest first."""
+    """Draw the mismatch of each engine, the largest first."""
     ranked = sorted(found.by_engine.items(), key=lambda item: -(item[1].k3 or 0.0))
     shown = ranked[:SHOWN_ENGINES]
     title = "No token of staleness 0 was compared."
@@ -110,7 +108,7 @@ def by_engine(run: RunReport, found: AlignmentFigures) -> Chart:
 
 
 def _reported(runs: Sequence[RunReport]) -> dict[RunReport, AlignmentFigures]:
-    """What the trainers of these runs reported, where they did."""
+    """Return the alignment figures of the runs whose trainers reported."""
     return {run: found for run in runs if (found := run.summary.alignment) is not None}
 
 

@@ -65,7 +65,7 @@ def _law(run: RunReport) -> str:
 
 
 def _length_axis(chart: Chart) -> Axis:
-    """The axis from the shortest response to the longest, with ticks at 1, 2, 5, 10, …"""
+    """Return the axis from the shortest response to the longest, with ticks at 1, 2, 5, 10, …"""
     curves = [series.x for series in chart.series if len(series.x) > 1]
     least = min((float(curve[1]) for curve in curves), default=1.0)
     most = max((float(curve[-1]) for curve in curves), default=10.0)
@@ -149,8 +149,8 @@ def _transient(run: RunReport) -> str:
 
 
 def distances(runs: Sequence[RunReport]) -> list[Chart]:
-    """Draw the distance of each batch's lengths from the drawn law, with what is expected of a
-    batch drawn at random. There is no chart if no batch has it."""
+    """Draw the distance of each batch's lengths from the drawn law, and the distance expected of
+    an i.i.d. batch. Returns no chart if no batch has a distance."""
     series: list[Series] = []
     said: list[str] = []
     for run in runs:
@@ -195,8 +195,8 @@ def distances(runs: Sequence[RunReport]) -> list[Chart]:
 
 
 def forecasts(run: RunReport) -> Chart | None:
-    """Draw the efficiency that automatic scheduling forecast for each batch beside what happened.
-    There is no chart of a run without forecasts."""
+    """Draw each batch's efficiency, as forecast by automatic scheduling and as measured; None
+    without forecasts."""
     found = [(each.index + 1, each.forecast) for each in run.summary.per_batch if each.forecast]
     if not found:
         return None
@@ -269,5 +269,5 @@ def deciles(runs: Sequence[RunReport]) -> Chart:
 
 
 def colour_of(run: RunReport, alone: str = PALETTE[0]) -> str:
-    """The colour of one of two runs, or of one that is `alone`."""
+    """Return the colour of one of two runs, or of one that is `alone`."""
     return OF_RUNS["AB".index(run.letter)] if run.letter else alone

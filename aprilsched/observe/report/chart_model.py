@@ -1,5 +1,4 @@
-"""The model of a chart: its data, axes, units, words and colours, and the charts that are drawn in
-more than one place.
+"""The model of a chart: its data, axes, units, texts and colours.
 
 Two renderers draw it: :func:`aprilsched.observe.report.charts.spec` as plotly's JSON for a page,
 and :func:`aprilsched.observe.report.style.draw` with matplotlib for files and notebooks. Shares are
@@ -50,15 +49,15 @@ ROLLOUT_COLOURS: dict[RolloutPart, str] = {
     "score": "#009E73",
     "batch": "#E69F00",
 }
-"""Colours of what a rollout is at; a part that engines have too has its colour."""
+"""Colours of the parts of a rollout's time; parts shared with engines have the same colour."""
 
 AGE_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
 """Colours of tokens by their staleness, 0 versions first. The last one is for all older tokens."""
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever can be read better on `colour`, like ``#0072B2`` (by its luminance,
-    as in WCAG)."""
+    """Return black or white, whichever is more readable on `colour`, such as ``#0072B2`` (by
+    luminance, as in WCAG)."""
     red, green, blue = [(part / 255) ** 2.2 for part in bytes.fromhex(colour[1:])]
     dark = 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.3
     return "#FFFFFF" if dark else "#000000"
@@ -66,8 +65,8 @@ def ink_on(colour: str) -> str:
 
 Values = Sequence[float] | Sequence[str] | NDArray[Any]
 Unit = Literal["", "share", "whole", "tokens", "nats"]
-"""How the numbers of an axis are written: as they are, as percentages, without those between whole
-numbers, with thousands separators, or as very small ones."""
+"""Number format of an axis: unchanged, as percentages, whole numbers only, with thousands
+separators, or for very small numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -77,10 +76,10 @@ class Series:
     Attributes:
         colour: the colour, or one for each bar.
         step: whether a line keeps each value until the next one, as areas do.
-        texts: what is written into stacked bars, or above others.
-        hover: what the page shows at a value, as plotly's template; "" shows only the name.
-        told: for each value more that `hover` may show, as customdata.
-        row: which of the axes above each other it is in, from 0.
+        texts: labels inside stacked bars, or above other bars.
+        hover: plotly template of the hover text of a value; "" shows only the name.
+        told: additional data of each value for `hover`, as plotly's customdata.
+        row: index of its axes among the stacked ones, from 0.
     """
 
     name: str
@@ -108,9 +107,9 @@ class Axis:
     """An axis.
 
     Attributes:
-        range: the values at its ends, if they do not follow from the data.
-        from_zero: whether the second axis begins at 0.
-        ticks: the texts at these values, if others than the numbers are wanted; no ticks if empty.
+        range: the values at its ends; None derives them from the data.
+        from_zero: whether the second axis starts at 0.
+        ticks: labels by value, instead of the numbers; no ticks if empty.
     """
 
     label: str

@@ -26,7 +26,7 @@ _FORMATS = {"share": "~%", "whole": "d", "tokens": ",.0f", "nats": ".2~e"}
 
 
 def spec(chart: Chart) -> Spec:
-    """The chart as plotly draws it."""
+    """Return the chart as plotly draws it."""
     layout: Spec = {
         "xaxis": _axis(chart.x, fixedrange=chart.across or chart.x.categories),
         "yaxis": _axis(chart.y, fixedrange=True),
@@ -75,7 +75,7 @@ def _axis(of: Axis, **more: Any) -> Spec:
 
 
 def _rows(chart: Chart) -> Spec:
-    """Axes above each other, each with its name."""
+    """Return axes above each other, each with its name."""
     height = 1 / len(chart.rows)
     upper = [1 - (row + 0.34) * height for row in range(len(chart.rows))]
     axes = {
@@ -123,7 +123,7 @@ def _trace(series: Series, chart: Chart) -> Spec:
                 "cliponaxis": False,
             }
             if chart.stacked and isinstance(colour, str) and colour.startswith("#"):
-                # plotly's own is grey, which cannot be read on olive.
+                # plotly's default is grey, which is unreadable on olive.
                 found["insidetextfont"] = {"color": ink_on(colour)}
         case "area":
             found |= {
@@ -148,7 +148,7 @@ def _values(values: Values) -> Any:
 
 
 def _marks(chart: Chart, row: int) -> Spec:
-    """Vertical lines over the whole range of the axes."""
+    """Return vertical lines over the whole range of the axes."""
     return {
         "type": "scatter",
         "mode": "lines",
@@ -167,6 +167,6 @@ def text(content: str) -> str:
 
 
 def numbers(values: Sequence[float] | np.ndarray[Any, Any]) -> Spec:
-    """A typed array of float32; None and NaN are gaps."""
+    """Return a typed array of float32; None and NaN are gaps."""
     array = np.asarray(values, dtype="<f4")
     return {"dtype": "f4", "bdata": base64.b64encode(array.tobytes()).decode()}

@@ -30,13 +30,13 @@ class Difference:
     """B minus A."""
     difference_text: str
     ratio: float | None
-    """B divided by A; None if this ratio says nothing."""
+    """B divided by A; None if the ratio is meaningless."""
     verdict: Literal["better", "worse", "same", ""]
     """Whether B is better or worse than A; empty if neither value is better."""
 
 
 def differences(a: ReportData, b: ReportData) -> list[Difference]:
-    """The differences of all headline figures that both runs have."""
+    """Return the differences of all headline figures that both runs have."""
     # The seconds of different amounts of work cannot be compared.
     unlike = a.headline("rollouts.delivered").value != b.headline("rollouts.delivered").value
     others = {figure.key: figure for figure in b.headlines}
@@ -48,7 +48,7 @@ def differences(a: ReportData, b: ReportData) -> list[Difference]:
 
 
 def verdict(a: ReportData, b: ReportData) -> str:
-    """One sentence that says how much faster B is, and at what price."""
+    """Return one sentence: how much faster B is, and at what cost."""
     mine, other = (
         a.headline("delivered_tokens_per_s").value,
         b.headline("delivered_tokens_per_s").value,

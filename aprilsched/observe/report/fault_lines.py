@@ -1,4 +1,4 @@
-"""What went wrong in a run, as lines of a report."""
+"""The faults of a run, as lines of a report."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.shell.listener import DispatchingListener
 from aprilsched.observe.report.report_data import Drop, FaultEvent, FaultLedger, Retry
 
-# Collects what went wrong in a run and what was done about it, from its facts.
+# Collects the faults of a run and the reactions to them, from its facts.
 
 _SHOWN = 40
 _CAUSE = 240
-"""Number of characters of a cause that are shown, because a server's own message may be a page
-long."""
+"""Largest number of characters of a cause, because a server's message may be a page long."""
 
 
 class Faults(DispatchingListener):
@@ -52,7 +51,7 @@ class Faults(DispatchingListener):
         }
 
     def ledger(self) -> FaultLedger:
-        """The faults up to now."""
+        """Return the faults up to now."""
         return FaultLedger(
             events=self._events,
             events_in_all=self._in_all,

@@ -23,7 +23,7 @@ from aprilsched.observe.report.words import ran
 
 
 def run_report(folder: Path) -> RunReport:
-    """Compute what a report shows of the run in `folder`.
+    """Compute the content of a report about the run in `folder`.
 
     Raises:
         RunFolderError: if a file is missing or cannot be understood.

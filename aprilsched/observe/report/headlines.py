@@ -20,8 +20,7 @@ _UTILIZATION = Figure(
 
 
 def headlines(summary: RunSummary, utilization: float) -> list[Headline]:
-    """The headline figures of a run whose engines were busy for the share `utilization` of their
-    time."""
+    """Return the headline figures of a run; `utilization` is the busy share of its engines."""
     found = list(headlines_in(summary))
     found.insert(2, ("utilization", _UTILIZATION, utilization))
     notes = _notes(summary)
@@ -62,7 +61,7 @@ def _text(figure: Figure, value: float | None) -> str:
 
 
 def _notes(summary: RunSummary) -> dict[str, str]:
-    """What this run adds to the meaning of a headline."""
+    """Return notes of this run on the meaning of headlines, by key."""
     steady, rollouts = summary.steady_state, summary.rollouts
     reference = {"workload_mean": "the workload's mean", "run_after_burn_in": "the later batches"}
     against = reference.get(summary.bias.bias_reference or "", "the mean")

@@ -1,4 +1,4 @@
-"""Writes the page of a report: one file that needs no other file and no network.
+"""Writes the page of a report: one self-contained file that needs no network.
 
 Invariants: the page's own policy (Content-Security-Policy) allows no request, and no script except
 ours, whose hashes it names. Everything that comes from a run folder is text, never markup.
@@ -56,7 +56,7 @@ def write_report(
 
 
 def figures_json(runs: Sequence[ReportData]) -> bytes:
-    """The figures of one run as an object, or of several as a list of them."""
+    """Return the figures of one run as an object, or of several as a list of them."""
     return msgspec.json.encode(_alone(runs))
 
 
@@ -65,7 +65,7 @@ def _alone(runs: Sequence[ReportData]) -> ReportData | Sequence[ReportData]:
 
 
 def page(runs: Sequence[RunReport], *, library: str) -> str:
-    """The page of one or two runs; `library` is plotly.js."""
+    """Return the page of one or two runs; `library` is plotly.js."""
     if len(runs) > 1:
         runs = [replace(run, letter=letter) for run, letter in zip(runs, "AB", strict=True)]
     by_section = _charts(runs)
@@ -97,7 +97,7 @@ def page(runs: Sequence[RunReport], *, library: str) -> str:
 
 
 def _charts(runs: Sequence[RunReport]) -> dict[str, list[Chart]]:
-    """The charts by their place in the page."""
+    """Return the charts by their place in the page."""
     end = max(run.usage.wall for run in runs)
     reported = [(run, found) for run in runs if (found := run.summary.alignment)]
     return {

@@ -1,8 +1,7 @@
-"""What a report is made of: the figures, which are in the page as JSON too, and what happened when,
-which only its charts show.
+"""The data of a report: the figures, which the page also contains as JSON, and the history of the
+run, which only its charts show.
 
-Times are in seconds of the run's clock, and shares are between 0 and 1. A figure that cannot be
-known is None.
+Times are in seconds of the run's clock, and shares are between 0 and 1. An unknown figure is None.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Headline:
     explanation: str
     """The meaning of the figure, in one line."""
     better: Direction | None = None
-    """Which values are better; None if none are."""
+    """Which values are better; None if neither direction is."""
     unit: Unit = ""
 
 
@@ -84,7 +83,7 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retry:
-    """Attempts that failed for the same cause, whether they were repeated or given up."""
+    """Attempts that failed for the same cause, whether or not they were retried."""
 
     cause: str
     attempts: int
@@ -92,8 +91,8 @@ class Retry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FaultLedger:
-    """What went wrong, and what was done about it. Lists have the most frequent or first entries;
-    counts include all."""
+    """Faults, and the reactions to them. Lists contain the most frequent or first entries; counts
+    include all."""
 
     events: list[FaultEvent]
     events_in_all: int
@@ -117,7 +116,7 @@ class ReportData:
     version: str
     """Version of aprilsched that made the report."""
     warnings: list[str]
-    """Reasons why the figures may not be those of a whole run."""
+    """Reasons why the figures may not cover the whole run."""
     ran: list[str]
     """The configuration, in sentences."""
     headlines: list[Headline]
@@ -127,7 +126,7 @@ class ReportData:
     """Without the figures of single batches, which are in summary.json."""
 
     def headline(self, key: str) -> Headline:
-        """The headline figure with this key."""
+        """Return the headline figure with this key."""
         return next(figure for figure in self.headlines if figure.key == key)
 
 
@@ -136,11 +135,11 @@ class RunReport:
     """A run in a report.
 
     Attributes:
-        run: what happened when; its summary has the figures of single batches too.
+        run: the history; its summary also contains the figures of single batches.
         gpu: share over time of each GPU, or of each engine by its own counters, as float64 [n]
             and float64 [n].
         gpu_label: the meaning of these shares; empty if the run was not sampled.
-        letter: A or B where there are two runs; otherwise empty.
+        letter: A or B if there are two runs; otherwise empty.
     """
 
     figures: ReportData
@@ -152,7 +151,7 @@ class RunReport:
 
     @property
     def summary(self) -> RunSummary:
-        """Its figures, with those of single batches."""
+        """Its figures, including single batches."""
         return self.run.summary
 
     @property
@@ -167,15 +166,15 @@ class RunReport:
 
     @property
     def who(self) -> str:
-        """What stands before a sentence about it, or before the name of a line."""
+        """Prefix of a sentence about it, or of the name of a line."""
         return f"{self.letter}: " if self.letter else ""
 
     @property
     def whose(self) -> str:
-        """What stands before something that it has."""
+        """Possessive prefix of something that belongs to it."""
         return f"{self.letter}'s" if self.letter else "the"
 
     @property
     def suffix(self) -> str:
-        """What distinguishes the ids of its charts from those of the other run."""
+        """Suffix of its chart ids, which distinguishes them from the other run's ids."""
         return "-b" if self.letter == "B" else ""

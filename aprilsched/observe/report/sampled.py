@@ -1,4 +1,4 @@
-"""What was sampled of GPUs and engines, for a report."""
+"""The samples of GPUs and engines in a report."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _Shares = Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
 
 
 def gpu_lines(folder: Path) -> tuple[_Shares, str]:
-    """The samples as shares over time, of each GPU (by NVML) or otherwise of each engine (by its
-    own counters), with a sentence that says what they mean. A run that was not sampled has none.
+    """Return the samples as shares over time, with a sentence that explains them.
+
+    There is one line per GPU (from NVML), or else one per engine (from its own counters), and none
+    if the run was not sampled.
 
     Raises:
         RunFolderError: if the samples cannot be read.
@@ -43,7 +45,7 @@ def gpu_lines(folder: Path) -> tuple[_Shares, str]:
 def _thinned(
     times: NDArray[np.float64], share: NDArray[np.float64]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Means of neighbouring samples, so that there are no more than a screen shows."""
+    """Return the means of neighbouring samples, so that there are no more than a screen shows."""
     known = np.flatnonzero(np.isfinite(share))
     pieces = np.array_split(known, min(_POINTS, known.size))
     means = [np.array([each[piece].mean() for piece in pieces]) for each in (times, share)]

@@ -30,7 +30,7 @@ class PartRow:
 
 
 def part_rows(runs: Sequence[RunReport]) -> list[PartRow]:
-    """The parts of the engines' time that occurred in any of the runs."""
+    """Return the parts of the engines' time that occurred in any of the runs."""
     return [
         PartRow(
             label=each[0].label,
@@ -47,7 +47,7 @@ def part_rows(runs: Sequence[RunReport]) -> list[PartRow]:
 
 
 def engine_time(runs: Sequence[RunReport]) -> str:
-    """The whole time of the engines of each run."""
+    """Return the whole time of the engines of each run."""
     said: list[str] = []
     for run in runs:
         time = run.figures.time
@@ -62,11 +62,11 @@ _ENDS = {
     Reason.EPISODE_FAILED.value: "failed, with their group",
     Reason.MEMBER_LOST.value: "lost, their group goes on",
 }
-"""How episodes end, by the ledger's reasons; others are told as the ledger names them."""
+"""Labels of the ends of episodes, by the ledger's reasons; others keep the ledger's name."""
 
 
 def bias_rows(run: RunReport) -> list[tuple[str, str]]:
-    """The causes that change the lengths, and the size of their effect."""
+    """Return the causes that change the lengths, and the size of their effect."""
     summary, bias = run.summary, run.summary.bias
     rows = [
         ("first batch against the later ones", signed_percent(bias.first_batch_length_bias)),
@@ -105,7 +105,7 @@ def episode_rows(run: RunReport) -> list[tuple[str, str]]:
 
 
 def faults_that_happened(ledger: FaultLedger) -> str:
-    """The kinds of faults with their counts; empty if there were none."""
+    """Return the kinds of faults with their counts; empty if there were none."""
     said = [
         (ledger.engines_lost, "engine lost", "engines lost"),
         (ledger.engines_admitted, "taken in again", "taken in again"),

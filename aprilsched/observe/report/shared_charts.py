@@ -34,8 +34,8 @@ def time_by_part(
     colours: Mapping[Any, str],
     labels: Mapping[Any, str],
 ) -> Chart:
-    """A bar for each run, divided into parts of its time, which have a colour and a label each;
-    `written` gives the texts of the numbers in it."""
+    """Draw a bar for each run, divided into parts of its time, each with a colour and a label;
+    `written` formats the numbers in the bar."""
     names = list(rows)
     values = {part: [row.get(part, 0.0) for row in rows.values()] for part in colours}
     return Chart(
@@ -62,7 +62,7 @@ def time_by_part(
 def areas(
     shares: Mapping[str, NDArray[np.float64]], *, start: float, stops: Sequence[float], row: int = 0
 ) -> list[Series]:
-    """The shares of parts of the time as areas above each other; the pieces end at `stops`."""
+    """Return the shares of parts of the time as stacked areas; the intervals end at `stops`."""
     return [
         Series(
             kind="area",
@@ -132,8 +132,8 @@ def responses(
 
 
 def ages_by_batch(batches: Sequence[int], shares: Sequence[Sequence[float]]) -> Chart:
-    """The ages of each batch's tokens: for each age its share in each of `batches`. The last age
-    has all older tokens."""
+    """Draw the ages of each batch's tokens, from the share of each age in each of `batches`. The
+    last age contains all older tokens."""
     last = max((age + 1 for age, share in enumerate(shares) if any(share)), default=1)
     return Chart(
         series=[
@@ -158,8 +158,8 @@ def ages_by_batch(batches: Sequence[int], shares: Sequence[Sequence[float]]) -> 
 def bias_over_batches(
     runs: Mapping[str, TransientFigures | None], *, colours: Sequence[str], predicted: bool
 ) -> Chart:
-    """The bias of everything delivered so far, as measured, and as `predicted` by the responses in
-    flight; a run without a name is the only one."""
+    """Draw the bias of everything delivered so far, as measured, and as `predicted` from the
+    responses in flight; a run without a name is the only one."""
     series: list[Series] = []
     for (name, figures), colour in zip(runs.items(), colours, strict=False):
         if figures is None:
@@ -192,7 +192,7 @@ def bias_over_batches(
 def staleness_by_tenth(
     runs: Mapping[str, DecileFigures | None], *, colours: Sequence[str]
 ) -> Chart:
-    """The mean staleness of ten classes of length, with their off-policy share above."""
+    """Draw the mean staleness of ten classes of length, with their off-policy share above."""
     return Chart(
         series=[
             Series(
@@ -228,8 +228,8 @@ Curve = tuple[Values, Values]
 def longer_than(
     curves: Mapping[str, tuple[Curve, str, float]], *, dotted: Sequence[str] = ()
 ) -> Chart:
-    """The share of responses that are longer than a length, as a curve, a colour and a width for
-    each name; those with names in `dotted` are dotted lines. Both axes are logarithmic."""
+    """Draw the share of responses that are longer than a length, with a curve, a colour and a width
+    for each name; names in `dotted` get dotted lines. Both axes are logarithmic."""
     return Chart(
         series=[
             Series(
@@ -251,12 +251,12 @@ def longer_than(
 
 
 def tail_of(lengths: NDArray[np.int64]) -> Curve:
-    """The curve of these lengths, int64 [n]."""
+    """Return the curve of these lengths, int64 [n]."""
     return np.sort(lengths), 1 - np.arange(lengths.size) / max(1, lengths.size)
 
 
 def evenly(count: int, at_most: int = 240) -> NDArray[np.int64]:
-    """Which of `count` values are shown: at most so many, at equal distances."""
+    """Return the indices of at most `at_most` of `count` values, evenly spaced."""
     return np.unique(np.linspace(0, max(0, count - 1), min(count, at_most)).astype(np.int64))
 
 

@@ -1,7 +1,7 @@
 """The style of pictures: one palette that colour-blind people can distinguish, one set of sizes,
 and no background, so that a picture can be read on a light page and on a dark one.
 
-Every picture of the project, also of its experiments, is made by :func:`new_figure`.
+:func:`new_figure` creates every picture of the project, including the experiments.
 """
 
 # matplotlib's own signatures end in untyped **kwargs.
@@ -57,8 +57,9 @@ _BLACK = ("black", "k")
 class _Picture(Figure):
     """A figure without a background, whose text and axes are in :data:`INK`.
 
-    What matplotlib draws in black by default is coloured here when the figure is drawn, also in a
-    notebook: its own settings for this are global, and those of the user.
+    Elements that matplotlib draws in black by default are coloured when the figure is drawn, even
+    in a notebook. matplotlib's settings are not used, because they are global and belong to the
+    user.
     """
 
     def draw(self, renderer: RendererBase) -> None:
@@ -72,7 +73,7 @@ class _Picture(Figure):
                 case Spine():
                     artist.set_edgecolor(INK)
                 case Line2D() if artist.get_markeredgecolor() in _BLACK:
-                    # The marks of an axis are markers of a line, with a colour of their own.
+                    # Axis ticks are markers of a line, with a separate colour.
                     artist.set(color=INK, markeredgecolor=INK)
                 case Text() | Line2D() if artist.get_color() in _BLACK:
                     artist.set_color(INK)
@@ -82,8 +83,8 @@ class _Picture(Figure):
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of this size in inches, without a background. It does not use pyplot, so it
-    needs no global state and no display."""
+    """Return an empty figure of this size in inches, without a background. It does not use pyplot,
+    so it needs neither global state nor a display."""
     return _Picture(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
@@ -101,7 +102,7 @@ _ROLES = {"@ink": INK, "@muted": GREY}
 """Colours of roles that can be read on light pages and on dark ones."""
 _STYLES = {"solid": "-", "dash": "--", "dot": ":"}
 _READABLE = 0.055
-"""Share of the longest bar that a text inside a bar needs."""
+"""Smallest share of the longest bar at which a bar has room for a text."""
 
 
 def draw(
@@ -212,10 +213,10 @@ def _scale(axes: Axes, axis: AxesAxis, of: Axis) -> None:
 
 
 def prefix(title: str) -> str:
-    """The text that stands before the title of a picture: `title` and a colon, or nothing."""
+    """Return the prefix of the title of a picture: `title` and a colon, or nothing."""
     return f"{title}: " if title else ""
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG. The same figure gives the same bytes."""
+    """Write a PNG. The same figure produces the same bytes."""
     figure.savefig(path, dpi=_DPI, format="png", metadata={"Software": None})

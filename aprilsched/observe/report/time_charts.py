@@ -24,7 +24,7 @@ from aprilsched.observe.report.chart_model import (
 from aprilsched.observe.report.report_data import EngineTime, PartTime, RunReport
 from aprilsched.observe.report.words import percent, seconds
 
-# Draws the charts about time: where it went, when, and on which engine.
+# Draws the charts about time: by part, over time, and by engine.
 
 _BINS = 240
 _MARKED = 20
@@ -52,8 +52,7 @@ _LOST_TO: dict[Part, str] = {
 
 
 def lost_most(time: EngineTime) -> PartTime | None:
-    """The largest part in which engines did nothing useful; None if no part is large enough to
-    mention."""
+    """Return the largest part without useful work, or None if none is large enough to mention."""
     idle = [part for part in time.parts if part.part not in BUSY]
     most = max(idle, key=lambda part: part.share, default=None)
     return most if most is not None and most.share >= _SMALL else None
@@ -95,8 +94,8 @@ def _lost(run: RunReport) -> str:
 
 
 def rollout_time(runs: Sequence[RunReport]) -> Chart:
-    """Draw one bar for each run with episodes, divided into what its rollouts were at from launch
-    to delivery."""
+    """Draw one bar for each run with episodes, divided into the parts of its rollouts' time from
+    launch to delivery."""
     shown = [run for run in runs if run.episodes]
     spent = [run.summary.rollout_seconds for run in shown]
     wholes = [sum(each.values()) or 1.0 for each in spent]
@@ -131,8 +130,7 @@ def utilization(run: RunReport, end: float) -> Chart:
     """Draw all engines together over the run; the axis goes to `end`."""
     usage, batches = run.usage, len(run.run.deliveries)
     few = batches <= _MARKED
-    # Pieces that are about as long as a batch would show the phase of the batch in which they
-    # begin.
+    # Bins about as long as a batch would show the phase of the batch at which they start.
     bins = _BINS if few else min(_BINS // 2, max(_MARKED, batches // 2))
     shares = _shares(usage.series(bins).sum(axis=1))
     busy = np.sum([shares.get(part, np.zeros(bins)) for part in BUSY], axis=0)
@@ -231,7 +229,7 @@ def responses(run: RunReport) -> Chart:
 
 
 def gpu(run: RunReport, end: float) -> Chart:
-    """Draw the samples; the note is their own label."""
+    """Draw the samples; the note is their label."""
     mean = np.mean([share.mean() for _, share in run.gpu.values()])
     return Chart(
         id=f"gpu{run.suffix}",
@@ -259,7 +257,7 @@ def gpu(run: RunReport, end: float) -> Chart:
 
 
 class _Near:
-    """A few batches of a run from near: those after the burn-in, if there are enough.
+    """A close-up of a few batches of a run: after the burn-in, if there are enough.
 
     Attributes:
         marks: times of their deliveries.
@@ -279,7 +277,7 @@ class _Near:
 
 
 def _pauses(run: RunReport, start: float, end: float) -> list[tuple[float, float]]:
-    """Join the times in which some engine was paused, if they meet."""
+    """Return the times in which some engine was paused, with overlapping ones merged."""
     met: list[tuple[float, float]] = []
     for pause in sorted(run.run.pauses, key=lambda pause: pause.start):
         if pause.end < start or pause.start > end:
@@ -300,7 +298,7 @@ def _stops(start: float, end: float, bins: int) -> list[float]:
 
 
 def _shares(seconds: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """The share of each part that occurs, in each bin, from float64 [bins, parts]."""
+    """Return the share of each part that occurs, in each bin, from float64 [bins, parts]."""
     totals = seconds.sum(axis=1, keepdims=True)
     shares = np.divide(seconds, totals, out=np.zeros_like(seconds), where=totals > 0)
     return {part: shares[:, index] for part, index in PART_INDEX.items() if shares[:, index].any()}

@@ -12,7 +12,7 @@ _MINUTE, _HOUR = 60, 3600
 
 
 def percent(share: float | None) -> str:
-    """A percentage, with one decimal below 10 %."""
+    """Format a percentage, with one decimal below 10 %."""
     if share is None:
         return "unknown"
     if 0 < share < 0.0005:
@@ -22,22 +22,22 @@ def percent(share: float | None) -> str:
 
 
 def signed_percent(share: float | None) -> str:
-    """A difference, with its sign."""
+    """Format a difference, with its sign."""
     return "unknown" if share is None else f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}")
 
 
 def amount(number: float | None, digits: int = 0) -> str:
-    """A number with thousands separators."""
+    """Format a number with thousands separators."""
     return "unknown" if number is None else f"{number:,.{digits}f}"
 
 
 def nats(value: float | None) -> str:
-    """A divergence, which is mostly far below 1."""
+    """Format a divergence, which is mostly far below 1."""
     return "unknown" if value is None else f"{value:.2g} nats"
 
 
 def seconds(value: float | None) -> str:
-    """A time with a suitable unit."""
+    """Format a time with a suitable unit."""
     if value is None:
         return "unknown"
     if value < _MINUTE:
@@ -48,7 +48,7 @@ def seconds(value: float | None) -> str:
 
 
 def ran(config: Mapping[str, Any], summary: RunSummary) -> list[str]:
-    """Describe the configuration in sentences; settings that it lacks are not mentioned."""
+    """Describe the configuration in sentences, without settings that it lacks."""
     scheduler: dict[str, Any] = config.get("scheduler", {})
     sentences = [
         _engines(config, summary),
@@ -162,7 +162,7 @@ def _prompts(config: Mapping[str, Any]) -> str:
 
 
 def _rule(given: Any) -> tuple[Any, Mapping[str, Any]]:
-    """The name or the number of a policy, and its settings."""
+    """Return the name or number of a policy, and its settings."""
     if isinstance(given, Mapping):
         table = cast("Mapping[str, Any]", given)
         return table.get("rule"), table
@@ -174,7 +174,7 @@ def _counted(value: Any, one: str, many: str) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A number without needless decimals."""
+    """Format a number without needless decimals."""
     return f"{value:,.10g}" if isinstance(value, int | float) else str(value)
 
 

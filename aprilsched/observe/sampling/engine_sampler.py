@@ -1,8 +1,7 @@
-"""Asks the engines of a fleet for their load at regular times, without waiting for any of them.
+"""Polls the load of the engines of a fleet, without waiting for any of them.
 
-Invariants: an engine has one open question at a time, so one that hangs is not asked again before
-it answers or its time is over. An engine that does not tell its load is named once, and is asked
-again.
+Invariants: at most one load request per engine is open, so a hung engine is not polled again before
+it answers or times out. An engine that does not report its load is logged once, and polled again.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ log = logging.getLogger("aprilsched")
 
 
 _ANSWER_SECONDS = 10.0
-"""More than the time that an engine allows itself."""
+"""Timeout of a load request; longer than the engine's own timeout."""
 SERIES_SECONDS = 5.0
-"""Seconds between two looks at a metrics endpoint. Its page is made for a scrape every few seconds,
-by the same process that streams the responses."""
+"""Seconds between two reads of a metrics endpoint. It is meant for a scrape every few seconds, and
+the process that streams the responses serves it."""
 
 
 class HasEngines(Protocol):
@@ -34,13 +33,14 @@ class HasEngines(Protocol):
 
 
 class EngineLoads:
-    """Asks the engines that tell their load (:class:`~aprilsched.kernel.engines.load.ReportsLoad`).
+    """Polls the engines that report their load
+    (:class:`~aprilsched.kernel.engines.load.ReportsLoad`).
 
     Args:
         fleet: the fleet of the engines; it should be open.
-        interval: seconds between two questions, on the running loop's clock.
-        clock: gives the time of a sample.
-        take: is called with each line.
+        interval: seconds between two polls, on the running loop's clock.
+        clock: returns the time of a sample.
+        take: receives each line.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EngineLoads:
         self._named: set[str] = set()
 
     async def work(self) -> None:
-        """Ask until this is cancelled."""
+        """Poll until cancelled."""
         loop = asyncio.get_running_loop()
         due = series_due = loop.time()
         async with asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""What the sampled figures mean: the sentences that are shown with them everywhere."""
+"""The meaning of the sampled figures: the sentences that accompany them everywhere."""
 
 from __future__ import annotations
 

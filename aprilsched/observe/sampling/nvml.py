@@ -1,8 +1,8 @@
 """Samples the GPUs of this machine by NVML, the library of their driver (nvidia-ml-py).
 
-A call may block, and a driver that hangs must hold nobody up. Therefore :class:`GpuThread` makes
-all calls in a daemon thread. A figure that a GPU does not have is None; for example, a MIG slice
-has no utilization.
+A call may block, and a hung driver must not block the run. Therefore :class:`GpuThread` makes all
+calls in a daemon thread. A figure that a GPU does not provide is None; for example, a MIG slice has
+no utilization.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Nvml:
     """Holds the library open until :meth:`close`.
 
     Raises:
-        ConfigError: if the package or the driver is not there.
+        ConfigError: if the package or the driver is missing.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Nvml:
                 f"NVML does not answer ({error}); run where NVIDIA's driver is, or sample without "
                 "it."
             ) from error
-        # In a container's driver one GPU may be out of reach, and the others are not.
+        # In a container, one GPU may be inaccessible while the others are accessible.
         found = {
             index: self._told(self._api.nvmlDeviceGetHandleByIndex, index)
             for index in range(self._api.nvmlDeviceGetCount())
@@ -56,7 +56,7 @@ class Nvml:
         self._told(self._api.nvmlShutdown)
 
     def devices(self, t: float) -> list[DeviceLine]:
-        """A line for each GPU, which describes it."""
+        """Return a line for each GPU, with its description."""
         api = self._api
         return [
             DeviceLine(
@@ -73,10 +73,10 @@ class Nvml:
         ]
 
     def sample(self, t: float) -> list[GpuLine]:
-        """A line for each GPU, with its figures now.
+        """Return a line for each GPU, with its current figures.
 
         Raises:
-            OSError: if no GPU tells anything any more.
+            OSError: if no GPU reports anything.
         """
         lines = [self._line(t, index, handle) for index, handle in self._handles.items()]
         if lines and all(line == GpuLine(t=t, device=line.device) for line in lines):
@@ -107,7 +107,7 @@ class Nvml:
         return dict(largest) or None
 
     def _told(self, call: Callable[..., _T], *arguments: object) -> _T | None:
-        """What the call returns; None if this GPU does not tell it."""
+        """Return the result of the call, or None if this GPU does not support it."""
         try:
             return call(*arguments)
         except self._api.NVMLError:
@@ -123,22 +123,22 @@ def _over(value: float | None, parts: int) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """The text; older versions of the package return bytes."""
+    """Return the text; older versions of the package return bytes."""
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
 
 
 class GpuThread:
-    """Samples the GPUs every `interval` seconds, from :meth:`start` to :meth:`stop`, in a thread of
-    its own. It is no :class:`~aprilsched.observe.worker.Worker`, because nothing is put to it:
-    its clock is the wall's, and it goes on while the event loop is held up.
+    """Samples the GPUs every `interval` seconds, from :meth:`start` to :meth:`stop`, in a separate
+    thread. It is not a :class:`~aprilsched.observe.worker.Worker`, because it receives no calls: it
+    follows the wall clock, and continues while the event loop is blocked.
 
-    What goes wrong is said once in the log of the program, and the run continues.
+    A failure is logged once, and the run continues.
 
     Args:
         interval: seconds between two samples.
-        clock: gives the time of a sample; called in the thread.
-        take: takes the lines; called in the thread.
-        wanted: whether NVML was asked for, so that its absence is a warning.
+        clock: returns the time of a sample; called in the thread.
+        take: receives the lines; called in the thread.
+        wanted: whether the user requested NVML, so that its absence is a warning.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class GpuThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. This waits for a call in progress, but at most a second."""
+        """End the thread; wait at most a second for a call in progress."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(_STOP_SECONDS)

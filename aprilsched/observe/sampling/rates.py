@@ -1,4 +1,4 @@
-"""Computes what an engine did between two samples, from its counters."""
+"""Computes an engine's rates between two samples, from its counters."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ _DIGITS = 4
 
 
 class Rates:
-    """Makes the lines of one engine from its samples, which come in order.
+    """Computes the lines of one engine from its samples, which arrive in order.
 
-    A rate is taken over the time between the moments at which two figures were true. If they were
-    true at the same moment, as in a pause, there is no rate. An engine without requests publishes
-    no new figures either, but its last ones remain true. Counters that went back are those of a
-    server that was restarted.
+    A rate covers the time between the moments for which two figures were valid. If both were valid
+    for the same moment, as in a pause, the rate is unknown. An idle engine publishes no new figures
+    either, but its last ones remain valid. Counters that decrease indicate a restarted server.
     """
 
     def __init__(self) -> None:
         self._before: tuple[float, EngineLoad] | None = None
 
     def line(self, engine: str, t: float, load: EngineLoad) -> EngineLine:
-        """The line of `load`, which arrived at `t` on the run's clock."""
+        """Return the line of `load`, which arrived at `t` on the run's clock."""
         at = t - load.age_s if load.running or load.queued else t
         tokens, share = self._since_before(at, load)
         self._before = at, load

@@ -1,6 +1,6 @@
-"""Writes samples.jsonl in a worker thread, as the event log is written.
+"""Writes samples.jsonl in a worker thread, like the event log.
 
-Invariant: whatever goes wrong while writing, the run continues, and it is said once.
+Invariant: no write error stops the run; it is logged once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _TAIL_BYTES = 1 << 16
 
 
 class SampleLog:
-    """Appends lines to a file, from any thread. A new file begins with their description.
+    """Appends lines to a file, from any thread. A new file starts with their description.
 
     Args:
         path: the file.
@@ -59,8 +59,7 @@ class SampleLog:
         self._writer.close()
 
     def _cut_to_whole_lines(self) -> int:
-        """Cut off a piece of a line that a killed process may have left; returns the bytes that
-        remain."""
+        """Cut off an incomplete line of a killed process; return the remaining bytes."""
         if not self._path.exists():
             return 0
         size = self._path.stat().st_size
@@ -77,9 +76,9 @@ class SampleLog:
 
 # The lines of samples.jsonl, and the meaning of their fields, which the first line contains.
 #
-# ``t`` is in seconds on the run's clock, as in events.jsonl. A figure that is not known is left
-# out. If a process resumes the run, lines of the prior process with a later time than the "resumed"
-# line are void, as in events.jsonl.
+# ``t`` is in seconds on the run's clock, as in events.jsonl. Unknown figures are omitted. If a
+# process resumes the run, lines of the prior process with a later time than the "resumed" line are
+# void, as in events.jsonl.
 
 SAMPLES_VERSION = 1
 
@@ -126,7 +125,7 @@ class DescriptionLine(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="source", tag="description"
 ):
     """The first line of the file. `interval` is the number of seconds between two samples, and
-    `version` that of the format."""
+    `version` is the version of the format."""
 
     t: float
     interval: float

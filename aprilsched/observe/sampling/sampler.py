@@ -1,7 +1,7 @@
 """Samples the GPUs and the engines of a run into samples.jsonl.
 
-Invariant: the run never waits for it. A task asks each engine, one thread asks NVML, and another
-one writes the file. What fails is said once in the log of the program, and left out.
+Invariant: the run never waits for the sampler. One task queries each engine, one thread queries
+NVML, and another one writes the file. A source that fails is logged once, and left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("aprilsched")
 
 
 class Sampler:
-    """Samples as long as its block lasts.
+    """Samples while its block runs.
 
     ::
 
@@ -34,20 +34,19 @@ class Sampler:
             async for batch in rollouts:
                 ...
 
-    Enter it after the scheduler, so that the fleet is open. Engines tell their own figures
-    (``/v1/loads`` of SGLang, the exact state of the embedded engine), and NVML those of this
-    machine's GPUs.
-    :data:`~aprilsched.observe.sampling.labels.NVML_UTILIZATION` says what NVML's utilization
-    means.
+    Enter it after the scheduler, so that the fleet is open. Engine figures come from the engines
+    (``/v1/loads`` of SGLang, the exact state of the embedded engine), and GPU figures of this
+    machine from NVML.
+    :data:`~aprilsched.observe.sampling.labels.NVML_UTILIZATION` defines NVML's utilization.
 
     Args:
         path: the file; an existing file is appended to.
-        fleet: the fleet whose engines are asked; None asks no engine.
+        fleet: the fleet whose engines are sampled; None samples no engine.
         interval: seconds between two samples: on the running loop's clock for engines, on the
-            wall's for GPUs.
-        gpu: whether to ask NVML. None asks it if it is there.
-        clock: converts a time of the loop's clock to seconds since the run began
-            (``EventLog.seconds``). Without it, times count from the begin of the block.
+            wall clock for GPUs.
+        gpu: whether to sample by NVML. None does if NVML is available.
+        clock: converts a time of the loop's clock to seconds since the start of the run
+            (``EventLog.seconds``). Without it, times count from the start of the block.
         patient: wait for a slow disk instead of dropping samples, as on a virtual clock.
 
     Attributes:
@@ -55,7 +54,7 @@ class Sampler:
         devices: the last sample of each GPU, by NVML's index.
 
     Raises:
-        ConfigError: if `interval` is not positive, or if NVML is asked for and is not there.
+        ConfigError: if `interval` is not positive, or if `gpu` is True and NVML is unavailable.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Sampler:
             self._log.close()
 
     def _now(self) -> float:
-        """The time on the run's clock, for any thread."""
+        """Return the time on the run's clock, for any thread."""
         if self._loop is None:
             return 0.0
         now = self._loop.time()
