@@ -85,10 +85,10 @@ class SamplingParams:
     A ``sampling_seed`` that several rollouts share, of the run or of a prompt with a group, gives
     each of them a seed of its own (`derived_seed`). Parameters of one rollout keep theirs.
 
-    ``request`` has further fields of the request itself, in addition to the sampling parameters,
-    such as ``{"priority": 3}``; fields that the scheduler sets are refused. ``keep`` names what the
-    engine answers beside the tokens (SGLang: entries of ``meta_info``); a rollout has it as
-    ``answers``.
+    ``request`` contains further fields of the request itself, in addition to the sampling
+    parameters, such as ``{"priority": 3}``; fields that the scheduler sets are rejected. ``keep``
+    names what to keep of an engine's reply in addition to the tokens (SGLang: entries of
+    ``meta_info``); a rollout has it as ``answers``.
     """
 
     max_new_tokens: int = 1024
@@ -537,9 +537,9 @@ class Batch:
     def acknowledge(self) -> None:
         """Tell the scheduler that this batch need not be delivered again after a restart.
 
-        Call it when the result of training on the batch is saved. The next update of the weights
-        acknowledges the batch too, unless it is told not to. Without a store, acknowledging has no
-        effect.
+        Call it when the result of training on the batch is saved. The next weight update also
+        acknowledges the batch, unless it gets ``acknowledge=False``. Without a store, acknowledging
+        has no effect.
 
         Raises:
             ConfigError: in any process but the scheduler's.

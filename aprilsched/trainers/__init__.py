@@ -53,11 +53,12 @@ def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
 
 
 def with_bound(config: SchedulerConfig, bound: int, setting: str) -> SchedulerConfig:
-    """The settings with the bound on staleness that a trainer's `setting` gives, or with their own
-    if that is no larger.
+    """Return the settings with `bound`, or with their own staleness bound if it is not larger.
+
+    `setting` names the trainer's setting that `bound` comes from.
 
     Raises:
-        ConfigError: if that is larger.
+        ConfigError: if the settings' own bound is larger than `bound`.
     """
     own = config.policies.staleness.bound
     if own is None:
@@ -124,7 +125,7 @@ def one_placeholder_each(
     image. SGLang takes each of these for an image of its own, and tokenizes the decoded text again.
 
     Raises:
-        ConfigError: if there are not as many rows of placeholders as images.
+        ConfigError: if the number of placeholder rows differs from the number of images.
     """
     array = np.asarray(ids)
     kept = np.ones(len(array), dtype=np.bool_)

@@ -3,14 +3,13 @@
 :class:`RolloutEngine` takes the place of AReaL's rollout engine (``RemoteSGLangEngine``, or
 ``RolloutController`` where one process drives everything). It is written for AReaL 1.0.4.
 
-- A workflow runs as it is. The engine that it gets sends its requests through the scheduler, so a
-  response that is interrupted goes on inside of the same ``await engine.agenerate(...)``. An agent
-  with ``run(data, **extra_kwargs)`` gets the URL and the key of a session instead of those of
-  AReaL's proxy.
-- The trajectories are made of the scheduler's rollouts, in the form of AReaL's own workflows, so
+- Workflows run unchanged. Their engine sends every request through the scheduler, so an interrupted
+  response continues inside the same ``await engine.agenerate(...)``. An agent with
+  ``run(data, **extra_kwargs)`` gets a session's URL and key instead of AReaL's proxy URL and key.
+- Trajectories are built from the scheduler's rollouts, in the format of AReaL's own workflows, so
   the version of each token is the one that the server reported.
-- AReaL sets no label on its weights. The scheduler labels them with its own version, which
-  :meth:`RolloutEngine.set_version` ties to that of the trainer.
+- AReaL does not label its weights. The scheduler labels them with its own version, and
+  :meth:`RolloutEngine.set_version` maps this version to the trainer's.
 - Prompts are read from the dataloader in the trainer's thread, inside of
   :meth:`RolloutEngine.prepare_batch`, so that AReaL may save the state of the dataloader between
   two calls.
@@ -149,7 +148,7 @@ class RolloutEngine:
         self._began = 0.0
         self._items: Iterator[Prompt] | None = None
         self._ahead = 0
-        """The scheduler's version minus the trainer's, which begins at 0 in a new process."""
+        """The scheduler's version minus the trainer's, which restarts at 0 in a new process."""
         self._updated = False
         """The engines have weights for which set_version() was not called yet."""
         self._tasks = 0
@@ -279,7 +278,7 @@ class RolloutEngine:
             epoch += 1
 
     def _push(self, items: Iterator[Prompt]) -> None:
-        """Keep as many prompts ready as the bound on staleness lets the scheduler launch."""
+        """Queue all prompts that the scheduler may launch within the staleness bound."""
         ready = (self.settings.policies.staleness.bound or 0) + 1
         while len(self._queue) < ready * self.settings.batch_groups:
             self._queue.put(next(items))
@@ -370,7 +369,7 @@ class RolloutEngine:
                 "an agent needs the model's tokenizer; give tokenizer= to RolloutEngine, or set "
                 "tokenizer_path of the rollout."
             )
-        # What an agent asks is sampled as the trainer says.
+        # An agent's requests use the trainer's sampling parameters.
         asked = SimpleNamespace(gconfig=self._gconfig.new(n_samples=1), input_ids=())
         sampling = _sampling(asked)
 
@@ -471,7 +470,7 @@ class RolloutEngine:
     # --- weights -------------------------------------------------------------------------------
 
     def pause_generation(self) -> None:
-        """Do nothing: pause, load and continue are one update, which the weights begin."""
+        """Do nothing: the weight call itself pauses, loads and continues, in one update."""
 
     def update_weights_from_disk(self, meta: Any) -> Future[None]:
         """Load the weights that the trainer saves in ``meta.path``, once they are complete.
@@ -537,8 +536,8 @@ class RolloutEngine:
 
             self._client = RemoteSGLangEngine(self.config)
             self._client.initialize(addr=[engine.name for engine in self._fleet.engines])
-        # A server keeps the group of a trainer that was killed, and refuses its name; AReaL's
-        # trainer would then wait for the server for ever.
+        # A server keeps the NCCL group of a killed trainer and rejects a new group of that name.
+        # AReaL's trainer would then wait for the server forever.
         self.scheduler.on_loop(lambda: leave(members, meta.nccl_group_name))
         return self._client.init_weights_update_group(meta, xccl_group_ranks=xccl_group_ranks)
 
@@ -629,7 +628,7 @@ class RolloutEngine:
     # --- what the scheduler does by itself -----------------------------------------------------
 
     def pause(self) -> None:
-        """Do nothing: the bound on staleness says how much is launched meanwhile."""
+        """Do nothing: the staleness bound already limits launches while the trainer is busy."""
 
     def resume(self) -> None:
         """Do nothing."""
@@ -639,7 +638,7 @@ class RolloutEngine:
         self._asleep.enter_context(self.scheduler.asleep())
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Take the engines' memory back and go on."""
+        """Restore the engines' memory and resume generation."""
         self._asleep.close()
 
     # --- AReaL's statistics and its controller -------------------------------------------------

@@ -155,7 +155,7 @@ class Rollouts:
     # --- what OpenRLHF calls of its own actors --------------------------------------------------
 
     def get_num_unfinished_requests(self) -> int:
-        """Nothing: there is no other actor to which a prompt could be sent."""
+        """Return 0: there is no other actor that could take a prompt."""
         return 0
 
     async def generate_responses(self, *, num_samples: int, **given: Any) -> None:
@@ -184,8 +184,11 @@ class Rollouts:
         return max(0, ready * self._config.batch_groups - len(self._prompts))
 
     async def next_batch(self) -> tuple[list[Response], int] | None:
-        """The responses of the next batch, group by group, and the number of prompts that are
-        neither waiting nor in flight any more; None if no batch is complete soon."""
+        """Return the next batch's responses and a number of prompts, or None on timeout.
+
+        Responses are in group order. The number counts the prompts that are no longer waiting or
+        in flight. The timeout is `_LOOK_S`.
+        """
         limit = asyncio.timeout(_LOOK_S)
         try:
             async with limit:
@@ -316,7 +319,7 @@ class _Samples(_Theirs):
         self._rollouts = self.vllm_engines[0]
         self._rows = self._read()
         self._finished = 0
-        """Prompts that are neither waiting nor in flight any more."""
+        """Number of prompts that are no longer waiting or in flight."""
         rollout, algo = self.args.rollout, self.args.algo
         kept = tuple(algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
         sizes = rollout.batch_size, rollout.n_samples_per_prompt

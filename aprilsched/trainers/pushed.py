@@ -1,7 +1,7 @@
 """What adapters share whose trainers push prompts one by one and wait for each group.
 
-Such a trainer decides how many groups are in flight. The scheduler keeps all of them open, and says
-of each whether it was delivered or has failed.
+Such a trainer decides how many groups are in flight. The scheduler keeps all of them open, and
+reports for each group whether it was delivered or failed.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ async def next_batch(scheduler: RolloutScheduler) -> Batch:
 
 
 class PushedGroups(Generic[KeyT]):
-    """Says which prompts have failed; a listener of the scheduler.
+    """A listener of the scheduler that reports which prompts failed.
 
-    Facts have the numbers of groups and not the keys of their prompts. Prompts are launched in the
-    order in which they were pushed.
+    Facts contain group numbers, not prompt keys. Prompts are launched in the order in which they
+    were pushed.
 
     Args:
         failed: is called with the key of each prompt whose group is dropped or refused.

@@ -52,7 +52,7 @@ _ASIDE = {"logprobs", "skip_special_tokens", "include_stop_str_in_output"}
 _TURN: ContextVar[Turn] = ContextVar("turn")
 """The turn of the episode that runs."""
 _GROUP: ContextVar[_Group] = ContextVar("group")
-"""The group whose agent loops begin."""
+"""The group whose agent loops are starting."""
 
 
 class ScheduledRollouts(_Theirs):

@@ -4,16 +4,16 @@
 :class:`RolloutFn`. :class:`DataSource` is loaded by ``--data-source-path`` and keeps what is in
 flight in the trainer's checkpoints. It is written for slime 624b824 and miles 31f1ca9.
 
-- The process of the RolloutManager has one scheduler, which is opened by the first call. It pauses
-  no engine: when a batch is full, it calls the unfinished responses back with their tokens, and
-  sends them again in the next call. So nothing is in flight when the trainer releases memory,
-  pauses the engines or loads weights.
-- The trainer moves its weights between two calls and tells nobody. Each call begins by asking the
-  engines for the label of their weights. The labels begin at 1 again when training is resumed, so
-  versions count on from those of the checkpoint (`first_version` of the fleet).
-- A group of the data source is a prompt whose key is a number. The samples of the group are kept
-  here under this number, because reward functions and hooks may put anything into them.
-- Reward functions run on the trainer's own event loop, so one that blocks holds up no stream.
+- The RolloutManager's process has one scheduler, which the first call opens. It never pauses an
+  engine: when a batch is full, it aborts the unfinished responses, keeps their tokens, and resumes
+  them in the next call. So no request is in flight when the trainer releases memory, pauses the
+  engines or loads weights.
+- The trainer loads weights between two calls without notifying the scheduler. So each call first
+  reads the engines' weight label. The labels restart at 1 when training is resumed, so versions
+  continue from the checkpoint's (`first_version` of the fleet).
+- A group of the data source becomes a prompt whose key is a number. The group's samples stay here
+  under this number, because reward functions and hooks may attach arbitrary objects to them.
+- Reward functions run on the trainer's own event loop, so a blocking one does not stall a stream.
 """
 
 from __future__ import annotations
@@ -94,17 +94,17 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
         The trainer's RolloutFnTrainOutput or RolloutFnEvalOutput.
 
     Raises:
-        ConfigError: if the arguments or the samples ask for something that does not work here, or
-            if the engines do not have the weights that the trainer says they have.
+        ConfigError: if the arguments or the samples require an unsupported feature, or if the
+            engines do not have the weights that the trainer reports.
     """
     rollouts = _rollouts(args, data_source)
     return rollouts.evaluate() if evaluation else rollouts.generate(rollout_id)
 
 
 class RolloutFn:
-    """:func:`generate_rollout` as the class that miles makes with a RolloutFnConstructorInput.
+    """:func:`generate_rollout` as a class, for miles, which passes a RolloutFnConstructorInput.
 
-    miles tells it the version of the weights for training, so it is also checked that every engine
+    miles passes the version of the training weights, so each call also checks that every engine
     has this version.
     """
 
@@ -113,7 +113,7 @@ class RolloutFn:
         self._data_source = input.data_source
 
     def __call__(self, input: Any) -> Any:
-        """Do what a RolloutFnTrainInput or a RolloutFnEvalInput asks for.
+        """Run the rollout that a RolloutFnTrainInput or a RolloutFnEvalInput requests.
 
         Raises:
             ConfigError: as :func:`generate_rollout`, and for an evaluation of a checkpoint.
@@ -168,7 +168,7 @@ class DataSource:
             self.wrapped.save(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Begin with what :meth:`save` has saved; without a checkpoint, nothing is in flight."""
+        """Restore what :meth:`save` wrote; without a checkpoint, nothing is in flight."""
         current = _current
         if current is not None and current.data_source is self:
             close()
@@ -354,7 +354,7 @@ class _Rollouts:
         else:
             shown = Counter(rollouts.on_loop(self._versions))
             if not shown:
-                return  # No engine answers; the wait for the batch says which and why.
+                return  # No engine answers; the wait for the batch reports which and why.
             version = max(shown, key=lambda each: (shown[each], each))
         if version < rollouts.version:
             raise ConfigError(

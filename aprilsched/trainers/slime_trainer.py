@@ -125,7 +125,7 @@ def _keeps_masks(args: Any, trainer: TrainerParts) -> bool:
 
 
 def companions_of(args: Any, trainer: TrainerParts) -> Iterator[Companion]:
-    """What the engines return beside the tokens, for the trainer's own arguments."""
+    """Yield what engines return in addition to tokens, as the trainer's arguments require."""
     if getattr(args, "use_rollout_routing_replay", False):
         yield routed_experts(
             layers=args.num_layers,

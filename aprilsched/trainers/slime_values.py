@@ -12,8 +12,8 @@ from aprilsched.types import Batch
 def reward_number(sample: Any, key: str | None) -> float:
     """The reward as the number that the run's figures have.
 
-    A reward that is no number is one for the function of ``--custom-reward-post-process-path``; it
-    counts as 0.
+    A reward that is not a number is meant for the function of
+    ``--custom-reward-post-process-path``; it counts as 0.
     """
     reward = sample.reward[key] if key else sample.reward
     try:

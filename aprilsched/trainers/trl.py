@@ -70,7 +70,7 @@ Named: TypeAlias = "Iterator[tuple[str, Tensor]]"
 _FILE = "aprilsched.checkpoint"
 """Name of the scheduler's file in a checkpoint folder of the trainer."""
 _CONVERSATIONS = "aprilsched.conversations.json"
-"""Those with tools, beside it."""
+"""Name of the file of conversations with tools, in the same checkpoint folder."""
 _SHARD_BYTES = 2**32
 """Largest file of weights, which is in memory while it is written."""
 _NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
@@ -100,10 +100,10 @@ class RolloutWorker:
 
     Args:
         fleet: the engines.
-        args: the trainer's arguments. They give the size of a group and of a batch, the parameters
-            of sampling, and the bound on staleness.
-        train_dataset: the trainer's dataset. Column "prompt" has a conversation or a text; the
-            other columns are arguments of the reward functions. It is repeated for ever.
+        args: the trainer's arguments. They set the group size, the batch size, the sampling
+            parameters and the staleness bound.
+        train_dataset: the trainer's dataset. Column "prompt" contains a conversation or a text; the
+            other columns are arguments of the reward functions. It is repeated forever.
         processing_class: the tokenizer, with its chat template.
         reward_funcs: reward functions as TRL calls them, plain or asynchronous.
         reward_weights: factors of their rewards in the sum; 1 for each by default.
@@ -135,8 +135,10 @@ class RolloutWorker:
     """
 
     callback: TrainerCallback
-    """Tells the scheduler what is trained on, and saves its state with the trainer's checkpoints.
-    It must be among the trainer's callbacks."""
+    """Acknowledges trained batches, and saves the scheduler's state in the trainer's checkpoints.
+
+    It must be among the trainer's callbacks.
+    """
 
     def __init__(
         self,
@@ -190,9 +192,9 @@ class RolloutWorker:
         self._untrained: deque[Batch] = deque()
         self._given: _Given | None = None
         self._model: Any = None
-        """The model that is trained, from the begin of the training on."""
+        """The model in training; None until training starts."""
         self._ahead_of_trl = 0
-        """The scheduler's version minus the trainer's, which begins at 0 again in a new process."""
+        """The scheduler's version minus the trainer's, which restarts at 0 in a new process."""
         # TRL declares its own types of queues for both, and uses get() and qsize() alone.
         self.rollout_buffer: Any = self
         self.metrics_queue: Any = queue.Queue[dict[str, Any]](maxsize=4096)
@@ -244,8 +246,8 @@ class RolloutWorker:
         return self._chat.prompt_ids(prompt)
 
     def start(self) -> None:
-        """Begin to generate, since the engines have the trainer's weights now."""
-        _ = self.scheduler  # It is open, or says what opens it.
+        """Start generating; the engines have the trainer's weights now."""
+        _ = self.scheduler  # Raises an error with a remedy if it is not open.
         self._started.set_result(None)
 
     def stop(self) -> None:
@@ -387,8 +389,8 @@ class RolloutWorker:
     def send_weights(self, iterator: Named) -> None:
         """Bring the weights to every engine: pause, load, verify, continue.
 
-        An engine that fails meanwhile is left behind, and the others get the weights once more. It
-        takes part again when it is back and the next weights are sent.
+        If an engine fails during the update, it is left out, and the others get the weights once
+        more. It rejoins when it has recovered and the next weights are sent.
 
         Raises:
             RefitError: if no engine took them.
@@ -474,7 +476,7 @@ class RolloutWorker:
         """Continue with what was saved in `folder`; the engines are not open yet.
 
         Raises:
-            ConfigError: if there is no such file, or if the trainer would count its epochs anew.
+            ConfigError: if the file does not exist, or if the trainer's epoch count would restart.
         """
         if not (folder / _FILE).is_file():
             raise ConfigError(

@@ -26,13 +26,13 @@ Factories: TypeAlias = Callable[[], object] | Mapping[str, Callable[[], object]]
 
 
 class Conversation(msgspec.Struct):
-    """What became of one rollout.
+    """The conversation of one rollout.
 
     Attributes:
-        prompt: its first messages, with what its environment said at the begin.
-        completion: the messages after these.
-        calls: number of calls, of which so many `failures`.
-        reward: that of its environment, under the name of its class; None if it gives none.
+        prompt: first messages, including what the environment's reset returned.
+        completion: messages after the prompt.
+        calls: number of tool calls, including the `failures`.
+        reward: class name of the environment, and its reward; None if it returns no reward.
     """
 
     prompt: list[Message]
@@ -164,7 +164,7 @@ class ToolHarness:
         name: str,
         arguments: str,
     ) -> str:
-        """What a call gives, as text; an error of a tool is told to the policy."""
+        """Return a call's result as text; a tool's error becomes the text, for the policy."""
         found.calls += 1
         try:
             if name not in tools:

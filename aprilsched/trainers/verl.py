@@ -145,7 +145,7 @@ class AgentLoopManager:
         """Push prompts, and return before anything is generated for them.
 
         Raises:
-            Exception: what has ended the scheduler, if it does not run any more.
+            Exception: the error that stopped the scheduler, if it is no longer running.
         """
         self._ray.get(self._scheduler.generate_sequences.remote(prompts))
 
@@ -153,7 +153,7 @@ class AgentLoopManager:
     def paused_for_weights(self, version: int) -> Generator[None]:
         """Pause the servers while verl brings the weights of step `version` into them.
 
-        At the end of the block the servers are told the version, and generation continues.
+        At the end of the block the servers are labelled with the version, and generation resumes.
         """
         self._ray.get(self._scheduler.pause_for_weights.remote(version))
         try:
@@ -315,7 +315,7 @@ class _Scheduler(_Worker):
         elif self._delivery.done():
             self._delivery.result()
         validate = bool(batch["validate"]) if "validate" in batch else False
-        # verl has the weights of the last step when it begins the next one.
+        # When verl starts a step, it has the weights of the previous step.
         version = int(batch["global_steps"]) - (not validate)
         if version > self._rollouts.version:
             await self._rollouts.update_weights(ExternalWeights(label=True), version=version)
@@ -329,7 +329,7 @@ class _Scheduler(_Worker):
             self._paused = paused
 
     async def weights_loaded(self, error: str | None = None) -> None:
-        """Let the servers continue, unless `error` says why the weights were not loaded."""
+        """Resume the servers, unless `error` gives the reason why loading failed."""
         paused, self._paused = self._paused, None
         if paused is None:
             return
@@ -360,7 +360,7 @@ class _Scheduler(_Worker):
         try:
             await self._push(uid, prompt, sampling_params, trajectory, trace)
         except Exception:
-            # verl awaits nothing here, and would wait for the group for ever.
+            # verl does not await this call, so without a failure it would wait forever.
             log.exception("prompt %s was given up", uid)
             await self._fail(uid, validate)
 
@@ -416,7 +416,7 @@ class _Scheduler(_Worker):
                 for group in (await next_batch(self._rollouts)).groups:
                     await self._finish(cast("str", group.prompt.key), False)
         except Exception:
-            # verl would wait for ever for a group that is neither finished nor failed.
+            # verl would wait forever for a group that is neither finished nor failed.
             for uid in tuple(self._groups.open):
                 await self._fail(uid, False)
             raise
