@@ -222,7 +222,7 @@ class _Child:
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = loop.create_future()
         self._failure: BaseException | None = None
-        """Why no request can be answered any more."""
+        """The error because of which requests can no longer be answered; None while they can."""
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         context = multiprocessing.get_context("spawn")
         ours, theirs = socket.socketpair()

@@ -1,7 +1,7 @@
 """The scheduler as a named Ray actor: its start, its end, and its answers to trainers.
 
-Ray restarts the actor when it dies, and repeats the requests that were under way. Each of them says
-what its trainer has, so the first one can open the scheduler from its store.
+Ray restarts the actor when it dies, and repeats the requests in flight. Each request states what
+its trainer has, so the first one can open the scheduler from its store.
 
 Invariants:
 

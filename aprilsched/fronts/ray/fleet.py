@@ -54,7 +54,7 @@ class RayFleet(SGLangListedFleet):
         settings: as of :class:`~aprilsched.SGLangFleet`.
 
     Raises:
-        ConfigError: if there is no actor, or if `poll_s` is not above 0.
+        ConfigError: if `actors` is empty, or if `poll_s` is not above 0.
     """
 
     def __init__(

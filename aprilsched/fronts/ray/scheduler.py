@@ -17,8 +17,8 @@
 
 Batches come through Ray's object store: their arrays are read-only views of its memory.
 
-Ray repeats a call whose actor has died once it has restarted the actor. Each call says what the
-trainer has, so the scheduler, which opens its store, delivers the other batches again.
+If the actor dies during a call, Ray restarts the actor and repeats the call. Each call states what
+the trainer has, so the scheduler opens its store and delivers the other batches again.
 
 Invariants:
 
@@ -102,7 +102,7 @@ class ActorScheduler(RemoteScheduler):
         self._actor: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: Exception | None = None
-        """Why no call can be answered any more."""
+        """The error because of which calls can no longer be answered; None while they can."""
         self._last_notice: asyncio.Future[Reply] | None = None
 
     async def __aenter__(self) -> Self:
