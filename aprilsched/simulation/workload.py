@@ -59,8 +59,8 @@ from aprilsched.types import Prompt, SamplingParams
 LengthLaw: TypeAlias = Literal["lognormal", "log_t"]
 _SHARE = Bound(least=0, most=1, words="0 to 1")
 _GRID = 1 << 16
-"""The longest cap up to which a law's distribution function is asked at each length; beyond it, it
-is asked at so many."""
+"""Largest number of lengths at which a law's distribution function is evaluated. Up to this cap, it
+is evaluated at every length."""
 _PROMPTS = 1024
 """Prompts whose laws the moments are of, where each has its own and their number is not known."""
 

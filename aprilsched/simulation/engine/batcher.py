@@ -1,8 +1,8 @@
 """Continuous batching on explicit time, without asyncio and without a clock.
 
 Callers pass the time (in modelled seconds) to every call, and :meth:`Batcher.next_event_time`
-says when to call :meth:`Batcher.advance` again. Between two changes of the batch, decoding is one
-closed form, so the cost of a run depends on the number of its events and not of its steps.
+returns when to call :meth:`Batcher.advance` again. Between two changes of the batch, decoding has a
+closed form, so the cost of a run depends on its number of events and not of decode steps.
 
 Invariants:
 - Control takes effect between steps: a call in the middle of a step or of a prefill pass waits
@@ -47,7 +47,7 @@ class _Decode:
 
 @dataclass(slots=True)
 class _Prefill:
-    """Prefill in one pass; `picks` says how many tokens of each request it computes."""
+    """A prefill pass; `picks` contains the number of tokens that it computes per request."""
 
     start: float
     end: float

@@ -32,8 +32,8 @@ def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 6
     Args:
         coro: the program.
         idle_timeout: real seconds to wait for sockets when no timer is left and nothing can
-            run. After them all tasks fail with ``looptime.IdleTimeoutError``, mostly because of
-            a deadlock. None waits for ever.
+            run. Then all tasks fail with ``looptime.IdleTimeoutError``; the usual cause is a
+            deadlock. None waits forever.
 
     Raises:
         MissingExtra: if looptime is not installed.

@@ -1,8 +1,8 @@
 """The output of a simulated engine: samples tokens from the toy model and builds the chunks.
 
-Tokens are sampled lazily, when somebody will see them (at a tick, an ending or a pause, or in the
-search for stop tokens), for all requests concerned at once. This is correct because the weights
-cannot change before the tokens are sampled.
+Tokens are sampled lazily, for all affected requests at once, when they become visible: at a tick,
+at the end of a request, at a pause, or in the search for stop tokens. This is correct because the
+weights cannot change before the tokens are sampled.
 """
 
 from __future__ import annotations

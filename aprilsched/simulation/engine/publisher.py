@@ -67,7 +67,7 @@ class SimAdapterPublisher(_KeyPublisher):
         return f"policy-v{version}"
 
     async def retire(self, version: int, engine: Engine) -> None:
-        """Unload the adapter of `version`, with which no request samples any more."""
+        """Unload the adapter of `version`; no request samples with it any longer."""
         if isinstance(engine, SimEngine):
             await engine.unload_adapter(self.adapter_name(version))
 

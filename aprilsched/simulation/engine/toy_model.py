@@ -214,7 +214,7 @@ class KvTier:
         """The hash of a context up to the end of each page."""
 
     def absorb(self, model: ToyModel, tokens: Int32Array, key: int, *, found_under: str) -> int:
-        """The hash of a context that begins with `tokens` (int32 [n]).
+        """Return the hash of a context that starts with `tokens` (int32 [n]).
 
         KV that is there under the name `found_under` is used. The rest is computed under the
         weights `key`, and kept under that name.
