@@ -43,9 +43,9 @@ _STALER = 0.03
 _TOO_STALE = 0.005
 """Share of the tokens that may exceed the user's bound; they get loss mask 0, or are evicted."""
 _BATCHES, _LEAST_BATCHES, _ROLLOUTS = 24, 8, 256
-"""Number of batches in a trial, of at most so many rollouts. Larger batches scatter less, so fewer
-of them are as much evidence, down to the second number. A choice takes as long as its trials have
-responses."""
+"""Batches in a trial: the first number, or fewer while they have more than `_ROLLOUTS` rollouts in
+all, but at least the second number. Larger batches scatter less, so fewer of them are the same
+evidence. The time of a choice is proportional to the responses in its trials."""
 _BRIEF, _LEAST_BRIEF = 6, 3
 """Number of batches in the first, brief trial of every candidate, and of large ones."""
 _MAY_RISE = 0.05
@@ -54,9 +54,9 @@ _MOST_GROUPS = 128
 """A larger batch is tried out as an equal share of it on fewer engines, if each batch waits for its
 longest response."""
 _LEAST_GROUPS = 32
-"""Otherwise a batch of more groups and of more than `_ROLLOUTS` is tried out as an equal share of
-it, on a share of an engine too. As many rollouts in more batches scatter less, because fewer of
-them are before the count begins."""
+"""Otherwise a batch of more groups and of more than `_ROLLOUTS` rollouts is tried out as an equal
+share of it, if necessary on a share of an engine. The same number of rollouts in more batches
+scatters less, because fewer of them precede the count."""
 _LEAST_RESPONSES = 16
 """Number of the longest responses that a share of an engine has room for."""
 _MOST_CACHE_GAIN = 1.1
@@ -69,8 +69,8 @@ _GROUPS_OF_A_BATCH = 48
 """Groups that are drawn for each group of a batch, so that a trial's counted batches use none
 twice."""
 _MOST_GAPS = 8.0
-"""Number of gaps of a response in a trial; more of them are tried out as so many longer ones. A
-choice with three gaps takes six times as much CPU as one without."""
+"""Largest number of gaps of a response in a trial. More gaps are tried out as this number of longer
+gaps. A choice with three gaps takes six times the CPU time of a choice without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class Tried:
     outcome: Outcome
 
     def told(self, *, explained: tuple[float, float], batches: int) -> Schedule:
-        """The schedule, whose forecast says what it was made with."""
+        """Return the schedule; its forecast records the data that the choice was made with."""
         forecast = self.schedule.forecast
         if forecast is not None:
             forecast = replace(forecast, explained=explained, batches=batches)
@@ -113,7 +113,7 @@ class Planner:
         self.max_running = max_running
         self.inline = inline
         self.bias = Bias()
-        """What the run says of earlier forecasts. A run tells it while it goes on."""
+        """Bias of earlier forecasts, which the run updates batch by batch."""
 
     def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
         """The schedule to follow, with its expected outcome; it may be the one in force."""
@@ -243,7 +243,7 @@ class Halving:
         self._drawn = Drawn.of(setting)
         self._brief_batches = min(_BRIEF, max(_LEAST_BRIEF, setting.batches // 4))
         self._running: dict[int, Trial] = {}
-        """Brief trials that may go on. The others begin again if they go on after all."""
+        """Brief trials that can be continued. Other trials restart if their result is needed."""
 
     @property
     def least_near(self) -> float:
@@ -288,19 +288,21 @@ def trials(
     current: Schedule | None = None,
     factor: float = 1.0,
 ) -> list[Tried]:
-    """Try `several` candidates out, and write the expected outcome into their schedules, corrected
-    by `factor`.
+    """Try `several` candidates, and return them with their expected outcomes.
 
-    Every fourth ratio of each refill rule gets a brief trial, or every second one where groups are
-    deferred, which scatters more, and so do those between them that are beside one near the best.
-    Of all these, those near the best, and `current`, go on to a full trial. If that exceeds a
-    bound, the next best takes the candidate's place.
+    The outcomes, corrected by `factor`, are also written into the schedules.
+
+    Every fourth ratio of each refill rule gets a brief trial, or every second one if groups are
+    deferred, because deferring scatters more. A ratio in between gets one if its neighbour is near
+    the best. The candidates near the best, and `current`, then get a full trial. If a candidate
+    exceeds a bound in it, the next best one takes its place.
     """
     halving = Halving(setting.faster(factor), several, factor)
     rules: dict[tuple[Refill, Pace | None], list[int]] = {}
     for place, schedule in enumerate(several):
         rules.setdefault((schedule.refill, schedule.pace), []).append(place)
-    # Beside a slow trainer those that do not wait for it tell that the others need no trial.
+    # With a slow trainer, the outcomes of asynchronous schedules show that the synchronous ones
+    # need no trial.
     ratios = [rules[rule] for rule in sorted(rules, key=lambda rule: rule[1] == "synchronous")]
     for places in ratios:
         halving.try_briefly(places[:: 2 if several[places[0]].refill.defers else 4])
@@ -330,7 +332,7 @@ def trials(
 def _between(
     places: Sequence[int], stride: int, tried: Mapping[int, Outcome], least: float
 ) -> Iterable[int]:
-    """Places half-way between those that are `2 * stride` apart, beside one worth `least`."""
+    """Yield places halfway between places `2 * stride` apart, if a neighbour is worth `least`."""
     for index in range(stride, len(places), 2 * stride):
         beside = places[index - stride : index + stride + 1 : 2 * stride]
         if any(tried[each].value >= least for each in beside if each in tried):
@@ -438,8 +440,10 @@ def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], tolerance: float)
 
 
 def _share_of(model: StepTimeModel, share: float) -> StepTimeModel:
-    """An engine that does what one of the `model` does in the same time with so many times the
-    responses, tokens and room."""
+    """Return the model of a 1 / `share` part of an engine.
+
+    Its step takes as long as a step of `model` with `share` times the responses, tokens and room.
+    """
     return replace(
         model,
         t1=model.t1 * share,

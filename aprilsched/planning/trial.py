@@ -5,8 +5,8 @@ one, whose work and KV pool are divided evenly; requests are numbers on one step
 purpose is the order of schedules, and a test compares it with the simulation within a few percent.
 
 On the synchronous pace a step is a batch, the trainer's time and the refit, one after the other. On
-the asynchronous pace generation goes on while the trainer trains, and stops for the refit alone. A
-refit interrupts everything in flight, which is recomputed afterwards unless the KV is kept.
+the asynchronous pace generation continues while the trainer trains, and stops only for the refit. A
+refit interrupts all requests in flight; they are recomputed afterwards unless the KV is kept.
 
 Invariants:
 - A member that starts decoding at step s with r tokens to go ends at step s + r, whatever happens
@@ -15,18 +15,18 @@ Invariants:
   except for a response that runs alone. A full pool has the same effect as on an engine: requests
   wait, and the one admitted last is preempted and recomputed.
 
-A complete group waits for its reward, and may be refused then. A batch is full when enough groups
-are complete, and is taken when enough of them are accepted. Engines go on in between where those of
-a run do (``awaits_scores`` in :mod:`aprilsched.kernel.core.steps.batch`), and stand otherwise. A
-member of several turns leaves its engine at a gap, and waits for a place after it.
+A complete group waits for its reward, and may then be rejected. A batch is full when enough groups
+are complete, and is taken when enough of them are accepted. In between, engines generate or idle as
+in a run (``awaits_scores`` in :mod:`aprilsched.kernel.core.steps.batch`). A member with several
+turns leaves its engine at a gap, and queues for a slot after the gap.
 
 Efficiency counts generated tokens and not delivered ones: in the long run both are the same, and
 over a few batches the delivered ones vary four times as much, with what is in flight.
 
-Where the trainer is the slower one, a step takes as long whatever its responses are, so chance in
-their lengths is chance in the work of a step. All candidates do the same work in the long run, so
-the objective counts the mean work of as many groups, and the seconds that this would have taken:
-those that depend on the engines in proportion, and the others as they are.
+If the trainer is slower than the engines, the time of a step does not depend on its responses, so
+random lengths become random work per step. In the long run all candidates do the same work. So the
+objective counts the mean work of this number of groups, and the seconds that it would take: the
+seconds that depend on the engines are scaled in proportion, the others are unchanged.
 """
 
 from __future__ import annotations
@@ -60,14 +60,15 @@ def try_out(schedule: Schedule, setting: Setting) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """What is drawn from the lengths of a setting, the same for all schedules. A copy for each of
-    them took most of the memory of a choice.
+    """Random draws from the lengths of a setting, shared by all schedules.
+
+    A copy for each schedule would take most of the memory of a choice.
 
     Attributes:
         rows: the lengths of the members of each group.
-        again: those of the same groups if they begin again.
-        remembered: what earlier epochs say of each group's level; empty for nothing.
-        accepted: float64 [groups], the share that is accepted of groups like each one.
+        again: the lengths of the members of each group if the group restarts.
+        remembered: evidence of earlier epochs on each group's level; empty for none.
+        accepted: float64 [groups], the accepted share of groups of each group's length.
         law: int64, all lengths in ascending order.
     """
 
@@ -91,13 +92,13 @@ class Drawn:
 
 
 class Trial:
-    """A schedule on trial, which can go on after a first, brief outcome.
+    """A trial of a schedule, which can be continued after a first, brief outcome.
 
     Args:
         schedule: the schedule.
         setting: the conditions.
-        drawn: what is drawn in this setting, or in one that differs only in the model; None to draw
-            it.
+        drawn: the draws of this setting, or of one that differs only in the model; None to draw
+            them here.
     """
 
     def __init__(self, schedule: Schedule, setting: Setting, drawn: Drawn | None = None) -> None:
@@ -106,7 +107,7 @@ class Trial:
         self._setting = setting
         self._refill = schedule.refill
         if isinstance(self._refill, Pool):
-            # As many of the groups of the trial as the run starts together of its own.
+            # A group of the trial stands for `share` groups of the run.
             together = max(1, round(self._refill.together / setting.share))
             self._refill = replace(self._refill, together=together)
         self._asynchronous = (schedule.pace or setting.pace) == "asynchronous"
@@ -160,9 +161,9 @@ class Trial:
         self._taken = 0
         """Number of batches since the last update, 0 or 1."""
         self._tail_at = -1
-        """Number of running responses at which the tail of a batch begins; -1 for none."""
+        """Number of running responses at which the tail of a batch starts; -1 for none."""
         self._wave_pending = True
-        """Whether a batch begins, or has begun with fewer groups than the rule asks for."""
+        """Whether a batch starts, or started with fewer groups than the refill rule requires."""
         self._tickets = 0
         self._seen = _Seen()
         self._law = drawn.law
@@ -374,10 +375,10 @@ class Trial:
         self._decoded.clear()
 
     def _throw_away(self, store: Store) -> None:
-        """Let the groups begin again that would be too stale for the next batch."""
+        """Restart the groups that would be too stale for the next batch."""
         oldest = self._batches + 1 - (self._setting.max_staleness or 0)
         for group in self._ready.take(len(self._ready)):
-            # It was complete together with the last group of the batch.
+            # It completed together with the last group of the batch.
             if min(group.sampled) >= oldest:
                 self._ready.add(group)
             else:
@@ -444,9 +445,9 @@ class Trial:
                 mean, members = self._setting.gaps, range(len(group.lengths))
                 group.gaps = [self._gaps.whole(mean, row, member) for member in members]
             if takes_over:
-                # A pool takes over the responses of the schedule before it, at whatever places they
-                # are. Equal responses that began together would end together for ever, and refits
-                # would interrupt nothing: that was expected to be a fifth faster than it is.
+                # A pool takes over the previous schedule's responses, each at its own position.
+                # Equal responses that start together would end together forever, and refits would
+                # interrupt nothing: such a forecast is a fifth too fast.
                 for member, length in enumerate(group.lengths):
                     group.note(member, length * place // count, self._batches)
             self._next += 1
@@ -474,9 +475,11 @@ class Trial:
                 self._admit()
 
     def _admit(self, *, alone: bool = False) -> None:
-        """Start waiting members, first come, first served, as far as there is room. With `alone`,
-        each has a place since another one has left it, so an engine that has several times as
-        many prefills as many times."""
+        """Start waiting members in order of arrival, while there is room.
+
+        With `alone`, each member takes the slot of one that has just left, so they are prefilled
+        one at a time, and not in one pass.
+        """
         queue, decoded, prompt = self._queue, self._decoded, self._setting.prompt_tokens
         room = self._limit - len(self._running)
         if not queue or room <= 0:
@@ -515,9 +518,9 @@ class Trial:
         decoded = self._decoded
         steps = decoded.room(self._put_back)
         running, engines = len(self._running), self._setting.engines
-        # Fewer responses than engines, as in the tail of a batch, run on as many engines. Spread
-        # over all of them, their contexts would be read in no time: waiting on 32 engines was
-        # expected to be a third faster than it is.
+        # If there are fewer responses than engines, as in the tail of a batch, each runs on its own
+        # engine. Spread over all engines, their contexts would be read in no time: the forecast of
+        # waiting on 32 engines would be a third too fast.
         busy = min(running, engines)
         batch, kv, tokens = round(running / busy), round(decoded.kv / busy), steps * running
         seconds = self._decoding.seconds(batch, kv, steps)
@@ -557,8 +560,7 @@ class Trial:
         self._complete(running.group)
 
     def _come_back(self) -> None:
-        """Let the members go on whose gap is over; where groups are deferred, only those that are
-        chosen."""
+        """Queue the members whose gap is over; if groups are deferred, only the chosen ones."""
         while self._away and self._away[0][0] <= self.now:
             _, _, running = heapq.heappop(self._away)
             group, member = running.group, running.member
@@ -600,7 +602,7 @@ class _Training:
     awaited: float
     """Time at which the last group was complete that the trainer has waited for."""
     composed: float
-    """Time at which its last group is offered, and the next batch begins."""
+    """Time at which its last group is offered, and the next batch starts."""
     taken: float
     """Time at which the trainer takes the last group."""
     done: float
@@ -627,8 +629,10 @@ class _Seen:
     def add(
         self, groups: Sequence[TrialGroup], version: int, *, seconds: float, waited: float
     ) -> None:
-        """Count a batch that `version` consumes. Its step took so many `seconds`, of which the
-        engines `waited` for the trainer."""
+        """Count a batch that `version` consumes.
+
+        Its step took `seconds`; for `waited` of these seconds the engines waited for the trainer.
+        """
         self._seconds += seconds
         self._waited += waited
         self.groups += len(groups)
@@ -638,7 +642,7 @@ class _Seen:
                 self._by_age[age] = self._by_age.get(age, 0.0) + tokens
 
     def outcome(self, setting: Setting, batches: int, peak_kv: float, mean_work: float) -> Outcome:
-        """The means over `batches`; `mean_work` is what as many groups are expected to be worth."""
+        """Return the means over `batches`; `mean_work` is the expected work of these groups."""
         by_age, oldest = self._by_age, setting.max_staleness
         tokens, distance = sum(by_age.values()), self.distance / batches
         worth = setting.objective.usefulness(by_age, bound=oldest)
@@ -727,7 +731,7 @@ class DecodeBatch:
         self.sum_of_ends = 0
 
     def begin_pass(self) -> None:
-        """Begin a prefill pass: those of the pass before count as running ones."""
+        """Start a prefill pass; the requests of the previous pass now count as running."""
         self._read = self._joined = 0.0
 
     def fits(self, context: float, left: int) -> bool:
@@ -835,7 +839,7 @@ class TrialGroup:
     def __init__(self, lengths: list[int], opened: int, *, then: list[int]) -> None:
         self.lengths = lengths
         self.then = then
-        """The lengths if the group begins again."""
+        """The lengths if the group restarts."""
         self.level: tuple[float, float] | None = None
         """Mean and variance of its log level, by what is remembered of it; None for nothing."""
         self.have = [0] * len(lengths)
@@ -944,7 +948,7 @@ class Times:
         self._uniforms = hashed_uniforms((997,), seed=seed).tolist()
 
     def of(self, row: int, member: int = 0, tokens: int = 0) -> float:
-        """The time of the member of a group at so many tokens."""
+        """Return the time of a group's member at `tokens` tokens."""
         return self._times[int(self._uniform(row, member, tokens) * len(self._times))]
 
     def whole(self, mean: float, row: int, member: int) -> int:
@@ -1062,11 +1066,11 @@ def drawn_again(setting: Setting) -> NDArray[np.int64]:
 
 
 def _levels_of(setting: Setting) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """A level of each group, drawn from what its members tell of it, and the mean of their log
-    lengths, both float64 [G, 1].
+    """Return a level of each group and the mean of its log lengths, both float64 [G, 1].
 
-    A group's own level is not its mean, which its members' luck is part of. With that, a response
-    that is drawn again would tell of its siblings what no response tells.
+    The level is drawn from its posterior, given the group's members. The level is not the mean,
+    because the mean includes the members' random deviations. With the mean, a redrawn response
+    would carry information on its siblings that a real response does not carry.
     """
     lengths, shared = setting.lengths, setting.shared
     there = lengths > 0

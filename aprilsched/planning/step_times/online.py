@@ -65,8 +65,8 @@ class OnlineFit:
     Args:
         prior: model at which the fit starts, and which it keeps where nothing is observed.
         prior_weight: weight of each coefficient of the prior, in windows; it does not decrease.
-        memory: number of windows after which an observation has the weight 1/e. After twice as many
-            it is forgotten.
+        memory: number of windows after which an observation has the weight 1/e. After twice this
+            number it is dropped.
 
     Raises:
         ConfigError: if a number is not above 0.

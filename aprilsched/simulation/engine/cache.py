@@ -25,8 +25,8 @@ class KvPool:
         self._full_at = 0
         """Number of running requests at which the next one did not fit; 0 if it fits.
 
-        As in SGLang, admission is retried only when fewer requests run. The end of a prefill pass
-        is no reason to retry, although the pass's own requests then need less room.
+        As in SGLang, admission is retried only when fewer requests run. It is not retried when a
+        prefill pass ends, although the pass's own requests then need less room.
         """
         self._chunk = config.timing.prefill_chunk
         self._by_rank = config.priority
