@@ -503,7 +503,7 @@ class Receipt:
 
     @staticmethod
     def elsewhere() -> ConfigError:
-        """The error for a call in a process that does not have the scheduler."""
+        """Return the error for a call in a process that does not have the scheduler."""
         return ConfigError(
             "this batch is a copy from another process; acknowledge it in the process of the "
             "scheduler."
@@ -562,7 +562,7 @@ class Batch:
         )
 
     def to_torch(self, *, packed: bool = False, pad_id: int = 0) -> PaddedTensors | PackedTensors:
-        """The batch as torch tensors (needs the extra ``torch``).
+        """Return the batch as torch tensors (needs the extra ``torch``).
 
         Padded (the default): [rollouts, longest] with prompt and response in one row, padded
         on the right with `pad_id`. Packed: one row, with ``cu_seqlens`` int32 [rollouts + 1],

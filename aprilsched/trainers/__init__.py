@@ -19,7 +19,7 @@ from aprilsched.types import BoolArray, Media
 
 
 def package(trainer: str, module: str) -> Any:
-    """A module of a trainer, or of the packages that it brings.
+    """Return a module of a trainer, or of the packages that it brings.
 
     Raises:
         MissingExtra: if the extra with the name of the trainer is not installed.
@@ -29,7 +29,7 @@ def package(trainer: str, module: str) -> Any:
 
 
 def class_of(actor: Any) -> type[Any]:
-    """The class that ``@ray.remote`` was applied to."""
+    """Return the class that ``@ray.remote`` was applied to."""
     return actor.__ray_metadata__.modified_class.__ray_actor_class__
 
 

@@ -74,7 +74,7 @@ _REJECTED = "areal_rejected"
 _LOOK_SECONDS = 0.2
 """Interval at which a call that waits for a batch pushes further prompts."""
 _POLL_SECONDS = 0.05
-"""Interval at which AReaL's registry is asked whether the weights are on the disk."""
+"""Interval at which AReaL's registry is polled for weights on the disk."""
 
 
 class RolloutEngine:
@@ -110,7 +110,7 @@ class RolloutEngine:
         scheduler: the scheduler itself, for its state.
 
     Raises:
-        ConfigError: if `config` or `settings` ask for what cannot be done.
+        ConfigError: if `config` or `settings` require something that is not supported.
     """
 
     staleness_manager = None
@@ -189,7 +189,7 @@ class RolloutEngine:
         self.initialized = True
 
     def destroy(self) -> None:
-        """Abort what is in flight and release the engines; a second call does nothing."""
+        """Abort requests in flight and release the engines; a second call does nothing."""
         if not self.initialized:
             return
         self.initialized = False
@@ -204,7 +204,7 @@ class RolloutEngine:
 
     @property
     def workflow_executor(self) -> RolloutEngine:
-        """Itself, for what AReaL asks of its executor (:attr:`staleness_manager`)."""
+        """Return self, which implements AReaL's executor (:attr:`staleness_manager`)."""
         return self
 
     # --- batches -------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class RolloutEngine:
         return bool(group.prompt.metadata.get("dynamic")) or self._passes(group)
 
     def _passes(self, group: Group) -> bool:
-        """Whether a group has a rollout that its workflow kept, and is not rejected."""
+        """Return whether a group has a rollout that its workflow kept, and is not rejected."""
         trajectory = self._trajectory(group)
         accept = group.prompt.metadata.get("accept")
         return trajectory is not None and (accept is None or bool(accept(trajectory)))
@@ -340,7 +340,7 @@ class RolloutEngine:
     # --- workflows -----------------------------------------------------------------------------
 
     def _workflow(self, workflow: Any, kwargs: Mapping[str, Any] | None) -> Any:
-        """The workflow that `workflow` names, made once for the same arguments."""
+        """Return the workflow that `workflow` names, made once for the same arguments."""
         if self._resolved is not None and self._resolved[:2] == (workflow, kwargs):
             return self._resolved[2]
         found = _imported(workflow)
@@ -352,7 +352,7 @@ class RolloutEngine:
         return found
 
     def _agent(self, agent: Any) -> BySession:
-        """An agent, which is given the URL of a session."""
+        """Return an agent, which is given the URL of a session."""
         if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
             raise ConfigError(
                 f"the workflow is a {type(agent).__name__}, which has no arun_episode(), and no "
@@ -580,14 +580,14 @@ class RolloutEngine:
         await asyncio.gather(*map(call, members))
 
     def _give_up(self, error: RefitError) -> None:
-        """End an update without its weights; the engines stand by until the next one."""
+        """End an update without its weights; the engines stay on standby until the next one."""
         block, self._broadcast = self._broadcast, None
         if block is not None:
             with suppress(RefitError), block:
                 raise error
 
     def continue_generation(self) -> None:
-        """End a broadcast: label the weights, ask every engine for its version, continue.
+        """End a broadcast: label the weights, read every engine's version, continue.
 
         Raises:
             RefitError: if a bucket has not arrived, or if no engine has the new weights.
@@ -620,8 +620,8 @@ class RolloutEngine:
         self._ahead = self.scheduler.version - version
 
     def get_version(self) -> int:
-        """The trainer's number for the weights that the engines have."""
-        # Between an update and set_version() AReaL still asks for the old number, which names the
+        """Return the trainer's number for the weights that the engines have."""
+        # Between an update and set_version() AReaL still requests the old number, which names the
         # weights on the disk.
         return self.scheduler.version - self._ahead - self._updated
 
@@ -634,7 +634,7 @@ class RolloutEngine:
         """Do nothing."""
 
     def offload(self) -> None:
-        """Release the engines' memory; what is in flight is kept."""
+        """Release the engines' memory; requests in flight are kept."""
         self._asleep.enter_context(self.scheduler.asleep())
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
@@ -819,7 +819,7 @@ class _Callbacks:
 
 
 def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> SchedulerConfig:
-    """The scheduler's settings with the sizes and the bound of AReaL's."""
+    """Return the scheduler's settings with the sizes and the bound of AReaL's."""
     if getattr(areal, "use_lora", False):
         raise ConfigError("use_lora is set, which the scheduler does not carry; leave it out.")
     if getattr(areal, "return_routed_experts", False):
@@ -835,7 +835,7 @@ def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> Scheduler
 
 
 def _sampling(req: Any) -> SamplingParams:
-    """The parameters of a ``ModelRequest``."""
+    """Return the parameters of a ``ModelRequest``."""
     given = req.gconfig
     if given.n_samples != 1 or given.use_beam_search:
         raise ConfigError(
@@ -884,7 +884,7 @@ def _imported(given: Any) -> Any:
 
 
 def _areal(module: str) -> Any:
-    """A module of AReaL."""
+    """Return a module of AReaL."""
     try:
         return import_module(module)
     except ImportError as error:

@@ -205,20 +205,20 @@ class Rollouts:
         self._collected = []
 
     async def evaluate(self) -> list[Response]:
-        """The responses to the prompts that were collected, all of one version."""
+        """Return the responses to the prompts that were collected, all of one version."""
         prompts, self._collected = self._collected or [], None
         return _responses(await self.scheduler.evaluate(prompts))
 
     async def staged(self) -> Path:
-        """The folder into which the trainer writes weights."""
+        """Return the folder into which the trainer writes weights."""
         return self._staged
 
     async def load_weights(self) -> None:
-        """Bring what is in the folder to every engine: pause, load, verify, continue."""
+        """Load the folder's weights into every engine: pause, load, verify, continue."""
         await self.scheduler.update_weights(self._publisher)
 
     async def close(self) -> None:
-        """Stop the scheduler: abort what is in flight, and release the servers."""
+        """Stop the scheduler: abort requests in flight, and release the servers."""
         await self.scheduler.close()
 
     def _take_staged(self, folder: Path) -> None:
@@ -275,7 +275,7 @@ class _Engine:
 
 
 def _sampling(given: Any, tokenizer: Any) -> SamplingParams:
-    """vLLM's parameters as those of the scheduler."""
+    """Convert vLLM's sampling parameters to the scheduler's."""
     for name, usual in _REFUSED.items():
         if getattr(given, name) != usual:
             raise ConfigError(
@@ -291,7 +291,7 @@ def _sampling(given: Any, tokenizer: Any) -> SamplingParams:
 
 
 def _responses(batch: Batch) -> list[Response]:
-    """The responses of a batch, group by group, each with the age of its oldest token."""
+    """Return the responses of a batch, group by group, each with the age of its oldest token."""
     found: list[Response] = []
     for group in batch.groups:
         for index, rollout in enumerate(group.rollouts):
@@ -303,7 +303,7 @@ def _responses(batch: Batch) -> list[Response]:
 
 
 def samples_generator() -> type[Any]:
-    """The class in the place of OpenRLHF's SamplesGenerator, which takes batches of
+    """Return the class in the place of OpenRLHF's SamplesGenerator, which takes batches of
     :class:`Rollouts`."""
     theirs = _package("openrlhf.trainer.ppo_utils.samples_generator").SamplesGenerator
     return type("SamplesGenerator", (_Samples, theirs), {})
@@ -342,7 +342,7 @@ class _Samples(_Theirs):
         return self._experiences(responses, generate_kwargs), share, taken, over
 
     def generate_eval_samples(self, **generate_kwargs: Any) -> list[Any]:
-        """The experiences of the whole evaluation set, group by group."""
+        """Return the experiences of the whole evaluation set, group by group."""
         self._call("collect")
         self._push(_rows(self.eval_dataloader), generate_kwargs)
         return self._experiences(self._call("evaluate"), generate_kwargs)
@@ -383,7 +383,7 @@ def policy_actor(theirs: type[Any]) -> type[Any]:
         def broadcast_to_vllm(self) -> None:
             ray = _package("ray")
             folder = ray.get(self._rollouts.staged.remote())
-            # All ranks take part, rank 0 writes, and all wait for it.
+            # A collective call: rank 0 writes, and all ranks wait for it.
             self.strategy.save_model(self.actor, self.tokenizer, str(folder))
             if self.strategy.is_rank_0():
                 ray.get(self._rollouts.load_weights.remote())

@@ -69,7 +69,7 @@ log = logging.getLogger("aprilsched")
 T = TypeVar("T")
 
 _DRY_SECONDS = 1.0
-"""Interval at which a data source is asked again that gave no group."""
+"""Interval at which a data source is polled after it returned no group."""
 _LOOK_SECONDS = 0.005
 """Interval at which it is looked whether called back requests have ended."""
 _JOIN_SECONDS = 10.0
@@ -323,7 +323,7 @@ class _Rollouts:
     # --- a call of the trainer -----------------------------------------------------------------
 
     def generate(self, rollout_id: int, *, label: int | None = None) -> Any:
-        """The samples of one training step; `label` is the version that the engines have."""
+        """Return the samples of one training step; `label` is the version that the engines have."""
         with self._calls:
             rollouts = self._scheduler
             self._follow(label)
@@ -346,7 +346,7 @@ class _Rollouts:
                 batch.acknowledge()
 
     def _follow(self, label: int | None) -> None:
-        """Take part with the engines that the trainer has now, at the version that they have."""
+        """Adopt the engines that the trainer has now, at their version."""
         rollouts = self._scheduler
         self._change_fleet()
         if label is not None:
@@ -407,7 +407,7 @@ class _Rollouts:
                     await asyncio.sleep(_LOOK_SECONDS)
 
     def _taking_part(self) -> set[str]:
-        """The names of the engines that are in use or stand by."""
+        """Return the names of the engines that are in use or stand by."""
         return {control.name for control in self._scheduler.state.fleet.control.all()}
 
     @contextmanager
@@ -449,7 +449,7 @@ class _Rollouts:
                 self._functions.forget(live)
 
     async def _live(self) -> set[Any]:
-        """The keys of the groups whose samples are still needed."""
+        """Return the keys of the groups whose samples are still needed."""
         state = self._scheduler.state
         groups = itertools.chain(
             state.in_flight.training_groups(),
@@ -623,7 +623,7 @@ class _Rollouts:
     # --- samples -------------------------------------------------------------------------------
 
     def _sampled(self, key: int | str, rollout: Rollout) -> Any:
-        """A copy of a rollout's sample with what was generated."""
+        """Return a copy of a rollout's sample with what was generated."""
         made: Any = None
         if self._functions is not None:
             made = self._functions.made.get(key, {}).get(rollout.index)
@@ -754,7 +754,7 @@ class _Rollouts:
             yield replace(self._prompt(key, group), sampling=self._seeded(sampling, len(group)))
 
     def _evaluation(self, keys: Sequence[str]) -> dict[str, Any]:
-        """The result for one dataset, as the trainer logs it."""
+        """Return the result for one dataset, as the trainer logs it."""
         samples = [sample for key in keys for sample in self._samples[key]]
         key = self._args.eval_reward_key or self._args.reward_key
         ended: Any = self._trainer.sample.Status
@@ -833,7 +833,7 @@ class _Prompts:
             if prompts or not self.flows:
                 dry = False
                 continue
-            # What was given before is launched within the first wait.
+            # Prompts yielded earlier are launched within the first wait.
             if dry and (why := self._starved()):
                 raise ConfigError(why)
             dry = True

@@ -207,7 +207,7 @@ def _companions(
 
 
 def _none(kind: Companion, rollout: TokensOfRollout) -> CompanionRows:
-    """The rows of a rollout whose prompt did not ask for this companion."""
+    """Return the rows of a rollout whose prompt did not ask for this companion."""
     sampled = np.ones(len(rollout), np.bool_)
     return CompanionLog(kind).whole(prompt=len(rollout.prompt_ids), sampled=sampled)
 
@@ -219,7 +219,7 @@ def _torch() -> ModuleType:
 
 
 def _lengths(rollouts: Iterable[TokensOfRollout]) -> NDArray[np.int64]:
-    """Number of tokens of each rollout, prompt and response together."""
+    """Return the number of tokens of each rollout, prompt and response together."""
     return np.array([len(r.prompt_ids) + len(r) for r in rollouts], dtype=np.int64)
 
 

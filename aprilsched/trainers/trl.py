@@ -251,7 +251,7 @@ class RolloutWorker:
         self._started.set_result(None)
 
     def stop(self) -> None:
-        """Abort what is in flight and release the engines."""
+        """Abort requests in flight and release the engines."""
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None:
             with contextlib.ExitStack() as end:
@@ -282,7 +282,7 @@ class RolloutWorker:
     # --- rollouts ------------------------------------------------------------------------------
 
     def get(self, timeout: float | None = None) -> RolloutSample:
-        """The next rollout, within `timeout` seconds.
+        """Return the next rollout, within `timeout` seconds.
 
         Raises:
             queue.Empty: if none is there within that time; nothing is lost.
@@ -302,7 +302,7 @@ class RolloutWorker:
     def _next(self, timeout: float | None) -> Batch | None:
         """The next batch, or of a streamed one the next group; None if it ends without one."""
         rollouts = self.scheduler
-        # One that the trainer trains on, and one that accelerate has fetched ahead.
+        # The batch in training, and the batch that accelerate has fetched ahead.
         most = 1 if self.streamed else 2
         if len(self._untrained) == most:
             raise ConfigError(
@@ -318,7 +318,7 @@ class RolloutWorker:
             raise queue.Empty from None
 
     def qsize(self) -> int:
-        """Number of rollouts that can be taken without waiting for the engines."""
+        """Return the number of rollouts that can be taken without waiting for the engines."""
         return len(self._samples)
 
     def _trl_samples(self, group: Group, version: int) -> Iterator[RolloutSample]:
@@ -402,9 +402,9 @@ class RolloutWorker:
             if restored is None:
                 rollouts.update_weights(self._publisher, acknowledge=False)
             elif not rollouts.state.fleet.control.engines:
-                # No engine has the checkpoint's weights, which are these. Engines that have them
-                # take part already. The same weights as one more version would make everything
-                # that was restored a version older, and TRL would drop some of it.
+                # These are the checkpoint's weights, and no engine has them; an engine that had
+                # them would be in use already. Counting them as a new version would make all
+                # restored rollouts one version older, and TRL would drop some of them.
                 rollouts.update_weights(
                     self._publisher, version=rollouts.version, acknowledge=False
                 )
@@ -460,7 +460,7 @@ class RolloutWorker:
                 del self._tools.ended[number]
 
     async def _live(self) -> set[int]:
-        """The numbers of the rollouts in flight."""
+        """Return the numbers of the rollouts in flight."""
         groups = self.scheduler.state.in_flight.training_groups()
         return {member.rollout_id for group in groups for member in group.members}
 
@@ -521,9 +521,9 @@ class StreamedSteps(_Trainer):
                 "a trainer with StreamedSteps takes groups one by one; give it a "
                 "RolloutWorker(..., streamed=True) as rollout_worker."
             )
-        # accelerate's loader fetches a micro-batch before it gives the one before. At the end of a
-        # step that is one of the next batch, for which the trainer would wait before its update.
-        # TRL moves tensors to the device itself.
+        # accelerate's loader fetches a micro-batch before it yields the previous one. At the end of
+        # a step this belongs to the next batch, so the trainer would wait for that batch before its
+        # update. TRL moves tensors to the device itself.
         trainer: Any = super()
         return trainer.get_train_dataloader().base_dataloader
 
@@ -550,18 +550,18 @@ class _MicroBatches:
 
 
 class _Given:
-    """The weights of one update, which TRL gives as an iterator that can be read once.
+    """The weights of one update, which TRL passes as an iterator that can be read once.
 
-    They can be read from the beginning again as long as they are the parameters of `model`
-    themselves: noting those takes no memory. TRL gathers a sharded parameter when it is asked for
-    it, in which every rank takes part, and frees it afterwards. Noting gathered ones would hold the
-    whole model, so they cannot be read twice.
+    They can be reread from the start as long as they are the parameters of `model` themselves,
+    because references to parameters take no memory. TRL gathers a sharded parameter on access, with
+    all ranks, and frees it afterwards. References to gathered tensors would keep the whole model in
+    memory, so sharded weights cannot be read twice.
     """
 
     def __init__(self, iterator: Named, model: Any) -> None:
         self._rest = iterator
         self._seen: list[tuple[str, Tensor]] | None = []
-        """What was read; None if it was not noted."""
+        """The weights read so far; None if they are not kept, and cannot be read again."""
         parameters = model.parameters() if model is not None else ()
         self._own = {_memory(each) for each in parameters if not hasattr(each, "full_tensor")}
 
@@ -589,7 +589,7 @@ class _Given:
 
 
 def _memory(tensor: Any) -> int:
-    """The address of a tensor's memory."""
+    """Return the address of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -613,7 +613,7 @@ class _Prompts:
         self._start = start
 
     def skip(self, count: int) -> _Prompts:
-        """The prompts without the first `count`."""
+        """Return the prompts without the first `count`."""
         return _Prompts(self._dataset, self._prompt_ids, self._started, self._start + count)
 
     async def __aiter__(self) -> AsyncIterator[Prompt]:
@@ -660,12 +660,12 @@ class _Chat:
         self._alone = threading.Lock()
 
     def for_sessions(self) -> ModelTokenizer:
-        """Another one of the same kind, since the threads of both would meet in one."""
+        """Return a copy for sessions; one tokenizer is not safe in the threads of both."""
         folder = Path(getattr(self._tokenizer, "name_or_path", None) or ".")
         return wrapped_tokenizer(copy.deepcopy(self._tokenizer), folder)
 
     def prompt_ids(self, prompt: Any) -> Sequence[int]:
-        """The tokens of a conversation in the chat template, or of a text."""
+        """Return the tokens of a conversation in the chat template, or of a text."""
         with self._alone:
             if isinstance(prompt, str):
                 return self._tokenizer(prompt)["input_ids"]
@@ -674,7 +674,7 @@ class _Chat:
             )
 
     def completion(self, prompt: Any, rollout: Rollout) -> Any:
-        """The response as reward functions get it: a conversation, or a text for a text."""
+        """Return the response as reward functions get it: a conversation, or a text for a text."""
         ids = rollout.token_ids.tolist()
         parts = any(getattr(self._tokenizer, f"response_{how}", None) for how in _PARSED_BY)
         with self._alone:
@@ -740,13 +740,13 @@ class _Rewards:
         return scores
 
     def conversations(self, group: Group) -> list[Conversation]:
-        """Those of a group with tools; none without."""
+        """Return the conversations of a group; an empty list without tools."""
         if self._tools is None:
             return []
         return [self._tools.ended[each.rollout_id] for each in group.rollouts]
 
     def messages(self, group: Group, rollout: Rollout) -> tuple[Any, Any]:
-        """The prompt and the completion of a rollout, as reward functions get them."""
+        """Return the prompt and the completion of a rollout, as reward functions get them."""
         if self._tools is not None:
             found = self._tools.ended[rollout.rollout_id]
             return found.prompt, found.completion
@@ -767,7 +767,7 @@ class _Rewards:
 
 
 async def _rewarded(function: Callable[..., Any], call: Mapping[str, Any], count: int) -> list[Any]:
-    """The rewards that `function` gives, one for each rollout."""
+    """Return the rewards that `function` gives, one for each rollout."""
     rewards = list(await called(functools.partial(function, **call)))
     if len(rewards) != count:
         raise ValueError(f"{_name(function)} gave {len(rewards)} rewards for {count} rollouts")
@@ -786,7 +786,7 @@ def _row(group: Group) -> int:
 
 
 def _advantages(group: Group) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The rewards and advantages of a group, as TRL's `_score_group` computes them.
+    """Return the rewards and advantages of a group, as TRL's `_score_group` computes them.
 
     A rollout for which every function returned None has the reward NaN and the advantage 0.
     """
@@ -846,7 +846,7 @@ def _check_args(args: Any, *, streamed: bool) -> None:
 
 
 def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> SchedulerConfig:
-    """The scheduler's settings with the sizes, the sampling and the bound of the trainer."""
+    """Return the scheduler's settings with the sizes, the sampling and the bound of the trainer."""
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     if step % args.num_generations:
         raise ConfigError(
@@ -879,7 +879,7 @@ def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> Schedule
 
 
 def _callback(worker: RolloutWorker) -> TrainerCallback:
-    """The part of `worker` that the trainer calls at its steps and checkpoints."""
+    """Return the part of `worker` that the trainer calls at its steps and checkpoints."""
     with extra("trl"):
         from transformers import TrainerCallback
 

@@ -92,7 +92,7 @@ class ToolHarness:
             self._free[name] = [made]
 
     def prompt_of(self, row: Mapping[str, Any]) -> list[Message]:
-        """The first messages of a row of the dataset.
+        """Return the first messages of a row of the dataset.
 
         Raises:
             ConfigError: if it has none, or an environment that there is not.
@@ -178,8 +178,10 @@ class ToolHarness:
 
 
 async def called(function: Callable[[], Any]) -> Any:
-    """Call a plain function of the user in a thread, and an asynchronous one here: a coroutine that
-    a thread had made was never awaited if the scheduler was closed at that moment."""
+    """Call a plain function of the user in a thread, and an asynchronous one on the event loop.
+
+    A coroutine that a thread makes would never be awaited if the scheduler closed at that moment.
+    """
     target: Any = getattr(function, "func", function)
     if any(inspect.iscoroutinefunction(each) for each in (target, type(target).__call__)):
         return await function()
@@ -188,7 +190,7 @@ async def called(function: Callable[[], Any]) -> Any:
 
 
 def _methods(environment: object) -> list[Callable[..., Any]]:
-    """The methods of an environment that are tools."""
+    """Return the methods of an environment that are tools."""
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     hidden = ("reset", "get_reward")
     return [
@@ -199,7 +201,7 @@ def _methods(environment: object) -> list[Callable[..., Any]]:
 
 
 def _with(messages: list[Message], begun: Any) -> list[Message]:
-    """The messages with what `reset` has returned, at the end of the last one."""
+    """Return the messages with what `reset` has returned, at the end of the last one."""
     if begun is None:
         return messages
     *before, last = messages

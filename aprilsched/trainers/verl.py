@@ -252,7 +252,7 @@ class _Client:
         )
 
     def _sampling(self, given: Mapping[str, Any], context: int) -> SamplingParams:
-        """The parameters with the bound on new tokens that verl's server has."""
+        """Return the parameters with the bound on new tokens that verl's server has."""
         rollout = self._rollout
         chosen = {name: value for name, value in given.items() if name != "logprobs"}
         if chosen.get("repetition_penalty") == 1:
@@ -399,8 +399,8 @@ class _Scheduler(_Worker):
     ) -> float | None:
         """Score a trajectory and put it into the TransferQueue; returns its reward.
 
-        It is never cut off: half of a trajectory in the queue would be worse than one of a
-        group that has failed, which is removed.
+        It is never interrupted: half a trajectory in the queue would be worse than a whole one of a
+        failed group, which verl removes.
         """
         work = asyncio.create_task(super()._agent_loop_postprocess(output, validate, **kwargs))
         sessions = self._sessions.setdefault(kwargs["uid"], set())
@@ -432,7 +432,7 @@ class _Scheduler(_Worker):
         await self._tell(uid, validate, "finished")
 
     async def _fail(self, uid: str, validate: bool) -> None:
-        # verl removes what a failed group has in the queue, and what came later would stay.
+        # verl removes a failed group's trajectories from the queue; later ones would stay there.
         if sessions := self._sessions.pop(uid, None):
             await asyncio.wait(sessions)
         self._groups.open.discard(uid)
@@ -445,7 +445,7 @@ class _Scheduler(_Worker):
 
 
 async def _servers(load_balancer: Any) -> list[str]:
-    """The URLs of the servers that verl has for rollouts now."""
+    """Return the URLs of the servers that verl has for rollouts now."""
     return [f"http://{address}" for address in await load_balancer.get_all_servers.remote()]
 
 
