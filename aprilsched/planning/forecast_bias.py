@@ -99,7 +99,7 @@ class Bias:
         self._told, self._since = deque(told, maxlen=_MOST_TOLD), 0
 
     def factor(self) -> float:
-        """The factor; 1 if nothing is known."""
+        """Return the factor; 1 if nothing is known."""
         sums = _Sums()
         for work, time in self._told:
             expected = work / sums.factor()

@@ -123,7 +123,7 @@ class ForecastErrors:
             self._leave_out(_SETTLING)
 
     def _explain(self, forecast: Forecast) -> None:
-        """Leave out of what was found under the schedule before what its lengths explain."""
+        """Remove what new lengths explain from the errors found under the previous schedule."""
         work, time = forecast.explained
         self._planner.bias.explain(work, time, batches=forecast.batches)
         if self._delivered is not None:

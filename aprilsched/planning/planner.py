@@ -116,7 +116,7 @@ class Planner:
         """Bias of earlier forecasts, which the run updates batch by batch."""
 
     def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
-        """The schedule to follow, with its expected outcome; it may be the one in force."""
+        """Return the schedule to follow, with its expected outcome; it may be the one in force."""
         setting = self.setting(command, config)
         space = Space(
             may_defer=config.may_defer,
@@ -140,7 +140,7 @@ class Planner:
         return best.told(explained=explained, batches=known)
 
     def setting(self, command: Plan, config: SchedulerConfig) -> Setting:
-        """The conditions in which candidates are tried out."""
+        """Return the conditions in which candidates are tried out."""
         stop, staleness = config.policies.stop, config.policies.staleness
         observed = ObservedLengths(window=10**9)
         for group in command.ended:
@@ -199,9 +199,9 @@ class Scale:
     """A trial of a smaller fleet that behaves like the whole one.
 
     Attributes:
-        share: groups in a batch of the run, for each group in a batch of the trial.
-        engines: engines of the trial.
-        thinner: size of an engine of the run, for the size of one of the trial.
+        share: groups in a batch of the run, divided by groups in a batch of the trial.
+        engines: number of engines in the trial.
+        thinner: size of an engine of the run, divided by the size of an engine of the trial.
     """
 
     share: float
@@ -229,7 +229,7 @@ class Scale:
 
 
 class Halving:
-    """Outcomes of brief trials, and of full ones of the candidates near the best.
+    """Outcomes of brief trials of candidates, and of full trials of the candidates near the best.
 
     Args:
         setting: the conditions, in which engines work `factor` times as fast as they are modelled.
@@ -340,14 +340,17 @@ def _between(
 
 
 def _explained(current: Schedule, setting: Setting, factor: float) -> tuple[float, float]:
-    """Work and time of a batch that are expected of the schedule in force with what is known now,
-    over those of its own forecast, both without a correction."""
+    """Return how current data change the forecast of the schedule in force, as two ratios.
+
+    They are the work and the time of a batch with current data, over the work and the time in the
+    schedule's own forecast, without a correction.
+    """
     before = current.forecast
     if before is None:
         return 1.0, 1.0
     now = Trial(current, setting.faster(factor)).outcome(setting.batches)
     longer = now.step_seconds / before.step_seconds
-    # T_bound of the trial is that of engines that are faster by the factor.
+    # The trial's T_bound assumes engines that are faster by the factor.
     work = 1.0 if before.hidden else longer * now.efficiency * factor / before.efficiency
     return work, longer * factor / before.correction
 
@@ -369,13 +372,13 @@ def _most(schedule: Schedule, setting: Setting) -> float:
 
 
 def _least_near(outcomes: Mapping[int, Outcome]) -> float:
-    """The least value that is near the best of those within the bound."""
+    """Return the least value that is near the best of those within the bound."""
     best = max((each.value for each in outcomes.values() if _allowed(each)), default=0.0)
     return (1 - _MAY_RISE) * best
 
 
 def _waits(schedule: Schedule) -> bool:
-    """Whether each batch waits for every response to any prompts."""
+    """Return whether each batch waits for every response to any prompts."""
     return schedule.refill == Wave() and schedule.over_provision == 1
 
 
@@ -386,8 +389,10 @@ def _tried(
     correction: float,
     waiting: Outcome | None = None,
 ) -> Tried:
-    """A schedule with what is expected of it; `waiting` is the outcome of waiting for any prompts,
-    with which it is compared."""
+    """Return a schedule with its expected outcome.
+
+    The explanation compares it with `waiting`, the outcome of waiting for any prompts.
+    """
     model, engines = setting.model, setting.engines * setting.share
     why = (
         f"{in_words(schedule)}: {outcome.efficiency:.1%} of the bound with "
@@ -564,7 +569,7 @@ _PLACED: dict[Placement, str] = {
 
 
 def in_words(schedule: Schedule) -> str:
-    """The schedule in words."""
+    """Return the schedule in words."""
     pace = f", {schedule.pace} pace" if schedule.pace is not None else ""
     placed = "" if schedule.placement is None else f", {_PLACED[schedule.placement]}"
     return schedule.refill.told(f"{schedule.over_provision:g}") + pace + placed

@@ -133,13 +133,15 @@ class Setting:
 
     @property
     def thinner(self) -> float:
-        """Number of times that an engine of the run has one of these."""
+        """Size of an engine of the run, divided by the size of an engine here."""
         return self.share * self.engines / (self.fleet or self.engines * self.share)
 
     @property
     def group_work(self) -> float:
-        """Mean T_bound on all engines of what is generated for each group that is accepted, in
-        seconds. What is refused is work too, and all schedules have the same share of it."""
+        """Mean T_bound per accepted group on all engines, in seconds.
+
+        It includes rejected groups, which are work too. Their share is the same for all schedules.
+        """
         work = float(self.work(self.lengths.astype(np.float64)).sum()) / len(self.lengths)
         return work / self.engines / float(self.shares_accepted.mean())
 

@@ -83,7 +83,7 @@ class Drawn:
         rows, lengths = _rows(setting.lengths), setting.lengths
         return Drawn(
             rows=rows,
-            # What is thrown away is drawn again, so it has other lengths.
+            # Discarded responses are drawn again, so they get other lengths.
             again=_rows(drawn_again(setting)) if setting.restarts else rows,
             remembered=_remembered(setting) if setting.remembered else [],
             accepted=setting.shares_accepted,
@@ -140,15 +140,14 @@ class Trial:
         """Whether each group of the lengths is accepted; empty where all are."""
         waits = bool(setting.reward_times)
         self._scored = CompleteGroups() if waits else self._ready
-        """Those of the complete groups that are accepted: all of them, where rewards take no
-        time."""
+        """The accepted complete groups; all complete groups if rewards take no time."""
         self._scores: list[tuple[float, int, TrialGroup]] = []
         """Heap of the complete groups that wait for their rewards, by the times of these."""
         self._goes_on = waits and self._target > self._batch_groups and not setting.restarts
         """Whether engines generate while a full batch waits for rewards, on the synchronous
         pace."""
         self._stood = 0.0
-        """Seconds for which the engines have stood for that in the batch in work."""
+        """Seconds in the current batch for which the engines idled, waiting for rewards."""
         self._rewards = Times(setting.reward_times, seed=7) if waits else None
         self._gaps = Times(setting.gap_times, seed=8) if setting.gap_times else None
         self._ends_after = Times(setting.end_times, seed=9) if setting.end_times else None
@@ -242,7 +241,7 @@ class Trial:
         return taken, training
 
     def _begin(self) -> None:
-        """Start what the refill rule asks for, and let it run."""
+        """Start the groups that the refill rule requests, and admit their members."""
         self._launch()
         self._choose()
         self._admit()
@@ -264,7 +263,7 @@ class Trial:
         self._supply()
 
     def _stand(self) -> None:
-        """Let the engines stand until the next reward comes."""
+        """Idle the engines until the next reward arrives."""
         before = self.now
         self._stop()
         self.now = max(self.now, self._scores[0][0])
@@ -274,7 +273,7 @@ class Trial:
             self._begin()
 
     def _score(self) -> None:
-        """Accept or refuse the groups whose rewards have come."""
+        """Accept or reject the groups whose rewards have arrived."""
         while self._scores and self._scores[0][0] <= self.now:
             due, _, group = heapq.heappop(self._scores)
             group.scored_at = due
@@ -284,7 +283,7 @@ class Trial:
                 self._ready.remove(group)
 
     def _training_on(self, groups: Sequence[TrialGroup], asked: float) -> _Training:
-        """When the trainer trains on a complete batch, which it asked for at the time `asked`."""
+        """Return when the trainer trains on a complete batch that it requested at `asked`."""
         seconds = self._train_seconds[self._batches % len(self._train_seconds)]
         early, begins = seconds * self._setting.train_early, self.now
         if not early or len(groups) == 1:
@@ -319,7 +318,7 @@ class Trial:
                 self.now = until
 
     def _supply(self) -> None:
-        """Start what the refill rule asks for after some responses have ended."""
+        """Start the groups that the refill rule requests after some responses have ended."""
         if self._store is None:
             self._launch()
         elif 0 < len(self._running) + len(self._queue) <= self._tail_at:
@@ -401,8 +400,10 @@ class Trial:
                 heapq.heapify(self._away)
 
     def _launch(self) -> None:
-        """Open the groups that the refill rule asks for, as far as the bound on staleness and a
-        slow trainer allow."""
+        """Open the groups that the refill rule requests.
+
+        The staleness bound and a slow trainer can reduce their number.
+        """
         awaits = self._goes_on and self._awaits
         if self._asynchronous or awaits:
             ahead = self._setting.ready_batches
@@ -477,8 +478,8 @@ class Trial:
     def _admit(self, *, alone: bool = False) -> None:
         """Start waiting members in order of arrival, while there is room.
 
-        With `alone`, each member takes the slot of one that has just left, so they are prefilled
-        one at a time, and not in one pass.
+        With `alone`, each member takes a slot that was freed by itself, so an engine of the run,
+        with `thinner` times the slots, makes `thinner` prefill passes.
         """
         queue, decoded, prompt = self._queue, self._decoded, self._setting.prompt_tokens
         room = self._limit - len(self._running)
@@ -572,7 +573,7 @@ class Trial:
         self._admit(alone=True)
 
     def _chosen_away(self) -> bool:
-        """Whether a member that was chosen for this batch is in a gap."""
+        """Return whether a member that was chosen for this batch is in a gap."""
         return any(each.group.runs(each.member, self._batches) for _, _, each in self._away)
 
     @property
@@ -665,9 +666,11 @@ class _Seen:
 
 
 class Decoding:
-    """The seconds of decode steps on one engine, as the model of step times has them
-    (:meth:`~aprilsched.planning.step_times.model.StepTimeModel.decode_seconds`). A trial asks for
-    few sizes of the batch, and hundreds of thousands of times."""
+    """A cache of the seconds of decode steps on one engine, from the step-time model
+    (:meth:`~aprilsched.planning.step_times.model.StepTimeModel.decode_seconds`).
+
+    A trial needs few batch sizes, but hundreds of thousands of times.
+    """
 
     def __init__(self, model: StepTimeModel) -> None:
         self._model = model
@@ -735,7 +738,7 @@ class DecodeBatch:
         self._read = self._joined = 0.0
 
     def fits(self, context: float, left: int) -> bool:
-        """Whether one more fits. Engines that keep room do so by SGLang's rule
+        """Return whether one more fits. Engines that keep room do so by SGLang's rule
         (:class:`~aprilsched.simulation.engine.cache.KvPool`): for all that it and the others of its
         pass may still get, and a share of what those may that run."""
         count = len(self.running)
@@ -873,7 +876,7 @@ class TrialGroup:
         return sum(self.lengths)
 
     def goal(self, member: int) -> int:
-        """Number of tokens of the member at its next gap, or at its end."""
+        """Return the number of tokens of the member at its next gap, or at its end."""
         length, have = self.lengths[member], self.have[member]
         turns = 1 if self.gaps is None else self.gaps[member] + 1
         turn = have * turns // length + 1
@@ -881,7 +884,7 @@ class TrialGroup:
         return min(length, max(turn * length // turns, have + 1))
 
     def runs(self, member: int, batch: int) -> bool:
-        """Whether the member was chosen for this batch, where groups are deferred."""
+        """Return whether the member was chosen for this batch, where groups are deferred."""
         return self.chosen[0] == batch and member < self.chosen[1]
 
     def note(self, member: int, tokens: int, batch: int) -> None:
@@ -952,7 +955,7 @@ class Times:
         return self._times[int(self._uniform(row, member, tokens) * len(self._times))]
 
     def whole(self, mean: float, row: int, member: int) -> int:
-        """A whole number next to `mean`, which is the mean of those of all members."""
+        """Return `mean` rounded down or up at random, so that `mean` is the mean of all members."""
         return int(mean + self._uniform(row, member, 0))
 
     def _uniform(self, row: int, member: int, tokens: int) -> float:
@@ -975,7 +978,7 @@ class Store:
         )
 
     def begin_again(self, group: TrialGroup) -> None:
-        """Throw a group's tokens away, and remember what they say of its lengths."""
+        """Discard a group's tokens, and remember what they reveal of its lengths."""
         law = self._law
         tokens = np.array(group.have, dtype=np.int64)
         known = tokens > 0
@@ -991,7 +994,7 @@ class Store:
         group.sampled = {}
 
     def put_aside(self, batch: int) -> int:
-        """Number of open groups that ran in a batch before this one."""
+        """Return the number of open groups that ran in a batch before this one."""
         return sum(g.first_run is not None and g.first_run < batch for g in self.groups)
 
     def choose(
@@ -1032,7 +1035,7 @@ class Store:
         return runs
 
     def _levels(self) -> Levels | None:
-        """What is remembered of the groups' levels; None where nothing ever is."""
+        """Return the remembered levels of the groups; None if the run remembers none."""
         if not self._remembers:
             return None
         unknown = (self._law.mean, self._law.shared * self._law.deviation**2)
@@ -1041,12 +1044,12 @@ class Store:
 
 
 def drawn_again(setting: Setting) -> NDArray[np.int64]:
-    """Other lengths of the same groups, as if their prompts were generated again.
+    """Return other lengths of the same groups, as if their prompts were generated again.
 
-    A group keeps its level, as far as its members tell it, and gets the deviations of another
-    group's members from their mean, with the luck of a mean. The lengths that this gives are
-    replaced by those of the setting with the same ranks, so that both have the same law: with a
-    longer tail than the law's own, waiting was expected to take half as long again.
+    A group keeps its level, as estimated from its members. Its members get the deviations of
+    another group's members from their mean, plus a random deviation of the mean itself. Each result
+    is then replaced by the setting's length of the same rank, so that both have the same law. With
+    a longer tail than the law's, waiting would be forecast to take 1.5 times as long.
     """
     lengths = setting.lengths
     there = lengths > 0
@@ -1054,7 +1057,7 @@ def drawn_again(setting: Setting) -> NDArray[np.int64]:
     sizes = there.sum(axis=1, keepdims=True)
     logs = np.log(np.maximum(lengths, 1))
     own = np.where(there, logs - means, 0.0)
-    # Deviations from a group's own mean have a sum of 0, so the luck of the mean is missing.
+    # Deviations from a group's own mean sum to 0, so they lack the random deviation of the mean.
     luck = normal_quantile(hashed_uniforms(means.shape, seed=5))
     luck *= np.sqrt((1 - setting.shared) / sizes) * float(logs[there].std())
     others = resampled(len(lengths), len(lengths), seed=2)
@@ -1086,8 +1089,10 @@ def _levels_of(setting: Setting) -> tuple[NDArray[np.float64], NDArray[np.float6
 
 
 def _remembered(setting: Setting) -> list[tuple[float, float]]:
-    """What earlier epochs say of the groups' levels, as means and variances: they explain the share
-    `remembered` of what the levels vary by."""
+    """Return means and variances of the groups' levels, as estimated from earlier epochs.
+
+    Earlier epochs explain the share `remembered` of the levels' variance.
+    """
     levels, _ = _levels_of(setting)
     explained, grand = setting.remembered, float(levels.mean())
     common = max(float(levels.var()), 1e-6)
