@@ -325,7 +325,7 @@ class _Child:
 
 
 def _pidfd(pid: int) -> int | None:
-    """A file descriptor that is readable once a process has ended; None on other systems."""
+    """Return a file descriptor that is readable once a process has ended; None on other systems."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):

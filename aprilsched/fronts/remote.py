@@ -8,8 +8,8 @@ handle of an actor.
 
 Invariants:
 
-- A call that is cancelled is withdrawn on the other side, and its end is waited for while that side
-  answers at all.
+- A cancelled call is withdrawn on the other side. While that side answers, the caller waits for the
+  call to end there.
 - A batch counts as delivered only when the trainer's call returns it. Until the notice "take"
   arrives, the batch is on its way, and is offered again if it does not arrive.
 """
@@ -196,7 +196,7 @@ class Order:
 
 @dataclass(frozen=True)
 class QueueOf:
-    """Stands for a queue of prompts of the trainer's process among the arguments of `make`."""
+    """A placeholder, among the arguments of `make`, for a prompt queue in the trainer's process."""
 
     number: int
 
@@ -638,7 +638,7 @@ class RemoteScheduler(AsyncScheduler):
 
     @asynccontextmanager
     async def _block(self, name: str, **named: object) -> AsyncGenerator[Any]:
-        """A block of the scheduler around one of the trainer, whose error wins."""
+        """Enter a block of the scheduler around one of the trainer, whose error wins."""
         entered = await self.call("enter", name, **named)
         try:
             yield entered
@@ -676,6 +676,6 @@ def absolute(path: Path | str) -> Path:
 
 
 def _as_array(logprobs: object) -> object:
-    """A tensor as a numpy array, so that the scheduler's process needs no torch."""
+    """Return a tensor as a numpy array, so that the scheduler's process needs no torch."""
     detach = getattr(logprobs, "detach", None)
     return logprobs if detach is None else detach().float().cpu().numpy()

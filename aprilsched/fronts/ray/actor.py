@@ -228,7 +228,7 @@ class SchedulerActor(Served):
         )
 
     def _has_version(self, request: Request, has: Possessions) -> bool:
-        """Whether an update, which Ray repeats after a restart, was complete before."""
+        """Return whether an update, which Ray repeats after a restart, was complete before."""
         is_complete = request.named["version"] == self.opened.version
         return self._is_restarted and not has.is_unsure and is_complete
 

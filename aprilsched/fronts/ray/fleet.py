@@ -125,7 +125,7 @@ def _address(actor: Any) -> Any:
 
 
 def _url(answer: Any) -> str | None:
-    """The URL in the answer of an actor."""
+    """Return the URL in the answer of an actor."""
     if answer is None:
         return None
     if not isinstance(answer, str):
