@@ -74,7 +74,7 @@ class Law(Protocol):
     """A law of response lengths; one of your own needs this method alone, and to be immutable."""
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The share of responses that are not longer than each of `lengths`, in tokens."""
+        """Return the share of responses that are not longer than each of `lengths`, in tokens."""
         ...
 
 
@@ -179,7 +179,7 @@ class Mixture:
 
 
 def _length(word: str) -> int | None:
-    """The whole number of 1 or more that `word` is, such as 80, 80.0 or 1e3; None if it is none."""
+    """Return `word`, such as 80, 80.0 or 1e3, as a whole number of 1 or more, or None."""
     try:
         value = float(word)
     except ValueError:
@@ -188,7 +188,7 @@ def _length(word: str) -> int | None:
 
 
 def _phi(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The distribution function of the standard normal law."""
+    """Return the distribution function of the standard normal law."""
     flat = (-x / math.sqrt(2.0)).ravel().tolist()
     return 0.5 * np.array([math.erfc(each) for each in flat]).reshape(x.shape)
 
@@ -374,7 +374,7 @@ class LongTailWorkload:
         )
 
     def mean_length(self, samples: int = 1 << 20) -> float:
-        """The mean length in tokens; see :meth:`moments`."""
+        """Return the mean length in tokens; see :meth:`moments`."""
         return self.moments(samples).mean
 
     def _generator(self, index: int) -> Generator:

@@ -60,8 +60,8 @@ class KvPool:
         longer than the rest of the chunk is computed in part. The step counter `steps` gives the
         progress of the `running` requests. As in SGLang (PrefillAdder.add_one_req) there must be
         room for all that the requests of the pass may still generate, up to RESERVE_CLIP tokens
-        each, and for RESERVE_SHARE of what the running ones may. With that share for both, a full
-        pool took its requests in passes of 17, where a server's had 6.
+        each, and for RESERVE_SHARE of what the running ones may. If that share applied to both, a
+        full pool would admit requests in passes of 17, where a server's passes had 6.
         """
         picks: list[tuple[Sequence, int]] = []
         budget, to_come = self._chunk, 0

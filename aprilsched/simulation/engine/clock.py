@@ -44,7 +44,7 @@ def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 6
 
 
 def virtual_loop(idle_timeout: float | None = 60.0) -> asyncio.AbstractEventLoop:
-    """A loop for :func:`run_virtual`, or for something else that runs coroutines.
+    """Return a loop for :func:`run_virtual`, or for something else that runs coroutines.
 
     Args:
         idle_timeout: as for :func:`run_virtual`.
@@ -111,7 +111,7 @@ class Pacer:
         self._loop = None
 
     def now(self) -> float:
-        """The modelled time now.
+        """Return the modelled time now.
 
         Raises:
             EngineUnreachable: if the pacer is not started.

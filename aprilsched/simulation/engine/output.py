@@ -39,14 +39,14 @@ class Output:
         self._chunks: list[tuple[str, Chunk]] = []
 
     def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """The token ids that end a response with these sampling parameters."""
+        """Return the token ids that end a response with these sampling parameters."""
         if self._model is None:
             return frozenset()
         stops = frozenset(sampling.stop_token_ids)
         return stops if sampling.ignore_eos else stops | self._eos
 
     def seed(self, request: GenerationRequest) -> int:
-        """The seed on which the request's tokens depend; 0 where no tokens are made."""
+        """Return the seed on which the request's tokens depend; 0 where no tokens are made."""
         return 0 if self._model is None else sampling_key(request.sampling, request.request_id)
 
     def prefill(self, sequence: Sequence, take: int, key: int) -> None:

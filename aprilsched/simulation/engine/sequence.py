@@ -113,7 +113,7 @@ class Sequence:
         return self.ticket >= 0
 
     def context_ids(self) -> Int32Array:
-        """The whole context so far, int32 [context]; only while ``made == out``."""
+        """Return the whole context so far, int32 [context]; only while ``made == out``."""
         return np.concatenate((self.input_ids, *self.tokens))
 
     def drop_kv(self) -> None:

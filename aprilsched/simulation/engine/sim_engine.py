@@ -222,7 +222,7 @@ class SimEngine:
     # -- control ----------------------------------------------------------------------------
 
     async def version(self) -> int:
-        """The version of the last refit; 0 before the first.
+        """Return the version of the last refit; 0 before the first.
 
         Raises:
             InconsistentWeights: after :meth:`expect_weights`, until the weights are accepted.
@@ -234,7 +234,7 @@ class SimEngine:
         return self._batcher.version
 
     async def verify(self) -> int:
-        """The version, unless the engine was restarted since it was opened.
+        """Return the version, unless the engine was restarted since it was opened.
 
         Raises:
             EngineRestarted: if it was restarted.
@@ -253,7 +253,7 @@ class SimEngine:
         return self._batcher.paused is not None
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
-        """The load now, including the work in progress."""
+        """Return the load now, including the work in progress."""
         return load_of(self._batcher, self._pacer.now(), self._pacer.scale)
 
     async def pause(self, mode: PauseMode) -> None:
@@ -403,7 +403,7 @@ class SimEngine:
             self._released -= set(tags)
 
     async def released(self) -> frozenset[str]:
-        """The tags whose memory is released now."""
+        """Return the tags whose memory is released now."""
         self._pacer.now()
         return self._released
 
@@ -492,7 +492,7 @@ _READ_BYTES = 1 << 24
 
 
 async def weights_key_of_files(path: Path) -> int | None:
-    """The CRC-32 over the ``*.safetensors`` files of `path`, in the order of their names.
+    """Return the CRC-32 over the ``*.safetensors`` files of `path`, in the order of their names.
 
     None if there are none. It reads in blocks, so that the loop is not blocked, and without a
     thread, so that runs on a virtual clock repeat exactly.

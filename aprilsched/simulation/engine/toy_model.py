@@ -61,17 +61,17 @@ def _mix_array(x: UInt64Array) -> UInt64Array:
 
 
 def weights_key_of_version(version: int) -> int:
-    """A weights key for weights that have no files; every version has a different one."""
+    """Return a weights key for weights that have no files; every version has a different one."""
     return _mix((version * _TOKEN + 1) & _MASK)
 
 
 def adapted_key(weights: int, adapter: int) -> int:
-    """The weights key of a model with an adapter; `adapter` 0 means no adapter."""
+    """Return the weights key of a model with an adapter; `adapter` 0 means no adapter."""
     return weights if adapter == 0 else _mix((weights * _PLACE + adapter) & _MASK)
 
 
 def sampling_key(sampling: SamplingParams, request_id: str) -> int:
-    """The seed that decides a sample in addition to the context; 0 for greedy sampling.
+    """Return the seed that decides a sample in addition to the context; 0 for greedy sampling.
 
     Without ``sampling_seed`` the request's id is the seed, so that runs can be repeated.
     """
@@ -241,7 +241,7 @@ _NOTHING: tuple[Int32Array, Float32Array] = (
 
 
 def toy_rows(companion: Companion, positions: NDArray[np.int64], keys: UInt64Array) -> Rows:
-    """The rows of a companion of the context at some positions, each forwarded under one of
+    """Return the rows of a companion of the context at some positions, each forwarded under one of
     `keys`. Rows of other positions and other weights differ, so a wrong join shows."""
     values = np.arange(1, math.prod(companion.shape) + 1, dtype=np.uint64)
     mixed = _mix_array(
@@ -264,6 +264,6 @@ def toy_top(companion: Companion, ids: Int32Array, logprobs: Float32Array) -> Ro
 
 
 def toy_masks(companion: Companion, ids: Int32Array) -> Rows:
-    """A sampling mask for each token: the token itself, and up to two more."""
+    """Return a sampling mask for each token: the token itself, and up to two more."""
     rows = [list(range(token, token + 1 + token % 3)) for token in ids.tolist()]
     return Rows.ragged(rows, companion.dtype)
