@@ -34,8 +34,7 @@ def class_of(actor: Any) -> type[Any]:
 
 
 def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
-    """Refuse settings under which a batch may have other groups, or a group other rollouts, than
-    the trainer expects.
+    """Reject settings under which batches or groups may differ in size from the trainer's.
 
     Raises:
         ConfigError: if batches are not filled by their groups, or if groups may shrink.
@@ -72,8 +71,7 @@ def with_bound(config: SchedulerConfig, bound: int, setting: str) -> SchedulerCo
 
 
 def refuse(settings: Mapping[str, tuple[object, str]]) -> None:
-    """Refuse those of a trainer's settings, by their names, that are set; each comes with the
-    reason.
+    """Reject trainer settings that are set; the settings are names, each with its reason.
 
     Raises:
         ConfigError: if one is.
@@ -86,8 +84,7 @@ def refuse(settings: Mapping[str, tuple[object, str]]) -> None:
 def check_replay(
     config: SchedulerConfig, setting: str, example: str = "routed_experts=uint8[48,8]"
 ) -> None:
-    """Refuse a trainer's `setting` for a replay, if the scheduler does not ask the engines for a
-    companion such as `example`.
+    """Reject a trainer's replay `setting` if the scheduler requests no companion like `example`.
 
     Raises:
         ConfigError: if its companions lack this one.
@@ -100,8 +97,11 @@ def check_replay(
 
 
 def images_of(given: Sequence[Any]) -> tuple[Media, ...]:
-    """A trainer's images: Pillow's, strings and bytes as :class:`~aprilsched.Media` takes them, and
-    rows of Hugging Face's column of images, which have the file's "bytes" or its "path"."""
+    """Return a trainer's images as :class:`~aprilsched.Media`.
+
+    An image is a Pillow image, a string or bytes as :class:`~aprilsched.Media` takes them, or a row
+    of a Hugging Face image column, with the file's "bytes" or its "path".
+    """
     found: list[Media] = []
     for image in given:
         source: Any = image

@@ -311,8 +311,10 @@ class RolloutEngine:
         return join([self._row(each, made.get(each.index)) for each in rollouts])
 
     def _row(self, rollout: Rollout, made: _Made | None) -> Trajectory:
-        """One rollout as a trajectory of one row, with what its workflow has added; an agent adds
-        nothing."""
+        """Return a rollout as a trajectory of one row, with the entries that its workflow added.
+
+        An agent adds none.
+        """
         import torch
 
         if made is None:
@@ -657,8 +659,7 @@ class RolloutEngine:
 
     @property
     def callback_addr(self) -> str:
-        """Address, as host:port, at which the processes of AReaL's ``TrainController`` ask for the
-        calls that move weights."""
+        """Address, as host:port, for weight-transfer calls of AReaL's ``TrainController``."""
         if self._callbacks is None:
             self._callbacks = _Callbacks(self)
         return self._callbacks.address
@@ -666,8 +667,11 @@ class RolloutEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a workflow has made of a rollout: its `tokens` with images expanded, which of them were
-    `sent`, and `further` entries of its trajectory."""
+    """A workflow's result for a rollout.
+
+    It contains the `tokens` with images expanded, the part of them that was `sent`, and `further`
+    entries of the trajectory.
+    """
 
     tokens: list[int]
     sent: BoolArray

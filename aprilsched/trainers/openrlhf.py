@@ -303,8 +303,7 @@ def _responses(batch: Batch) -> list[Response]:
 
 
 def samples_generator() -> type[Any]:
-    """Return the class in the place of OpenRLHF's SamplesGenerator, which takes batches of
-    :class:`Rollouts`."""
+    """Return a SamplesGenerator class for OpenRLHF that takes batches of :class:`Rollouts`."""
     theirs = _package("openrlhf.trainer.ppo_utils.samples_generator").SamplesGenerator
     return type("SamplesGenerator", (_Samples, theirs), {})
 
@@ -326,8 +325,11 @@ class _Samples(_Theirs):
         self._call("open", *sizes, kept)
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Any], float | None, int, bool]:
-        """The experiences of the next batch, the share of accepted groups in percent, the number of
-        prompts that it took, and whether an episode is over with it."""
+        """Return the next batch as (experiences, accepted groups in percent, prompts, last).
+
+        `prompts` is the number of prompts that it consumed, and `last` is True if it ends the
+        episode.
+        """
         batch = None
         while batch is None:
             self._push(itertools.islice(self._rows, self._call("wanted")), generate_kwargs)

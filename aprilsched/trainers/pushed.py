@@ -37,8 +37,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
-    """The settings of `config` for groups that are launched when they are pushed and delivered one
-    by one."""
+    """Return `config` for groups that are launched when pushed and delivered one by one."""
     return replace(
         config,
         batch_groups=1,
@@ -50,8 +49,10 @@ def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
 
 
 async def next_batch(scheduler: RolloutScheduler) -> Batch:
-    """The next batch, also if that is after the next update: until then no server may have whole
-    weights."""
+    """Return the next batch, even if it is complete only after the next update.
+
+    Until that update, possibly no server has complete weights.
+    """
     while True:
         try:
             return await scheduler.next_batch()

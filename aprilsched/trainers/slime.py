@@ -431,8 +431,10 @@ class _Rollouts:
             log.warning("an engine has not ended the requests that were called back")
 
     async def _let_lost_engines_go(self) -> None:
-        """Let engines leave that are lost. Otherwise they would be tried again while the trainer
-        restarts them, or has their memory. The next call looks for them."""
+        """Remove lost engines from the fleet; the next call looks for them.
+
+        Otherwise the fleet would retry them while the trainer restarts them or uses their memory.
+        """
         fleet = cast(SGLangFleet, self._fleet)
         there = self._taking_part()
         for engine in fleet.engines:
@@ -525,8 +527,11 @@ class _Rollouts:
         )
 
     def _expanded(self, group: Sequence[Any], media: Sequence[Media]) -> Any:
-        """The ids that engines are sent of a prompt with images. Its samples get the ids with
-        expanded placeholders, and what the trainer's processor makes of the images."""
+        """Return the ids that engines receive for a prompt with images.
+
+        The prompt's samples get the ids with expanded placeholders, and the output of the trainer's
+        processor for the images.
+        """
         check_media(media, self._config.policies.companions)
         with self._reading:
             processor, made = self._trainer.processed(self._args, group[0])

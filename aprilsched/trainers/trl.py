@@ -530,8 +530,11 @@ class StreamedSteps(_Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[Any, None]:
-        """The micro-batches of a step, each fetched when the one before it was trained on, and
-        None, because TRL divides the loss by the number of micro-batches."""
+        """Return the micro-batches of a step, and None.
+
+        Each micro-batch is fetched after training on the previous one. None makes TRL divide the
+        loss by the number of micro-batches.
+        """
         return _MicroBatches(epoch_iterator, num_batches), None
 
 

@@ -195,8 +195,7 @@ def _task_runner() -> type[Any]:
 
 
 def hold_updates(trainer: Any, manager: AgentLoopManager) -> None:
-    """Let `trainer` update the weights at the end of a step only while `manager` has paused the
-    servers."""
+    """Make `trainer` update weights after a step only while `manager` pauses the servers."""
     update = trainer.on_step_end
 
     def on_step_end() -> None:
