@@ -90,9 +90,11 @@ class Bias:
             self._since += 1
 
     def explain(self, work: float, time: float, *, batches: int) -> None:
-        """Rescale the batches since the last choice to a new forecast of their schedule, which uses
-        newer length estimates: `work` and `time` of a batch over those of the former forecast. The
-        new one covers the last `batches`."""
+        """Rescale the batches since the last choice to a new forecast of their schedule.
+
+        The new forecast uses newer length estimates and covers the last `batches`. `work` and
+        `time` are ratios, new over former, of a batch's forecast work and time.
+        """
         told, since = list(self._told), min(self._since, batches)
         first = len(told) - since
         told[first:] = [(each / work, took / time) for each, took in told[first:]]

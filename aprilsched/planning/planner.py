@@ -210,8 +210,10 @@ class Scale:
 
     @classmethod
     def of_run(cls, command: Plan, max_running: int, *, whole_engines: bool) -> Scale:
-        """The smallest trial of the run that `command` describes. With `whole_engines` only their
-        number shrinks."""
+        """Return the smallest trial of the run that `command` describes.
+
+        With `whole_engines` only the number of engines shrinks, not their size.
+        """
         if whole_engines:
             share = max(1.0, min(command.engines, command.batch_groups // _MOST_GROUPS))
         else:
@@ -251,8 +253,10 @@ class Halving:
         return _least_near(self.brief)
 
     def try_briefly(self, places: Iterable[int]) -> None:
-        """Give the candidates at `places` a brief trial, unless they have had one, or would not be
-        near the best if their engines never waited."""
+        """Give each candidate at `places` a brief trial, unless it has had one.
+
+        Candidates are skipped that would not be near the best even if their engines never waited.
+        """
         for place in places:
             most = _most(self._several[place], self._setting) * self._factor
             if place not in self.brief and most >= self.least_near:
@@ -416,9 +420,12 @@ def _tried(
 
 
 def choose(tried: Sequence[Tried], tolerance: float) -> Tried:
-    """The least stale candidate within `tolerance` of the best that is within the bound; of those
-    that are equally stale, as where nothing may be stale, waiting for any prompts, and otherwise
-    the best. Waiting throws nothing away, and its batches are like the law."""
+    """Return the least stale candidate within `tolerance` of the best one within the bound.
+
+    If several are equally stale, for example because nothing may be stale, return the one that
+    waits for any prompts, or else the best. Waiting discards no tokens, and its batches follow the
+    law.
+    """
     allowed = [t for t in tried if _allowed(t.outcome)]
     if not allowed:
         # No candidate is within the bound, so the freshest is the best.

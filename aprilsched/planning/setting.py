@@ -108,8 +108,10 @@ class Setting:
     takes_over: bool = False
 
     def faster(self, factor: float) -> Setting:
-        """The same with engines that do this many times the work in the same time. T_bound is that
-        of these engines then, so outcomes are to be read with :meth:`Outcome.in_work_of`."""
+        """Return the setting with engines that do `factor` times the work in the same time.
+
+        T_bound then also assumes these engines, so read outcomes with :meth:`Outcome.in_work_of`.
+        """
         return self if factor == 1 else replace(self, model=self.model.at_speed(factor))
 
     def prefill_of_divided(self, age: float) -> float:
@@ -204,6 +206,9 @@ class Outcome:
     peak_kv: float
 
     def in_work_of(self, factor: float) -> Outcome:
-        """The outcome of a trial whose engines take 1 / `factor` times the seconds for everything
-        (:meth:`Setting.faster`), in the work of engines as they are modelled."""
+        """Return the outcome of a trial with faster engines, in the work of modelled engines.
+
+        The trial's engines take 1 / `factor` times the seconds for everything
+        (:meth:`Setting.faster`).
+        """
         return replace(self, value=self.value * factor, efficiency=self.efficiency * factor)

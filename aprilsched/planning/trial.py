@@ -172,8 +172,10 @@ class Trial:
         self._train_seconds = [setting.train_seconds + spread * z for z in _QUANTILES]
 
     def outcome(self, batches: int) -> Outcome:
-        """What the schedule does in the first `batches` batches after the burn-in; this runs those
-        that an earlier call did not."""
+        """Return the outcome of the first `batches` batches after the burn-in.
+
+        Runs only the batches that earlier calls did not run.
+        """
         setting, seen = self._setting, self._seen
         # Deferred groups need a longer burn-in than anything else to reach a steady state.
         burn_in = setting.burn_in * (3 if self._store else 1)
@@ -334,8 +336,7 @@ class Trial:
         self._admit()
 
     def _train(self, training: _Training) -> float:
-        """Let the trainer train on a batch that it has to its end. Returns the seconds for which
-        the engines wait for it by design."""
+        """Train on a batch to its end; return the seconds that engines wait for it by design."""
         if not self._asynchronous:
             self._stop()
             if self._store is not None and self._setting.restarts:
@@ -459,8 +460,10 @@ class Trial:
                 self._store.groups.append(group)
 
     def _choose(self, *, tail: bool = False) -> None:
-        """Choose the members that run next, where groups are deferred; in the `tail` of a batch
-        those that run besides the others."""
+        """Choose the members that run next, if groups are deferred.
+
+        In the `tail` of a batch, choose members that run in addition to the current ones.
+        """
         if self._store is not None:
             ready = self._stop_at.as_groups(self._ready, self._usual)
             wanted, lacking = self._target - ready, self._batch_groups - ready
@@ -508,8 +511,10 @@ class Trial:
             self.now += seconds * engines / self._setting.engines
 
     def _advance(self, until: float = math.inf) -> None:
-        """Decode to the next end of a response, and end the responses that end there. It ends
-        earlier with the step that is in progress at the time `until`."""
+        """Decode until the next response finishes, and finish all responses that end there.
+
+        Decoding stops earlier, after the step in progress, at the time `until`.
+        """
         if self._away:
             until = min(until, self._away[0][0])
             if not self._running or until <= self.now:
@@ -738,9 +743,12 @@ class DecodeBatch:
         self._read = self._joined = 0.0
 
     def fits(self, context: float, left: int) -> bool:
-        """Return whether one more fits. Engines that keep room do so by SGLang's rule
-        (:class:`~aprilsched.simulation.engine.cache.KvPool`): for all that it and the others of its
-        pass may still get, and a share of what those may that run."""
+        """Return whether one more response fits.
+
+        Engines that reserve room use SGLang's rule
+        (:class:`~aprilsched.simulation.engine.cache.KvPool`): room for all tokens that the
+        responses of the pass may still generate, and for a share of those that running ones may.
+        """
         count = len(self.running)
         if self.pool == math.inf or not count:
             return True
@@ -943,8 +951,10 @@ class CompleteGroups:
 
 
 class Times:
-    """Equally likely times. A response has the same ones under every schedule, so that schedules do
-    not differ by chance."""
+    """Equally likely times, the same for a response under every schedule.
+
+    Otherwise schedules would also differ by chance.
+    """
 
     def __init__(self, times: Sequence[float], *, seed: int) -> None:
         self._times = times
@@ -1006,9 +1016,11 @@ class Store:
         busy: Collection[int] = (),
         tail: bool = False,
     ) -> list[tuple[TrialGroup, int]]:
-        """Choose the members that run in this batch, of `count` groups by the over-provision ratio.
-        The batch still takes `lacking` groups. In the `tail` the groups run on that are `busy`, by
-        their identity."""
+        """Choose the members that run in this batch, which still takes `lacking` groups.
+
+        `count` is the number of groups by the over-provision ratio. In the `tail`, the groups whose
+        identities are in `busy` keep running.
+        """
         groups = self.groups
         since = [-1 if g.first_run is None else batch - g.first_run for g in groups]
         view = OpenGroups(

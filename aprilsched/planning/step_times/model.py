@@ -98,8 +98,10 @@ class StepTimeModel:
         return passes * self.prefill_pass + tokens / self.prefill_rate
 
     def token_seconds(self, max_running: int) -> float:
-        """Seconds of T_bound for each token, without the context that it reads: its own work, and
-        its part of a read of the weights that serves `max_running` tokens."""
+        """Return the seconds of T_bound per token, without reads of its context.
+
+        They are its own work, and its part of a weight read that serves `max_running` tokens.
+        """
         return self.t1 + self._weight_seconds(max_running) / max_running
 
     def bound_seconds(
@@ -165,8 +167,10 @@ def share_of_experts(share: float, batch: NDArray[np.float64]) -> NDArray[np.flo
 def share_of_experts(
     share: float, batch: float | NDArray[np.float64]
 ) -> float | NDArray[np.float64]:
-    """The share of the experts that any of `sequences` sequences uses, if each uses a `share` of
-    them, independently of the others."""
+    """Return the share of the experts that at least one of `sequences` sequences uses.
+
+    Each sequence uses a `share` of the experts, independently of the others.
+    """
     return 1.0 - (1.0 - share) ** batch
 
 
