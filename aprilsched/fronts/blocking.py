@@ -53,8 +53,10 @@ usually needs some microseconds."""
 
 
 class BlockingScheduler:
-    """The calls of an asyncio scheduler, without await, on the loop of a thread that starts with
-    the ``with`` block."""
+    """Blocking versions of an asyncio scheduler's calls.
+
+    They run on the event loop of a thread that starts with the ``with`` block.
+    """
 
     def __init__(self, rollouts: AsyncScheduler) -> None:
         self._rollouts = rollouts
@@ -136,8 +138,9 @@ class BlockingScheduler:
             raise
 
     def stream(self, *, timeout: float | None = None) -> Iterator[Batch]:
-        """The groups of the next batch, each as soon as it is scored and accepted; see
-        :meth:`aprilsched.RolloutScheduler.stream`.
+        """Yield the groups of the next batch, each as soon as it is scored and accepted.
+
+        See :meth:`aprilsched.RolloutScheduler.stream`.
 
         The engines keep generating while the trainer works on a group.
 
@@ -167,8 +170,10 @@ class BlockingScheduler:
                 raise
 
     def report_logprobs(self, batch: Batch, logprobs: object) -> AlignmentFigures:
-        """Compare the trainer's log-probabilities of a batch with those of the engines; see
-        :meth:`aprilsched.RolloutScheduler.report_logprobs`."""
+        """Compare the trainer's log-probabilities of a batch with the engines'.
+
+        See :meth:`aprilsched.RolloutScheduler.report_logprobs`.
+        """
         return self._wait(lambda: self._rollouts.report_logprobs(batch, logprobs))
 
     def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
@@ -212,8 +217,10 @@ class BlockingScheduler:
     def paused_for_weights(
         self, *, version: int | None = None, label: bool = False
     ) -> Generator[tuple[str, ...]]:
-        """Pause the engines while the trainer loads new weights by calls of its own; see
-        :meth:`aprilsched.RolloutScheduler.paused_for_weights`."""
+        """Pause the engines while the trainer loads new weights with its own calls.
+
+        See :meth:`aprilsched.RolloutScheduler.paused_for_weights`.
+        """
         paused = self._rollouts.paused_for_weights(version=version, label=label)
         with self._entered(paused) as engines:
             yield engines
@@ -282,8 +289,10 @@ class BlockingScheduler:
             self._calls.discard(call)
 
     async def _hand_over(self, handing: _Handing, within: float | None, *, streamed: bool) -> Batch:
-        """Wait for a batch, or the next part of one, for at most `within` seconds, and let the
-        trainer's thread take it."""
+        """Wait at most `within` seconds for a batch or its next part, and hand it over.
+
+        The trainer's thread takes it.
+        """
         while not self._hand_over_resolved():  # noqa: ASYNC110
             # Another thread's call received a batch after this call started, and would share it.
             await asyncio.sleep(_LOOK_SECONDS)

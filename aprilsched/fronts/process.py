@@ -131,8 +131,7 @@ class RolloutScheduler(BlockingRemote):
 
 
 class _ProcessScheduler(RemoteScheduler):
-    """The scheduler as the trainer's process has it, on the loop of the blocking scheduler's
-    thread."""
+    """The scheduler's side in the trainer's process, on the blocking scheduler's loop."""
 
     def __init__(
         self,
@@ -308,8 +307,10 @@ class _Child:
         await asyncio.shield(self._reading)
 
     def end(self, within: float = 0) -> None:
-        """Kill the process if it still runs after `within` seconds, and remove the folder. A forked
-        process, which has a copy, leaves everything alone."""
+        """Kill the process if it still runs after `within` seconds, and remove the folder.
+
+        In a forked process, which has a copy of this object, do nothing.
+        """
         if not self._link.ours:
             return
         self._link.hang_up()
@@ -395,8 +396,10 @@ class _Link:
             self._transport.abort()
 
     def hang_up(self) -> None:
-        """Let both sides receive what was sent, and no more. Closing the socket would have no
-        effect while a forked process has a copy of it."""
+        """Shut the connection down; both sides still receive the messages already sent.
+
+        Closing the socket would have no effect while a forked process has a copy of it.
+        """
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 

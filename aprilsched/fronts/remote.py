@@ -99,8 +99,10 @@ class Reply:
 
 
 class Transport(Protocol):
-    """Connects a trainer's side with one :class:`Served`. Notices arrive in their order, and before
-    every later call."""
+    """Connects a trainer's side with one :class:`Served`.
+
+    Notices arrive in order, and before every later call.
+    """
 
     def send(self, request: Request) -> asyncio.Future[Reply]:
         """Send a request, and return the future of its reply.
@@ -345,8 +347,10 @@ class Served:
         return names
 
     async def finish_update(self, raised: Raised | None) -> RefitReport:
-        """End an update whose weights are loaded, or were not; returns once the engines have
-        reported their versions."""
+        """End an update, whether or not its weights were loaded.
+
+        Returns once the engines have reported their versions.
+        """
         if self._update is None:
             raise UpdateLost("the scheduler died while the trainer was loading weights.")
         (handshake, update), self._update = self._update, None
@@ -477,8 +481,11 @@ class RemoteScheduler(AsyncScheduler):
     async def _wait_ended(
         self, future: asyncio.Future[Any], *, number: int = PING, within: float | None = None
     ) -> None:
-        """Withdraw a call and wait until it has ended, for at most `within` seconds, or until the
-        other side is silent: user code blocks its loop, or the process was stopped."""
+        """Withdraw a call, and wait at most `within` seconds until it has ended.
+
+        The wait also ends if the other side is silent, because user code blocks its loop or the
+        process is stopped.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
                 while not future.done():
@@ -572,8 +579,11 @@ class RemoteScheduler(AsyncScheduler):
         version: int | None = None,
         acknowledge: bool = True,
     ) -> RefitReport:
-        """Bring new weights into every engine. The publisher is sent to the scheduler and runs
-        there, or here if it is a :class:`~aprilsched.fronts.process.FromTrainer`."""
+        """Bring new weights into every engine.
+
+        The publisher is sent to the scheduler and runs there, or here if it is a
+        :class:`~aprilsched.fronts.process.FromTrainer`.
+        """
         number = self.version + 1 if version is None else version
         if not isinstance(publisher, FromTrainer):
             call = partial(

@@ -210,8 +210,10 @@ class SchedulerActor(Served):
             self.scheduler.trainer_has([each for each in known if each <= has.last], has.streamed)
 
     def _opened_for_less(self, has: Possessions) -> bool:
-        """Whether an older request has opened the scheduler, which would deliver again what the
-        trainer has."""
+        """Return whether an older request opened the scheduler.
+
+        Such a scheduler would redeliver batches that the trainer has.
+        """
         state = self.opened.state
         streamed = has.streamed - state.delivery.fresh.taken.keys()
         return any(batch.index <= has.last for batch in state.delivery.batches_again) or any(

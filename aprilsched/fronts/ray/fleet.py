@@ -80,8 +80,11 @@ class RayFleet(SGLangListedFleet):
         super().__init__(self._urls, model_path=model_path, poll_s=poll_s, **settings)
 
     async def open(self) -> None:
-        """Ask the actors, which may take minutes while they start their servers, and open each
-        server; see :meth:`aprilsched.SGLangListedFleet.open`."""
+        """Query the actors' addresses, and open each server.
+
+        It may take minutes while actors start their servers. See
+        :meth:`aprilsched.SGLangListedFleet.open`.
+        """
         self._known.clear()
         self._opening = True
         try:

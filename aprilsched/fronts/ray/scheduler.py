@@ -130,8 +130,10 @@ class ActorScheduler(RemoteScheduler):
         return self
 
     async def close(self) -> None:
-        """Leave the scheduler as it is. The next trainer gets what this one has not
-        acknowledged."""
+        """Detach, and leave the scheduler running.
+
+        The next trainer gets the batches that this one has not acknowledged.
+        """
         await self._end_updates()
         if self._actor is not None and self._failure is None:
             with suppress(Exception):
