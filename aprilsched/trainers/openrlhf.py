@@ -152,7 +152,7 @@ class Rollouts:
         )
         await self.scheduler.__aenter__()
 
-    # --- what OpenRLHF calls of its own actors --------------------------------------------------
+    # --- methods of its own actors that OpenRLHF calls ------------------------------------------
 
     def get_num_unfinished_requests(self) -> int:
         """Return 0: there is no other actor that could take a prompt."""
@@ -309,7 +309,7 @@ def samples_generator() -> type[Any]:
 
 
 class _Samples(_Theirs):
-    """What is added to OpenRLHF's SamplesGenerator."""
+    """The methods that the scheduler adds to OpenRLHF's SamplesGenerator."""
 
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)
@@ -327,8 +327,8 @@ class _Samples(_Theirs):
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Any], float | None, int, bool]:
         """Return the next batch as (experiences, accepted groups in percent, prompts, last).
 
-        `prompts` is the number of prompts that it consumed, and `last` is True if it ends the
-        episode.
+        The percentage is None without dynamic filtering. `prompts` is the number of prompts that
+        the batch consumed, and `last` is True if it ends the episode.
         """
         batch = None
         while batch is None:

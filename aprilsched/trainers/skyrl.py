@@ -121,7 +121,7 @@ class ScheduledRollouts(_Theirs):
 
 
 class ScheduledTrainer(_Theirs):
-    """What is added to SkyRL's trainer."""
+    """The methods that the scheduler adds to SkyRL's trainer."""
 
     directory: Path
 

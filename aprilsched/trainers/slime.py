@@ -156,10 +156,10 @@ class DataSource:
         self.wrapped.add_samples(samples)
 
     def save(self, rollout_id: int) -> None:
-        """Save the position in the prompts and what is in flight, after training on `rollout_id`.
+        """Save the prompt position and the groups in flight, after training on `rollout_id`.
 
-        Batches up to that of `rollout_id` count as trained on. A later one, which train_async.py
-        has taken already, is given again after :meth:`load`.
+        Batches up to `rollout_id` count as trained on. A later one that train_async.py has already
+        taken is delivered again after :meth:`load`.
         """
         current = _current
         if current is not None and current.data_source is self:
@@ -551,7 +551,7 @@ class _Rollouts:
             return known
         text = sample.prompt
         if not isinstance(text, str):
-            # A function asks with these messages, and the prompt's own ids are not used.
+            # The function sends these messages, so the prompt's own ids are not used.
             text = json.dumps(text, default=str)
         with self._reading:
             return self._tokenizer.encode(text, add_special_tokens=False)
@@ -782,7 +782,7 @@ class _Rollouts:
     def save(self, rollout_id: int, folder: Path) -> None:
         """Save the data source and the scheduler after training on `rollout_id`."""
         rollouts = self._open
-        # No group may be taken between the two: it would be in one of them only.
+        # No group may be taken between the two saves: it would be in one of them only.
         with self._lock:
             self.data_source.wrapped.save(rollout_id)
             if rollouts is None:
@@ -791,7 +791,7 @@ class _Rollouts:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / checkpoint_name(rollout_id)
             rollouts.checkpoint(path, acknowledge=False)
-            # What is scored in the checkpoint has to be scored here, so this is saved second.
+            # Groups scored in the checkpoint must be scored here too, so this is saved second.
             samples = {
                 key: list(group)
                 for key, group in list(self._samples.items())

@@ -4,14 +4,14 @@
 that generates and scores rollouts, and the transfer of weights. It is written for TRL 1.16, whose
 AsyncGRPOTrainer is experimental.
 
-- The rollouts of a batch are those of one optimizer step. A batch is taken from the scheduler only
-  when the trainer asks for its first rollout, because rollouts that wait in a queue become stale
-  where no bound on staleness sees them.
+- A batch contains the rollouts of one optimizer step. It is taken from the scheduler only when the
+  trainer requests its first rollout, because rollouts that wait in a queue become stale beyond the
+  control of the staleness bound.
 - A batch is acknowledged when the step that trains on it has ended. accelerate fetches rollouts one
-  step ahead, so a checkpoint of the trainer is written when the next batch is taken and not trained
-  on; the scheduler's checkpoint keeps that batch.
-- With ``streamed=True`` a batch is taken group by group while its last responses are generated, by
-  a trainer that is a :class:`StreamedSteps` and fetches nothing ahead.
+  step ahead, so when the trainer writes a checkpoint, the next batch is already taken and not yet
+  trained on. The scheduler's checkpoint keeps that batch.
+- With ``streamed=True`` the trainer takes a batch group by group while its last responses are
+  generated. The trainer must be a :class:`StreamedSteps`, which fetches nothing ahead.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _CONVERSATIONS = "aprilsched.conversations.json"
 _SHARD_BYTES = 2**32
 """Largest file of weights, which is in memory while it is written."""
 _NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
-"""Columns of the dataset that reward functions get under other names, or not at all."""
+"""Dataset columns that reward functions receive under other names or never."""
 _PARSED_BY = ("template", "schema")
 """A tokenizer that can take responses apart has `response_template` or `response_schema`."""
 
@@ -241,7 +241,7 @@ class RolloutWorker:
         self._rollouts = rollouts
 
     def _prompt_ids(self, row: Mapping[str, Any]) -> Sequence[int]:
-        """The tokens of a row's prompt. Those of a conversation with tools are the session's."""
+        """Return the tokens of a row's prompt; with tools, the session's tokens replace them."""
         prompt = row["prompt"] if self._tools is None else self._tools.prompt_of(row)
         return self._chat.prompt_ids(prompt)
 
@@ -465,7 +465,7 @@ class RolloutWorker:
         return {member.rollout_id for group in groups for member in group.members}
 
     def save(self, folder: Path) -> None:
-        """Save what is in flight, and the batch that is not trained on, in `folder`."""
+        """Save the rollouts in flight and the untrained batch in `folder`."""
         self.scheduler.checkpoint(folder / _FILE, acknowledge=False)
         if self._tools is not None:
             ended = list(self._tools.ended.items())
@@ -473,7 +473,7 @@ class RolloutWorker:
                 file.write(msgspec.json.encode(dict(ended), enc_hook=str))
 
     def restore(self, folder: Path) -> None:
-        """Continue with what was saved in `folder`; the engines are not open yet.
+        """Restore the state saved in `folder`; the engines must not be open yet.
 
         Raises:
             ConfigError: if the file does not exist, or if the trainer's epoch count would restart.
@@ -510,7 +510,7 @@ class StreamedSteps(_Trainer):
     """
 
     def get_train_dataloader(self) -> Any:
-        """TRL's loader of micro-batches, without the one that accelerate puts around it.
+        """Return TRL's loader of micro-batches, without accelerate's wrapper.
 
         Raises:
             ConfigError: if the worker is not for streamed batches.
@@ -721,7 +721,7 @@ class _Rewards:
 
     async def score(self, group: Group) -> list[Score]:
         """Score a group; the parts of a score have the rewards that are not None."""
-        # Texts are made in a thread, because those of long responses take tens of milliseconds.
+        # Texts are decoded in a thread, because long responses take tens of milliseconds.
         call = await asyncio.to_thread(self._arguments, group)
         count = len(group.rollouts)
         columns = await asyncio.gather(

@@ -1,8 +1,8 @@
 """Tools and environments of TRL's AsyncGRPOTrainer, as a harness of sessions.
 
-The loop is that of TRL's own worker: the policy answers, its calls are executed, and their results
-go back as messages until an answer has no call. TRL tokenizes the whole conversation again in each
-turn; a session keeps the tokens that were sampled.
+The loop is the same as in TRL's own worker: the policy answers, its calls are executed, and their
+results return as messages, until an answer contains no call. TRL retokenizes the whole conversation
+in each turn; a session keeps the sampled tokens.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Rollouts for verl's asynchronous trainer from the SGLang servers that verl starts.
 
 verl's trainer pushes the prompts of one step at a time and takes groups from its TransferQueue when
-they are complete. :class:`AgentLoopManager` stands between the two. It is written for verl 0.9,
-whose trainer ``trainer.v1.trainer_mode=separate_async`` it serves.
+they are complete. :class:`AgentLoopManager` connects the two. It is written for verl 0.9 and its
+trainer ``trainer.v1.trainer_mode=separate_async``.
 
 - verl's own agent loops run inside of the scheduler, as episodes. Chat templates, tools, rewards
   and what is written into the TransferQueue are verl's own code.
 - verl moves the weights and does not label them. ``python -m aprilsched.trainers.verl`` takes
   the place of ``python -m verl.trainer.main_ppo``: the trainer then waits until the scheduler has
   paused the servers, and the scheduler labels the weights before the first token under them.
-- Without that, the trainer's next prompts tell the scheduler that there are new weights. Tokens
-  that were sampled in between are counted to the version before.
+- Without it, the scheduler learns of new weights only from the trainer's next prompts. Tokens
+  sampled in between are attributed to the previous version.
 """
 
 # The checker does not know the classes of verl that some classes here are made from.
@@ -101,7 +101,7 @@ class AgentLoopManager:
         reward_loop_worker_handles: verl's reward workers; None if rewards are computed later.
 
     Raises:
-        ConfigError: if the configuration has something that would give wrong or lost rollouts.
+        ConfigError: if the configuration would produce wrong or lost rollouts.
         MissingExtra: if verl or one of its packages is not installed.
     """
 
@@ -275,7 +275,7 @@ def _scheduler() -> type[Any]:
 
 
 class _Scheduler(_Worker):
-    """What is added to verl's worker of agent loops: its prompts go to a RolloutScheduler."""
+    """The methods added to verl's agent-loop worker; its prompts go to a RolloutScheduler."""
 
     def __init__(
         self,
