@@ -445,7 +445,7 @@ class RemoteScheduler(AsyncScheduler):
         self._offering = False
         """Whether a call waits for a batch."""
         self._publishers: dict[int, FromTrainer] = {}
-        """By identity: those that have engines to close."""
+        """Publishers with engines to close, by identity."""
         self._updates: set[asyncio.Task[RefitReport]] = set()
 
     @property

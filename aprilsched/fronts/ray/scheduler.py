@@ -61,7 +61,7 @@ WAIT_S = 300.0
 POLL_S = 0.2
 """Seconds between two looks for an actor of the name."""
 DETACH_S = 10.0
-"""Seconds to tell the actor that the trainer leaves; otherwise the next trainer replaces it."""
+"""Seconds for notifying the actor that the trainer leaves; otherwise the next one replaces it."""
 
 
 class ActorScheduler(RemoteScheduler):
