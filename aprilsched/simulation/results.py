@@ -112,7 +112,7 @@ class Measuring:
 
     @property
     def listeners(self) -> list[AnyListener]:
-        """To be given to the simulation, before those that read the summary."""
+        """Listeners for the simulation, before those that read the summary."""
         return [self.summary, self._generation, *([] if self._usage is None else [self._usage])]
 
     def result(
@@ -145,8 +145,10 @@ class Measuring:
 
 
 def remainder(state: SchedulerState) -> Remainder:
-    """What the scheduler still holds when its run ends: the rollouts in flight, the counters, the
-    ledger, and the lengths in open groups."""
+    """The scheduler's state when its run ends.
+
+    It contains the rollouts in flight, the counters, the ledger, and the lengths in open groups.
+    """
     in_flight = state.in_flight
     return Remainder(
         in_flight=list(in_flight.rollouts),

@@ -93,8 +93,10 @@ def compare(results: Mapping[str, SimulationResult | RunSummary]) -> Comparison:
 
 
 def spread_of_steps(summary: RunSummary) -> tuple[float, float] | None:
-    """The tenth and the ninetieth percentile of the seconds of whole steps after the burn-in; None
-    without such steps."""
+    """Return the 10th and 90th percentile of step times after the burn-in, in seconds.
+
+    Only whole steps count; None without such steps.
+    """
     steps = summary.steady_steps_s
     if not steps:
         return None

@@ -41,8 +41,8 @@ from aprilsched.types import Group, Int32Array, Prompt, SamplingParams, Score
 
 # A whole run in virtual time: core, engines, trainer, prompts and rewards on one agenda.
 #
-# Invariant: the decisions are those of production, because the same core makes them; only the
-# commands are carried out by other code.
+# Invariant: decisions are the same as in production, because the same core makes them; only the
+# code that carries out commands differs.
 
 NEVER = 1 << 30
 """A stream interval with which chunks come only when a response ends or is paused. This changes no

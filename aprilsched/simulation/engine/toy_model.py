@@ -241,8 +241,10 @@ _NOTHING: tuple[Int32Array, Float32Array] = (
 
 
 def toy_rows(companion: Companion, positions: NDArray[np.int64], keys: UInt64Array) -> Rows:
-    """Return the rows of a companion of the context at some positions, each forwarded under one of
-    `keys`. Rows of other positions and other weights differ, so a wrong join shows."""
+    """Return rows of a context companion at `positions`, each forwarded under one of `keys`.
+
+    Rows of other positions or other weights differ, so a wrong join is detected.
+    """
     values = np.arange(1, math.prod(companion.shape) + 1, dtype=np.uint64)
     mixed = _mix_array(
         keys[:, np.newaxis]
@@ -255,8 +257,10 @@ def toy_rows(companion: Companion, positions: NDArray[np.int64], keys: UInt64Arr
 
 
 def toy_top(companion: Companion, ids: Int32Array, logprobs: Float32Array) -> Rows:
-    """The likeliest tokens in the place of each token: itself first, and others that are one nat
-    less likely each."""
+    """Return the likeliest tokens at the position of each token.
+
+    The token itself is first; each further token is one nat less likely.
+    """
     places = np.arange(companion.shape[0])
     below, above = ids[:, np.newaxis] - places, ids[:, np.newaxis] + places
     found = np.where(below < 0, above, below)
