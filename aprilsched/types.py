@@ -63,7 +63,7 @@ SCORE_BYTES = 1 << 14
 each rollout, saved by the store and written to the event log."""
 
 ANSWER_BYTES = 1 << 20
-"""Largest size of what is kept of an engine's answer to one attempt, as JSON, in bytes."""
+"""Largest size, as JSON in bytes, of the kept entries of an engine's reply to one attempt."""
 
 MAX_GROUP_SIZE = 2**16
 """Largest number of rollouts of one prompt."""
@@ -82,8 +82,8 @@ class SamplingParams:
     :func:`aprilsched.sampling_params` builds this from a mapping in the names of other libraries
     (``max_tokens``, ``stop``, ``seed``).
 
-    A ``sampling_seed`` that several rollouts share, of the run or of a prompt with a group, gives
-    each of them a seed of its own (`derived_seed`). Parameters of one rollout keep theirs.
+    If several rollouts share a ``sampling_seed`` of the run or of a prompt with a group, each gets
+    its own seed, derived from it (`derived_seed`). Parameters of a single rollout keep theirs.
 
     ``request`` contains further fields of the request itself, in addition to the sampling
     parameters, such as ``{"priority": 3}``; fields that the scheduler sets are rejected. ``keep``

@@ -1,9 +1,9 @@
-"""RolloutScheduler in a process of its own, for trainers whose Python code keeps their own busy.
+"""RolloutScheduler in a separate process, for trainers whose Python code holds the GIL.
 
 The blocking scheduler runs on a thread of the trainer's process. Python runs one thread of a
 process at a time, so the scheduler reads no token, refills no engine and ends no pause while the
-trainer's code holds Python's lock. Here the scheduler has an interpreter of its own, and the
-trainer's process only passes calls and batches on::
+trainer's code holds the GIL. Here the scheduler has its own interpreter, and the trainer's process
+only forwards calls and batches::
 
     def make(urls, path):                        # at the top of a module
         prompts = read_prompts(path)

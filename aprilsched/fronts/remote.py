@@ -11,7 +11,7 @@ Invariants:
 - A cancelled call is withdrawn on the other side. While that side answers, the caller waits for the
   call to end there.
 - A batch counts as delivered only when the trainer's call returns it. Until the notice "take"
-  arrives, the batch is on its way, and is offered again if it does not arrive.
+  arrives, the batch is in transit. A batch that does not arrive is offered again.
 """
 
 from __future__ import annotations
@@ -367,13 +367,13 @@ class Served:
             self._calls[number].cancel()
 
     def take(self, index: int) -> None:
-        """Record that a batch has arrived. Its fate may be known already."""
+        """Record that a batch has arrived; do nothing if that is known already."""
         if self._on_its_way is not None and index == self._on_its_way.index:
             self._on_its_way = None
             self.opened.take()
 
     def hand_back(self) -> None:
-        """Record that the batch on its way has not arrived."""
+        """Record that the batch in transit has not arrived."""
         self._on_its_way = None
         self.opened.hand_back()
 
@@ -524,7 +524,7 @@ class RemoteScheduler(AsyncScheduler):
             async with limit:
                 batch: Batch = await self.call("offer", within, streamed=streamed)
         except BaseException as error:
-            # It may have been on its way.
+            # The batch may be in transit.
             self.hand_back()
             if not limit.expired() or not isinstance(error, TimeoutError):
                 raise

@@ -46,15 +46,14 @@ class ForecastErrors:
         self._context: dict[int, int] = {}
         """Number of context tokens of each open attempt, by request."""
         self._tokens = 0
-        """Number of tokens that were generated since the last batch was requested, without those
-        that have been thrown away."""
+        """Number of tokens generated since the last batch was requested, without discarded ones."""
         self._reads = 0.0
-        """Number of context tokens that were read for them."""
+        """Number of context tokens read to generate these tokens."""
         self._dropped: tuple[int, tuple[of.DroppedRollout, ...]] | None = None
         """The group that was dropped last, and its rollouts."""
         self._forecast: Forecast | None = None
         self._delivered: tuple[Forecast, float] | None = None
-        """The forecast of the batch that was delivered, its rule, and its seconds."""
+        """The forecast of the delivered batch, with its rule, and the batch's seconds."""
         self._left_out = 0
         """Number of deliveries that do not count."""
 

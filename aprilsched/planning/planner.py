@@ -37,9 +37,9 @@ from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel, s
 from aprilsched.planning.trial import Drawn, Trial
 
 _STAYS = 0.005
-"""Additional share of the objective that the schedule in force may give up and stay."""
+"""Additional share of the objective by which the schedule in force may be worse and stay."""
 _STALER = 0.03
-"""Additional share of off-policy tokens with which the schedule in force is not yet replaced."""
+"""Additional share of off-policy tokens with which the schedule in force is not replaced."""
 _TOO_STALE = 0.005
 """Share of the tokens that may exceed the user's bound; they get loss mask 0, or are evicted."""
 _BATCHES, _LEAST_BATCHES, _ROLLOUTS = 24, 8, 256

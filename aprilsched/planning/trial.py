@@ -187,9 +187,9 @@ class Trial:
             if version >= burn_in:
                 seconds = self.now - began
                 seen.add(delivered, version, seconds=seconds, waited=waited)
-                # A step is as long as generation takes up to the last group that the trainer has
-                # waited for. On the asynchronous pace, if that is the last group of the batch,
-                # what is generated behind it makes the next step shorter.
+                # A step lasts until the last group that the trainer waits for is generated. On the
+                # asynchronous pace, if this is the last group of the batch, tokens generated after
+                # it shorten the next step.
                 driven = training.awaited - began
                 if not self._asynchronous:
                     seen.not_driven += training.taken - training.awaited

@@ -19,8 +19,8 @@ Every function takes either numpy arrays or torch tensors, not a mixture, and re
 kind on the same device. Arrays of tokens have one shape: padded [B, S] (a row is a sequence) or
 packed [N] (then levels other than "token" need ``cu_seqlens``). Log-probabilities are natural
 logarithms of any floating dtype; the result is at least float32. A mask is boolean, or a number
-that is 0 for tokens that do not count, such as prompts, padding and tokens of an environment. What
-stands in the other arrays at these tokens has no influence, not even if it is NaN or infinite.
+that is 0 for tokens that do not count, such as prompts, padding and tokens of an environment. The
+other arrays' values at these tokens have no influence, not even if they are NaN or infinite.
 
 torch is never imported here: a caller who has a tensor has imported it. The few functions that
 are used (exp, clip, where, sum, cumsum, argsort) have the same names and positional arguments in

@@ -402,9 +402,9 @@ class RolloutWorker:
             if restored is None:
                 rollouts.update_weights(self._publisher, acknowledge=False)
             elif not rollouts.state.fleet.control.engines:
-                # These are the checkpoint's weights, and no engine has them; an engine that had
-                # them would be in use already. Counting them as a new version would make all
-                # restored rollouts one version older, and TRL would drop some of them.
+                # These are the checkpoint's weights, and no engine has them, because engines that
+                # have them are in use already. As a new version they would make all restored
+                # rollouts one version older, and TRL would drop some of them.
                 rollouts.update_weights(
                     self._publisher, version=rollouts.version, acknowledge=False
                 )

@@ -5,7 +5,7 @@ its trainer has, so the first one can open the scheduler from its store.
 
 Invariants:
 
-- One trainer is attached at a time. The last one to come wins, and the others get SchedulerClosed.
+- One trainer is attached at a time. The latest one wins, and the others get SchedulerClosed.
 - A request that Ray repeats after a restart finds a scheduler that knows what the trainer has.
 """
 
