@@ -367,7 +367,7 @@ class Served:
             self._calls[number].cancel()
 
     def take(self, index: int) -> None:
-        """Record that a batch has arrived; do nothing if that is known already."""
+        """Record that a batch has arrived; do nothing if its outcome is known already."""
         if self._on_its_way is not None and index == self._on_its_way.index:
             self._on_its_way = None
             self.opened.take()

@@ -43,9 +43,9 @@ _STALER = 0.03
 _TOO_STALE = 0.005
 """Share of the tokens that may exceed the user's bound; they get loss mask 0, or are evicted."""
 _BATCHES, _LEAST_BATCHES, _ROLLOUTS = 24, 8, 256
-"""Batches in a trial: the first number, or fewer while they have more than `_ROLLOUTS` rollouts in
-all, but at least the second number. Larger batches scatter less, so fewer of them are the same
-evidence. The time of a choice is proportional to the responses in its trials."""
+"""Number of batches in a trial: the first number for batches of at most `_ROLLOUTS` rollouts, and
+fewer for larger ones, down to the second number. Larger batches scatter less, so fewer of them are
+the same evidence. The time of a choice is proportional to the responses in its trials."""
 _BRIEF, _LEAST_BRIEF = 6, 3
 """Number of batches in the first, brief trial of every candidate, and of large ones."""
 _MAY_RISE = 0.05
