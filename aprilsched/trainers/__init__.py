@@ -71,7 +71,7 @@ def with_bound(config: SchedulerConfig, bound: int, setting: str) -> SchedulerCo
 
 
 def refuse(settings: Mapping[str, tuple[object, str]]) -> None:
-    """Reject trainer settings that are set; the settings are names, each with its reason.
+    """Reject every trainer setting that is set; `settings` has (value, reason) by name.
 
     Raises:
         ConfigError: if one is.
