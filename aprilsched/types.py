@@ -63,7 +63,7 @@ SCORE_BYTES = 1 << 14
 each rollout, saved by the store and written to the event log."""
 
 ANSWER_BYTES = 1 << 20
-"""Largest size of what is kept of an engine's answer to one attempt, as JSON, in bytes."""
+"""Largest size, as JSON in bytes, of the kept entries of an engine's reply to one attempt."""
 
 MAX_GROUP_SIZE = 2**16
 """Largest number of rollouts of one prompt."""
@@ -82,13 +82,13 @@ class SamplingParams:
     :func:`aprilsched.sampling_params` builds this from a mapping in the names of other libraries
     (``max_tokens``, ``stop``, ``seed``).
 
-    A ``sampling_seed`` that several rollouts share, of the run or of a prompt with a group, gives
-    each of them a seed of its own (`derived_seed`). Parameters of one rollout keep theirs.
+    If several rollouts share a ``sampling_seed`` of the run or of a prompt with a group, each gets
+    its own seed, derived from it (`derived_seed`). Parameters of a single rollout keep theirs.
 
-    ``request`` has further fields of the request itself, in addition to the sampling parameters,
-    such as ``{"priority": 3}``; fields that the scheduler sets are refused. ``keep`` names what the
-    engine answers beside the tokens (SGLang: entries of ``meta_info``); a rollout has it as
-    ``answers``.
+    ``request`` contains further fields of the request itself, in addition to the sampling
+    parameters, such as ``{"priority": 3}``; fields that the scheduler sets are rejected. ``keep``
+    names what to keep of an engine's reply in addition to the tokens (SGLang: entries of
+    ``meta_info``); a rollout has it as ``answers``.
     """
 
     max_new_tokens: int = 1024
@@ -503,7 +503,7 @@ class Receipt:
 
     @staticmethod
     def elsewhere() -> ConfigError:
-        """The error for a call in a process that does not have the scheduler."""
+        """Return the error for a call in a process that does not have the scheduler."""
         return ConfigError(
             "this batch is a copy from another process; acknowledge it in the process of the "
             "scheduler."
@@ -537,9 +537,9 @@ class Batch:
     def acknowledge(self) -> None:
         """Tell the scheduler that this batch need not be delivered again after a restart.
 
-        Call it when the result of training on the batch is saved. The next update of the weights
-        acknowledges the batch too, unless it is told not to. Without a store, acknowledging has no
-        effect.
+        Call it when the result of training on the batch is saved. The next weight update also
+        acknowledges the batch, unless it gets ``acknowledge=False``. Without a store, acknowledging
+        has no effect.
 
         Raises:
             ConfigError: in any process but the scheduler's.
@@ -562,7 +562,7 @@ class Batch:
         )
 
     def to_torch(self, *, packed: bool = False, pad_id: int = 0) -> PaddedTensors | PackedTensors:
-        """The batch as torch tensors (needs the extra ``torch``).
+        """Return the batch as torch tensors (needs the extra ``torch``).
 
         Padded (the default): [rollouts, longest] with prompt and response in one row, padded
         on the right with `pad_id`. Packed: one row, with ``cu_seqlens`` int32 [rollouts + 1],

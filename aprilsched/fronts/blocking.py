@@ -53,8 +53,10 @@ usually needs some microseconds."""
 
 
 class BlockingScheduler:
-    """The calls of an asyncio scheduler, without await, on the loop of a thread that starts with
-    the ``with`` block."""
+    """Blocking versions of an asyncio scheduler's calls.
+
+    They run on the event loop of a thread that starts with the ``with`` block.
+    """
 
     def __init__(self, rollouts: AsyncScheduler) -> None:
         self._rollouts = rollouts
@@ -136,15 +138,16 @@ class BlockingScheduler:
             raise
 
     def stream(self, *, timeout: float | None = None) -> Iterator[Batch]:
-        """The groups of the next batch, each as soon as it is scored and accepted; see
-        :meth:`aprilsched.RolloutScheduler.stream`.
+        """Yield the groups of the next batch, each as soon as it is scored and accepted.
 
-        The engines go on generating while the trainer works on a group.
+        See :meth:`aprilsched.RolloutScheduler.stream`.
+
+        The engines keep generating while the trainer works on a group.
 
         Args:
-            timeout: longest wait for each group, in seconds. A wait that takes longer ends the
-                loop and not the batch in work: the engines generate for it as before, and another
-                call goes on with the groups that are left.
+            timeout: longest wait for each group, in seconds. A longer wait ends the loop, but not
+                the batch: the engines keep generating for it, and another call continues with its
+                remaining groups.
 
         Raises:
             TimeoutError: if no group was there within `timeout`.
@@ -167,8 +170,10 @@ class BlockingScheduler:
                 raise
 
     def report_logprobs(self, batch: Batch, logprobs: object) -> AlignmentFigures:
-        """Compare the trainer's log-probabilities of a batch with those of the engines; see
-        :meth:`aprilsched.RolloutScheduler.report_logprobs`."""
+        """Compare the trainer's log-probabilities of a batch with the engines'.
+
+        See :meth:`aprilsched.RolloutScheduler.report_logprobs`.
+        """
         return self._wait(lambda: self._rollouts.report_logprobs(batch, logprobs))
 
     def evaluate(self, prompts: Iterable[Prompt], *, group_size: int = 1) -> Batch:
@@ -187,8 +192,8 @@ class BlockingScheduler:
     ) -> RefitReport:
         """Bring new weights into every engine: pause, refit, verify, continue.
 
-        When the wait is interrupted (KeyboardInterrupt) before any weights were loaded, nothing
-        changes. After that, the update runs to its end. :attr:`version` tells which case it was.
+        If the wait is interrupted (KeyboardInterrupt) before any weights are loaded, nothing
+        changes. After that, the update still completes. :attr:`version` shows which case applies.
         """
         return self._wait(
             lambda: self._rollouts.update_weights(
@@ -205,15 +210,17 @@ class BlockingScheduler:
         self._wait(lambda: self._rollouts.checkpoint(path, acknowledge=acknowledge))
 
     def restore(self, path: Path | str) -> None:
-        """Begin with the state of a checkpoint. Call it before the ``with`` block."""
+        """Start from the state of a checkpoint. Call it before the ``with`` block."""
         self._rollouts.restore(path)
 
     @contextmanager
     def paused_for_weights(
         self, *, version: int | None = None, label: bool = False
     ) -> Generator[tuple[str, ...]]:
-        """Pause the engines while the trainer loads new weights by calls of its own; see
-        :meth:`aprilsched.RolloutScheduler.paused_for_weights`."""
+        """Pause the engines while the trainer loads new weights with its own calls.
+
+        See :meth:`aprilsched.RolloutScheduler.paused_for_weights`.
+        """
         paused = self._rollouts.paused_for_weights(version=version, label=label)
         with self._entered(paused) as engines:
             yield engines
@@ -240,7 +247,7 @@ class BlockingScheduler:
             self._wait(enter)
             yield entered[0]
         except BaseException as error:
-            # Ctrl-C may also come when the block is entered and that of the trainer has not begun.
+            # Ctrl-C may also come after `enter` and before the trainer's own block starts.
             if entered:
                 self._wait(partial(leave, error))
             raise
@@ -273,8 +280,8 @@ class BlockingScheduler:
             return call.outcome.result()
         except BaseException:
             if not call.ended:
-                # Ctrl-C in the trainer's thread. The call is withdrawn. Its end is waited for, so
-                # that it is not open any more at the next call. A second Ctrl-C ends this wait.
+                # Ctrl-C in the trainer's thread. Withdraw the call and wait until it ends.
+                # Otherwise it could still be open at the next call. A second Ctrl-C ends the wait.
                 call.withdraw()
                 call.wait()
             raise
@@ -282,10 +289,12 @@ class BlockingScheduler:
             self._calls.discard(call)
 
     async def _hand_over(self, handing: _Handing, within: float | None, *, streamed: bool) -> Batch:
-        """Wait for a batch, or the next part of one, for at most `within` seconds, and let the
-        trainer's thread take it."""
+        """Wait at most `within` seconds for a batch or its next part, and hand it over.
+
+        The trainer's thread takes it.
+        """
         while not self._hand_over_resolved():  # noqa: ASYNC110
-            # Another thread's call has got a batch since this one was begun, and would share it.
+            # Another thread's call received a batch after this call started, and would share it.
             await asyncio.sleep(_LOOK_SECONDS)
         # The batch counts as taken when _hand_over_resolved() finds that the call has returned.
         batch = await self._rollouts.offered(within, streamed=streamed)
@@ -301,8 +310,10 @@ class BlockingScheduler:
         return replace(batch, receipt=Receipt(lambda: self._acknowledge(receipt)))
 
     def _acknowledge(self, receipt: Receipt) -> None:
-        """Acknowledge from any thread. Whoever calls this has the batch, so the trainer has taken
-        it; the loop may not have noticed that yet."""
+        """Acknowledge from any thread.
+
+        The caller has the batch, so the trainer has taken it, even if the loop has not noticed yet.
+        """
         if self._pid != os.getpid():
             raise receipt.elsewhere()
         thread = self._thread
@@ -333,8 +344,8 @@ class BlockingScheduler:
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.stop()
-            # A call that another thread began while the loop stopped never runs. That thread had
-            # waited for it for ever.
+            # A call that another thread starts while the loop stops never runs. Without close(),
+            # that thread would wait for it forever.
             for call in tuple(self._calls):
                 call.close()
 
@@ -379,9 +390,9 @@ class _Handing:
 class _Call(Generic[T]):
     """Runs a coroutine on the loop for another thread.
 
-    The coroutine begins when `ready` returns True. `outcome` is done when the coroutine has ended
-    or was withdrawn. `work` makes the coroutine and is called on the loop: Ctrl-C in the other
-    thread, right after it had made the coroutine itself, left one that was never awaited.
+    The coroutine starts when `ready` returns True. `outcome` is done when the coroutine has ended
+    or was withdrawn. `work` makes the coroutine and is called on the loop. If the other thread made
+    it, Ctrl-C right afterwards would leave a coroutine that is never awaited.
     """
 
     def __init__(
@@ -398,8 +409,8 @@ class _Call(Generic[T]):
         self._withdrawn = False
         self.ended = False
         """Whether `outcome` is done."""
-        # Ctrl-C inside of the future's own wait had become "cannot release un-acquired lock", or
-        # had left a lock taken that the loop's thread needs. A plain lock has no such moment.
+        # Ctrl-C inside the future's own wait can raise "cannot release un-acquired lock", or leave
+        # a lock acquired that the loop's thread needs. A plain lock has no such race.
         self._running = threading.Lock()
         self._running.acquire()
         self.outcome.add_done_callback(self._note_end)
@@ -450,8 +461,8 @@ class _Call(Generic[T]):
 
     def _end(self, task: asyncio.Task[T]) -> None:
         if task.cancelled():
-            # The end of the loop cancels what still runs on it. A trainer that had been told
-            # CancelledError could not know that the scheduler was closed.
+            # When the loop ends, it cancels its running tasks. From a CancelledError the trainer
+            # could not know that the scheduler was closed.
             closed = task.cancelling() > 0 and not self._withdrawn
             error = closed_meanwhile() if closed else concurrent.futures.CancelledError()
             self.outcome.set_exception(error)

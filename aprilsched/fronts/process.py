@@ -1,9 +1,9 @@
-"""RolloutScheduler in a process of its own, for trainers whose Python code keeps their own busy.
+"""RolloutScheduler in a separate process, for trainers whose Python code holds the GIL.
 
 The blocking scheduler runs on a thread of the trainer's process. Python runs one thread of a
 process at a time, so the scheduler reads no token, refills no engine and ends no pause while the
-trainer's code holds Python's lock. Here the scheduler has an interpreter of its own, and the
-trainer's process only passes calls and batches on::
+trainer's code holds the GIL. Here the scheduler has its own interpreter, and the trainer's process
+only forwards calls and batches::
 
     def make(urls, path):                        # at the top of a module
         prompts = read_prompts(path)
@@ -131,8 +131,7 @@ class RolloutScheduler(BlockingRemote):
 
 
 class _ProcessScheduler(RemoteScheduler):
-    """The scheduler as the trainer's process has it, on the loop of the blocking scheduler's
-    thread."""
+    """The scheduler's side in the trainer's process, on the blocking scheduler's loop."""
 
     def __init__(
         self,
@@ -222,7 +221,7 @@ class _Child:
         loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[None] = loop.create_future()
         self._failure: BaseException | None = None
-        """Why no request can be answered any more."""
+        """The error because of which requests can no longer be answered; None while they can."""
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         context = multiprocessing.get_context("spawn")
         ours, theirs = socket.socketpair()
@@ -308,8 +307,10 @@ class _Child:
         await asyncio.shield(self._reading)
 
     def end(self, within: float = 0) -> None:
-        """Kill the process if it still runs after `within` seconds, and remove the folder. A forked
-        process, which has a copy, leaves everything alone."""
+        """Kill the process if it still runs after `within` seconds, and remove the folder.
+
+        In a forked process, which has a copy of this object, do nothing.
+        """
         if not self._link.ours:
             return
         self._link.hang_up()
@@ -325,7 +326,7 @@ class _Child:
 
 
 def _pidfd(pid: int) -> int | None:
-    """A file descriptor that is readable once a process has ended; None on other systems."""
+    """Return a file descriptor that is readable once a process has ended; None on other systems."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -395,8 +396,10 @@ class _Link:
             self._transport.abort()
 
     def hang_up(self) -> None:
-        """Let both sides receive what was sent, and no more. Closing the socket would have no
-        effect while a forked process has a copy of it."""
+        """Shut the connection down; both sides still receive the messages already sent.
+
+        Closing the socket would have no effect while a forked process has a copy of it.
+        """
         with suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
 

@@ -8,10 +8,10 @@ handle of an actor.
 
 Invariants:
 
-- A call that is cancelled is withdrawn on the other side, and its end is waited for while that side
-  answers at all.
+- A cancelled call is withdrawn on the other side. While that side answers, the caller waits for the
+  call to end there.
 - A batch counts as delivered only when the trainer's call returns it. Until the notice "take"
-  arrives, the batch is on its way, and is offered again if it does not arrive.
+  arrives, the batch is in transit. A batch that does not arrive is offered again.
 """
 
 from __future__ import annotations
@@ -99,8 +99,10 @@ class Reply:
 
 
 class Transport(Protocol):
-    """Connects a trainer's side with one :class:`Served`. Notices arrive in their order, and before
-    every later call."""
+    """Connects a trainer's side with one :class:`Served`.
+
+    Notices arrive in order, and before every later call.
+    """
 
     def send(self, request: Request) -> asyncio.Future[Reply]:
         """Send a request, and return the future of its reply.
@@ -196,7 +198,7 @@ class Order:
 
 @dataclass(frozen=True)
 class QueueOf:
-    """Stands for a queue of prompts of the trainer's process among the arguments of `make`."""
+    """A placeholder, among the arguments of `make`, for a prompt queue in the trainer's process."""
 
     number: int
 
@@ -345,8 +347,10 @@ class Served:
         return names
 
     async def finish_update(self, raised: Raised | None) -> RefitReport:
-        """End an update whose weights are loaded, or were not; returns once the engines have
-        reported their versions."""
+        """End an update, whether or not its weights were loaded.
+
+        Returns once the engines have reported their versions.
+        """
         if self._update is None:
             raise UpdateLost("the scheduler died while the trainer was loading weights.")
         (handshake, update), self._update = self._update, None
@@ -363,13 +367,13 @@ class Served:
             self._calls[number].cancel()
 
     def take(self, index: int) -> None:
-        """Record that a batch has arrived. Its fate may be known already."""
+        """Record that a batch has arrived; do nothing if its outcome is known already."""
         if self._on_its_way is not None and index == self._on_its_way.index:
             self._on_its_way = None
             self.opened.take()
 
     def hand_back(self) -> None:
-        """Record that the batch on its way has not arrived."""
+        """Record that the batch in transit has not arrived."""
         self._on_its_way = None
         self.opened.hand_back()
 
@@ -441,7 +445,7 @@ class RemoteScheduler(AsyncScheduler):
         self._offering = False
         """Whether a call waits for a batch."""
         self._publishers: dict[int, FromTrainer] = {}
-        """By identity: those that have engines to close."""
+        """Publishers with engines to close, by identity."""
         self._updates: set[asyncio.Task[RefitReport]] = set()
 
     @property
@@ -477,8 +481,11 @@ class RemoteScheduler(AsyncScheduler):
     async def _wait_ended(
         self, future: asyncio.Future[Any], *, number: int = PING, within: float | None = None
     ) -> None:
-        """Withdraw a call and wait until it has ended, for at most `within` seconds, or until the
-        other side is silent: user code blocks its loop, or the process was stopped."""
+        """Withdraw a call, and wait at most `within` seconds until it has ended.
+
+        The wait also ends if the other side is silent, because user code blocks its loop or the
+        process is stopped.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(within):
                 while not future.done():
@@ -517,7 +524,7 @@ class RemoteScheduler(AsyncScheduler):
             async with limit:
                 batch: Batch = await self.call("offer", within, streamed=streamed)
         except BaseException as error:
-            # It may have been on its way.
+            # The batch may be in transit.
             self.hand_back()
             if not limit.expired() or not isinstance(error, TimeoutError):
                 raise
@@ -572,8 +579,11 @@ class RemoteScheduler(AsyncScheduler):
         version: int | None = None,
         acknowledge: bool = True,
     ) -> RefitReport:
-        """Bring new weights into every engine. The publisher is sent to the scheduler and runs
-        there, or here if it is a :class:`~aprilsched.fronts.process.FromTrainer`."""
+        """Bring new weights into every engine.
+
+        The publisher is sent to the scheduler and runs there, or here if it is a
+        :class:`~aprilsched.fronts.process.FromTrainer`.
+        """
         number = self.version + 1 if version is None else version
         if not isinstance(publisher, FromTrainer):
             call = partial(
@@ -638,7 +648,7 @@ class RemoteScheduler(AsyncScheduler):
 
     @asynccontextmanager
     async def _block(self, name: str, **named: object) -> AsyncGenerator[Any]:
-        """A block of the scheduler around one of the trainer, whose error wins."""
+        """Enter a block of the scheduler around one of the trainer, whose error wins."""
         entered = await self.call("enter", name, **named)
         try:
             yield entered
@@ -676,6 +686,6 @@ def absolute(path: Path | str) -> Path:
 
 
 def _as_array(logprobs: object) -> object:
-    """A tensor as a numpy array, so that the scheduler's process needs no torch."""
+    """Return a tensor as a numpy array, so that the scheduler's process needs no torch."""
     detach = getattr(logprobs, "detach", None)
     return logprobs if detach is None else detach().float().cpu().numpy()

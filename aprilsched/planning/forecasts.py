@@ -1,14 +1,17 @@
-"""Compares forecasts with what happened, and tells the planner, for both shells.
+"""Compares forecasts with the run, and reports the errors to the planner, for both shells.
 
-The work of a batch is what the engines generated in its time, and not what was delivered, because
-that depends on what is in flight at its ends (see :mod:`aprilsched.planning.trial`, which counts in
-the same way). Tokens that were thrown away because nothing may be stale are no work. Work is valued
-with the planner's step-time model of the moment. Batches in which another schedule begins, the one
-after them, and those in which engines come or go do not count. Where the trainer decides how long a
-step takes, engines that fill up with work generate more than was forecast, so only the time of such
-steps is compared. A trainer that uses up such work takes less time, so a shorter step counts only
-as far as the work has been done in it. A new choice knows more of the lengths than the one before,
-and says what it would have expected of the schedule before, so what lengths explain is no error.
+- The work of a batch is what the engines generated in its time. The delivered tokens would depend
+  on what is in flight at its start and its end. :mod:`aprilsched.planning.trial` counts in the same
+  way.
+- Tokens that were discarded because nothing may be stale do not count as work.
+- Work is valued with the planner's current step-time model.
+- A batch does not count if another schedule starts in it or in the batch before, or if engines come
+  or go in it.
+- If the trainer determines the length of a step, engines that fill up with work generate more than
+  forecast, so only the time of such steps is compared. A trainer that consumes a surplus of work
+  takes less time, so a shorter step counts only as far as the work has been done in it.
+- A new choice knows more of the lengths than the previous one. It also forecasts the previous
+  schedule with them, so errors that the lengths explain do not count.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ from aprilsched.observe.figures.batch_figures import BatchTime
 from aprilsched.planning import Planner
 
 _SETTLING = 2
-"""Number of batches that do not count after another schedule began."""
+"""Number of batches that do not count after another schedule starts."""
 
 
 class ForecastErrors:
-    """A listener that tells the planner how its forecasts came true.
+    """A listener that reports the errors of forecasts to the planner.
 
     Args:
-        planner: its ``bias`` is told of each batch.
+        planner: its ``bias`` receives each batch.
         trainer_waits: as in :class:`~aprilsched.observe.figures.batch_figures.BatchTime`.
     """
 
@@ -43,15 +46,14 @@ class ForecastErrors:
         self._context: dict[int, int] = {}
         """Number of context tokens of each open attempt, by request."""
         self._tokens = 0
-        """Number of tokens that were generated since the last batch was requested, without those
-        that have been thrown away."""
+        """Number of tokens generated since the last batch was requested, without discarded ones."""
         self._reads = 0.0
-        """Number of context tokens that were read for them."""
+        """Number of context tokens read to generate these tokens."""
         self._dropped: tuple[int, tuple[of.DroppedRollout, ...]] | None = None
         """The group that was dropped last, and its rollouts."""
         self._forecast: Forecast | None = None
         self._delivered: tuple[Forecast, float] | None = None
-        """The forecast of the batch that was delivered, its rule, and its seconds."""
+        """The forecast of the delivered batch, with its rule, and the batch's seconds."""
         self._left_out = 0
         """Number of deliveries that do not count."""
 
@@ -94,7 +96,7 @@ class ForecastErrors:
                 self._reads += tokens * (before + tokens / 2)
 
     def _begin_again(self, group_id: int, prompt_tokens: int) -> None:
-        """Take off the tokens of a group that was dropped to begin again. Trials do the same."""
+        """Subtract the tokens of a group that was dropped to restart. Trials do the same."""
         if self._dropped is None or self._dropped[0] != group_id:
             return
         for rollout in self._dropped[1]:
@@ -120,7 +122,7 @@ class ForecastErrors:
             self._leave_out(_SETTLING)
 
     def _explain(self, forecast: Forecast) -> None:
-        """Leave out of what was found under the schedule before what its lengths explain."""
+        """Remove what new lengths explain from the errors found under the previous schedule."""
         work, time = forecast.explained
         self._planner.bias.explain(work, time, batches=forecast.batches)
         if self._delivered is not None:

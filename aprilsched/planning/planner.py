@@ -37,15 +37,15 @@ from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel, s
 from aprilsched.planning.trial import Drawn, Trial
 
 _STAYS = 0.005
-"""Additional share of the objective that the schedule in force may give up and stay."""
+"""Additional share of the objective by which the schedule in force may be worse and stay."""
 _STALER = 0.03
-"""Additional share of off-policy tokens with which the schedule in force is not yet replaced."""
+"""Additional share of off-policy tokens with which the schedule in force is not replaced."""
 _TOO_STALE = 0.005
 """Share of the tokens that may exceed the user's bound; they get loss mask 0, or are evicted."""
 _BATCHES, _LEAST_BATCHES, _ROLLOUTS = 24, 8, 256
-"""Number of batches in a trial, of at most so many rollouts. Larger batches scatter less, so fewer
-of them are as much evidence, down to the second number. A choice takes as long as its trials have
-responses."""
+"""Number of batches in a trial: the first number for batches of at most `_ROLLOUTS` rollouts, and
+fewer for larger ones, down to the second number. Larger batches scatter less, so fewer of them are
+the same evidence. The time of a choice is proportional to the responses in its trials."""
 _BRIEF, _LEAST_BRIEF = 6, 3
 """Number of batches in the first, brief trial of every candidate, and of large ones."""
 _MAY_RISE = 0.05
@@ -54,9 +54,9 @@ _MOST_GROUPS = 128
 """A larger batch is tried out as an equal share of it on fewer engines, if each batch waits for its
 longest response."""
 _LEAST_GROUPS = 32
-"""Otherwise a batch of more groups and of more than `_ROLLOUTS` is tried out as an equal share of
-it, on a share of an engine too. As many rollouts in more batches scatter less, because fewer of
-them are before the count begins."""
+"""Otherwise a batch of more groups and of more than `_ROLLOUTS` rollouts is tried out as an equal
+share of it, if necessary on a share of an engine. The same number of rollouts in more batches
+scatters less, because fewer of them precede the count."""
 _LEAST_RESPONSES = 16
 """Number of the longest responses that a share of an engine has room for."""
 _MOST_CACHE_GAIN = 1.1
@@ -69,8 +69,8 @@ _GROUPS_OF_A_BATCH = 48
 """Groups that are drawn for each group of a batch, so that a trial's counted batches use none
 twice."""
 _MOST_GAPS = 8.0
-"""Number of gaps of a response in a trial; more of them are tried out as so many longer ones. A
-choice with three gaps takes six times as much CPU as one without."""
+"""Largest number of gaps of a response in a trial. More gaps are tried out as this number of longer
+gaps. A choice with three gaps takes six times the CPU time of a choice without."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class Tried:
     outcome: Outcome
 
     def told(self, *, explained: tuple[float, float], batches: int) -> Schedule:
-        """The schedule, whose forecast says what it was made with."""
+        """Return the schedule; its forecast records the data that the choice was made with."""
         forecast = self.schedule.forecast
         if forecast is not None:
             forecast = replace(forecast, explained=explained, batches=batches)
@@ -113,10 +113,10 @@ class Planner:
         self.max_running = max_running
         self.inline = inline
         self.bias = Bias()
-        """What the run says of earlier forecasts. A run tells it while it goes on."""
+        """Bias of earlier forecasts, which the run updates batch by batch."""
 
     def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
-        """The schedule to follow, with its expected outcome; it may be the one in force."""
+        """Return the schedule to follow, with its expected outcome; it may be the one in force."""
         setting = self.setting(command, config)
         space = Space(
             may_defer=config.may_defer,
@@ -140,7 +140,7 @@ class Planner:
         return best.told(explained=explained, batches=known)
 
     def setting(self, command: Plan, config: SchedulerConfig) -> Setting:
-        """The conditions in which candidates are tried out."""
+        """Return the conditions in which candidates are tried out."""
         stop, staleness = config.policies.stop, config.policies.staleness
         observed = ObservedLengths(window=10**9)
         for group in command.ended:
@@ -199,9 +199,9 @@ class Scale:
     """A trial of a smaller fleet that behaves like the whole one.
 
     Attributes:
-        share: groups in a batch of the run, for each group in a batch of the trial.
-        engines: engines of the trial.
-        thinner: size of an engine of the run, for the size of one of the trial.
+        share: groups in a batch of the run, divided by groups in a batch of the trial.
+        engines: number of engines in the trial.
+        thinner: size of an engine of the run, divided by the size of an engine of the trial.
     """
 
     share: float
@@ -210,8 +210,10 @@ class Scale:
 
     @classmethod
     def of_run(cls, command: Plan, max_running: int, *, whole_engines: bool) -> Scale:
-        """The smallest trial of the run that `command` describes. With `whole_engines` only their
-        number shrinks."""
+        """Return the smallest trial of the run that `command` describes.
+
+        With `whole_engines` only the number of engines shrinks, not their size.
+        """
         if whole_engines:
             share = max(1.0, min(command.engines, command.batch_groups // _MOST_GROUPS))
         else:
@@ -229,7 +231,7 @@ class Scale:
 
 
 class Halving:
-    """Outcomes of brief trials, and of full ones of the candidates near the best.
+    """Outcomes of brief trials of candidates, and of full trials of the candidates near the best.
 
     Args:
         setting: the conditions, in which engines work `factor` times as fast as they are modelled.
@@ -243,7 +245,7 @@ class Halving:
         self._drawn = Drawn.of(setting)
         self._brief_batches = min(_BRIEF, max(_LEAST_BRIEF, setting.batches // 4))
         self._running: dict[int, Trial] = {}
-        """Brief trials that may go on. The others begin again if they go on after all."""
+        """Brief trials that can be continued. Other trials restart if their result is needed."""
 
     @property
     def least_near(self) -> float:
@@ -251,8 +253,10 @@ class Halving:
         return _least_near(self.brief)
 
     def try_briefly(self, places: Iterable[int]) -> None:
-        """Give the candidates at `places` a brief trial, unless they have had one, or would not be
-        near the best if their engines never waited."""
+        """Give each candidate at `places` a brief trial, unless it has had one.
+
+        Candidates are skipped that would not be near the best even if their engines never waited.
+        """
         for place in places:
             most = _most(self._several[place], self._setting) * self._factor
             if place not in self.brief and most >= self.least_near:
@@ -288,19 +292,21 @@ def trials(
     current: Schedule | None = None,
     factor: float = 1.0,
 ) -> list[Tried]:
-    """Try `several` candidates out, and write the expected outcome into their schedules, corrected
-    by `factor`.
+    """Try `several` candidates, and return them with their expected outcomes.
 
-    Every fourth ratio of each refill rule gets a brief trial, or every second one where groups are
-    deferred, which scatters more, and so do those between them that are beside one near the best.
-    Of all these, those near the best, and `current`, go on to a full trial. If that exceeds a
-    bound, the next best takes the candidate's place.
+    The outcomes, corrected by `factor`, are also written into the schedules.
+
+    Every fourth ratio of each refill rule gets a brief trial, or every second one if groups are
+    deferred, because deferring scatters more. A ratio in between gets one if its neighbour is near
+    the best. The candidates near the best, and `current`, then get a full trial. If a candidate
+    exceeds a bound in it, the next best one takes its place.
     """
     halving = Halving(setting.faster(factor), several, factor)
     rules: dict[tuple[Refill, Pace | None], list[int]] = {}
     for place, schedule in enumerate(several):
         rules.setdefault((schedule.refill, schedule.pace), []).append(place)
-    # Beside a slow trainer those that do not wait for it tell that the others need no trial.
+    # With a slow trainer, the outcomes of asynchronous schedules show that the synchronous ones
+    # need no trial.
     ratios = [rules[rule] for rule in sorted(rules, key=lambda rule: rule[1] == "synchronous")]
     for places in ratios:
         halving.try_briefly(places[:: 2 if several[places[0]].refill.defers else 4])
@@ -330,7 +336,7 @@ def trials(
 def _between(
     places: Sequence[int], stride: int, tried: Mapping[int, Outcome], least: float
 ) -> Iterable[int]:
-    """Places half-way between those that are `2 * stride` apart, beside one worth `least`."""
+    """Yield places halfway between places `2 * stride` apart, if a neighbour is worth `least`."""
     for index in range(stride, len(places), 2 * stride):
         beside = places[index - stride : index + stride + 1 : 2 * stride]
         if any(tried[each].value >= least for each in beside if each in tried):
@@ -338,14 +344,17 @@ def _between(
 
 
 def _explained(current: Schedule, setting: Setting, factor: float) -> tuple[float, float]:
-    """Work and time of a batch that are expected of the schedule in force with what is known now,
-    over those of its own forecast, both without a correction."""
+    """Return how current data change the forecast of the schedule in force, as two ratios.
+
+    They are the work and the time of a batch with current data, over the work and the time in the
+    schedule's own forecast, without a correction.
+    """
     before = current.forecast
     if before is None:
         return 1.0, 1.0
     now = Trial(current, setting.faster(factor)).outcome(setting.batches)
     longer = now.step_seconds / before.step_seconds
-    # T_bound of the trial is that of engines that are faster by the factor.
+    # The trial's T_bound assumes engines that are faster by the factor.
     work = 1.0 if before.hidden else longer * now.efficiency * factor / before.efficiency
     return work, longer * factor / before.correction
 
@@ -367,13 +376,13 @@ def _most(schedule: Schedule, setting: Setting) -> float:
 
 
 def _least_near(outcomes: Mapping[int, Outcome]) -> float:
-    """The least value that is near the best of those within the bound."""
+    """Return the least value that is near the best of those within the bound."""
     best = max((each.value for each in outcomes.values() if _allowed(each)), default=0.0)
     return (1 - _MAY_RISE) * best
 
 
 def _waits(schedule: Schedule) -> bool:
-    """Whether each batch waits for every response to any prompts."""
+    """Return whether each batch waits for every response to any prompts."""
     return schedule.refill == Wave() and schedule.over_provision == 1
 
 
@@ -384,8 +393,10 @@ def _tried(
     correction: float,
     waiting: Outcome | None = None,
 ) -> Tried:
-    """A schedule with what is expected of it; `waiting` is the outcome of waiting for any prompts,
-    with which it is compared."""
+    """Return a schedule with its expected outcome.
+
+    The explanation compares it with `waiting`, the outcome of waiting for any prompts.
+    """
     model, engines = setting.model, setting.engines * setting.share
     why = (
         f"{in_words(schedule)}: {outcome.efficiency:.1%} of the bound with "
@@ -409,9 +420,12 @@ def _tried(
 
 
 def choose(tried: Sequence[Tried], tolerance: float) -> Tried:
-    """The least stale candidate within `tolerance` of the best that is within the bound; of those
-    that are equally stale, as where nothing may be stale, waiting for any prompts, and otherwise
-    the best. Waiting throws nothing away, and its batches are like the law."""
+    """Return the least stale candidate within `tolerance` of the best one within the bound.
+
+    If several are equally stale, for example because nothing may be stale, return the one that
+    waits for any prompts, or else the best. Waiting discards no tokens, and its batches follow the
+    law.
+    """
     allowed = [t for t in tried if _allowed(t.outcome)]
     if not allowed:
         # No candidate is within the bound, so the freshest is the best.
@@ -438,8 +452,10 @@ def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], tolerance: float)
 
 
 def _share_of(model: StepTimeModel, share: float) -> StepTimeModel:
-    """An engine that does what one of the `model` does in the same time with so many times the
-    responses, tokens and room."""
+    """Return the model of a 1 / `share` part of an engine.
+
+    Its step takes as long as a step of `model` with `share` times the responses, tokens and room.
+    """
     return replace(
         model,
         t1=model.t1 * share,
@@ -560,7 +576,7 @@ _PLACED: dict[Placement, str] = {
 
 
 def in_words(schedule: Schedule) -> str:
-    """The schedule in words."""
+    """Return the schedule in words."""
     pace = f", {schedule.pace} pace" if schedule.pace is not None else ""
     placed = "" if schedule.placement is None else f", {_PLACED[schedule.placement]}"
     return schedule.refill.told(f"{schedule.over_provision:g}") + pace + placed

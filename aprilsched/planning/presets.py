@@ -1,4 +1,4 @@
-"""Known recipes as settings: each one sets what its source sets, and leaves the rest as it is.
+"""Known recipes as settings. Each one sets the values that its source sets, and no others.
 
 A recipe takes a configuration to change, ``april(SchedulerConfig(batch_groups=64))``, and has a
 name on the command line. None of them changes what happens to stragglers (`straggler`), which is
@@ -104,9 +104,9 @@ def rollpacker(config: SchedulerConfig) -> SchedulerConfig:
 
     Source: RollPacker (arXiv 2509.21009), tail batching by prompts with its ratio of 1.25. Its race
     of responses within a prompt is not part of this, because it censors lengths.
-    Known cost: no token is stale, and what the losers have generated is thrown away. Their prompts
-    are sampled again, so the delivered responses are too short for good. ``max_staleness=None``
-    keeps the tokens and has no such bias.
+    Known cost: no token is stale, but the losers' tokens are discarded. Their prompts are sampled
+    again, so the delivered responses stay biased towards short ones. ``max_staleness=None`` keeps
+    the tokens and has no such bias.
     """
     return replace(
         config, over_provision=1.25, refill="tail", max_staleness=Staleness(0, rule="restart")
@@ -116,10 +116,11 @@ def rollpacker(config: SchedulerConfig) -> SchedulerConfig:
 def on_policy(config: SchedulerConfig) -> SchedulerConfig:
     """Wait for every response of a batch, whose prompts have similar expected lengths.
 
-    Source: this project. Length buckets that are waited for: four batches of prompts are open, and
-    one response of each is sampled in the tail of a batch, thrown away, and remembered.
-    Known cost: a tenth of what is delivered is thrown away, a batch has short or long responses,
-    and prompts need keys. No token is stale, and lengths are not biased.
+    Source: this project. Length buckets with batches that are waited for. Four batches of prompts
+    are open. One response of each prompt is sampled in the tail of a batch and discarded, and its
+    length is remembered.
+    Known cost: discarded tokens are a tenth of the delivered ones, each batch contains either short
+    or long responses, and prompts need keys. No token is stale, and lengths are not biased.
     """
     return replace(
         config,

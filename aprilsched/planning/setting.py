@@ -23,54 +23,54 @@ class Setting:
     Attributes:
         lengths: int64 [groups, largest group], response lengths in the order of launching; 0 where
             a smaller group has no member.
-        batch_groups: number of groups in a batch, as far as it is known at its start.
-        stop: rule that says when a batch is full; None for `batch_groups` groups.
+        batch_groups: number of groups in a batch, or its estimate at the start of the batch.
+        stop: rule that decides when a batch is full; None for `batch_groups` groups.
         engines: number of equal engines.
-        share: number of times that the fleet of the run has these engines, and its batches these
-            groups.
+        share: the run's engines per engine here, and the groups of its batches per group here.
         fleet: number of engines of the run; None for `engines`.
         model: step-time model of one engine.
         max_running: largest number of requests that one engine decodes together.
         kv_tokens: size of one engine's KV pool; None if unlimited. Requests that do not fit wait,
             or are preempted and recomputed.
         prompt_tokens: mean prompt length.
-        spare_tokens: mean number of tokens that a response could have had beyond its end, for
-            which its engine keeps room; None if it keeps none for what a response may still get.
+        spare_tokens: mean number of tokens between the end of a response and its limit, for which
+            its engine reserves room; None if the engine reserves none for future tokens.
         keeps_kv: whether a refit keeps the KV; otherwise every request in flight is recomputed.
-        runs_out: whether every response in flight runs to its end before a refit, for which nothing
-            new is started (``straggler="run"``); otherwise a refit interrupts it.
+        runs_out: whether every response in flight finishes before a refit, while no group is
+            started (``straggler="run"``); otherwise a refit interrupts it.
         max_staleness: the user's bound; None without one. It also limits how many groups are
             outstanding (:meth:`~aprilsched.kernel.core.policies.staleness.Staleness.admissible`).
-        restarts: whether the tokens of groups that would pass the bound are thrown away at an
-            update, and their prompts generated again.
-        pace: whether generation goes on while the trainer trains, for a schedule that names no
+        restarts: whether an update discards the tokens of groups that would exceed the bound, and
+            generates their prompts again.
+        pace: whether generation continues while the trainer trains, for a schedule without its own
             pace.
-        ready_batches: number of complete batches that are kept for a slow trainer before no new
-            groups are started, on the asynchronous pace.
-        train_seconds: mean time for which the trainer trains on a batch.
-        train_spread: standard deviation of these times, in seconds.
+        ready_batches: number of complete batches kept for a slow trainer, at which no new groups
+            are started, on the asynchronous pace.
+        train_seconds: mean training time of a batch, in seconds.
+        train_spread: standard deviation of the training time, in seconds.
         refit_seconds: mean time from the trainer's request for an update until all engines have it,
-            with the pause.
-        train_early: share of `train_seconds` for which the trainer trains before it has the last
-            group of a batch that it takes group by group, for an equal time on each of the others
-            as soon as it has the group; 0 where it takes whole batches.
+            including the pause.
+        train_early: share of `train_seconds` that the trainer trains before it has the last group
+            of a batch that it takes group by group. It is divided equally among the other groups,
+            and each is trained on as soon as the trainer has it. 0 if it takes whole batches.
         reward_times: equally likely times from the end of a group's last response until the group
-            is accepted or refused, in seconds; empty for none.
-        accepted: a number of tokens of a group, the share of the groups with at most so many that
-            is accepted, and the share of the longer ones.
+            is accepted or rejected, in seconds; empty for none.
+        accepted: a threshold of tokens per group, the accepted share of the groups up to it, and
+            the accepted share of the longer groups.
         gaps: mean number of gaps between the turns of a response, which divide its tokens evenly.
-            In a gap it holds no place in an engine; afterwards its context is prefilled again.
-        gap_times: equally likely times of such a gap, in seconds.
-        end_times: equally likely times from the last turn of a response until it is complete.
-        objective: what is wanted of a schedule.
-        iid_distance: distance from the law of a batch drawn at random, from 0 to 1.
-        remembered: the share of what the levels of prompts vary by that earlier epochs explain.
-        shared: the share of the log lengths' variance that lies between groups.
+            In a gap it occupies no slot of an engine; afterwards its context is prefilled again.
+        gap_times: equally likely lengths of such a gap, in seconds.
+        end_times: equally likely times from the last turn of a response until it is complete, in
+            seconds.
+        objective: the objective that schedules are compared by.
+        iid_distance: distance of a randomly drawn batch from the law, from 0 to 1.
+        remembered: share of the variance of the prompts' levels that earlier epochs explain.
+        shared: share of the log lengths' variance that lies between groups.
         batches: number of batches that are counted.
-        burn_in: number of batches before those that are not counted (three times as many for a
+        burn_in: number of uncounted batches before the counted ones (three times this number for a
             schedule that defers groups).
-        takes_over: whether pools begin with responses at different places, as one does that takes
-            over those of another schedule; otherwise every engine begins empty.
+        takes_over: whether a pool starts with responses at different positions, like a pool that
+            takes over from another schedule; otherwise every engine starts empty.
     """
 
     lengths: NDArray[np.int64]
@@ -108,34 +108,42 @@ class Setting:
     takes_over: bool = False
 
     def faster(self, factor: float) -> Setting:
-        """The same with engines that do this many times the work in the same time. T_bound is that
-        of these engines then, so outcomes are to be read with :meth:`Outcome.in_work_of`."""
+        """Return the setting with engines that do `factor` times the work in the same time.
+
+        T_bound then also assumes these engines, so read outcomes with :meth:`Outcome.in_work_of`.
+        """
         return self if factor == 1 else replace(self, model=self.model.at_speed(factor))
 
     def prefill_of_divided(self, age: float) -> float:
-        """Seconds of a step in which engines prefill prompts that they would not prefill if groups
-        stayed together, where tokens are so many versions old. Trials prefill the prompt of each
-        response, because they do not know whether engines have a prefix cache."""
+        """Return the extra seconds of prefill in a step if groups are split over engines.
+
+        `age` is the age of tokens, in versions. Trials prefill the prompt of each response, because
+        they do not know whether engines have a prefix cache.
+        """
         copies = min(self.fleet or self.engines, self.group_size) - 1
         times = 1.0 if self.keeps_kv else 1.0 + age
         tokens = copies * self.prompt_tokens * self.batch_groups * times
         return tokens / self.engines / self.model.prefill_rate
 
     def work(self, tokens: Amount) -> Amount:
-        """T_bound of a response of so many tokens on one engine, in seconds; of each, if these are
-        several."""
+        """Return T_bound of a response of `tokens` tokens on one engine, in seconds.
+
+        For an array, return T_bound of each response.
+        """
         each = self.model.token_seconds(self.max_running)
         return tokens * (each + self.model.t2 * (self.prompt_tokens + tokens / 2))
 
     @property
     def thinner(self) -> float:
-        """Number of times that an engine of the run has one of these."""
+        """Size of an engine of the run, divided by the size of an engine here."""
         return self.share * self.engines / (self.fleet or self.engines * self.share)
 
     @property
     def group_work(self) -> float:
-        """Mean T_bound on all engines of what is generated for each group that is accepted, in
-        seconds. What is refused is work too, and all schedules have the same share of it."""
+        """Mean T_bound per accepted group on all engines, in seconds.
+
+        It includes rejected groups, which are work too. Their share is the same for all schedules.
+        """
         work = float(self.work(self.lengths.astype(np.float64)).sum()) / len(self.lengths)
         return work / self.engines / float(self.shares_accepted.mean())
 
@@ -147,7 +155,7 @@ class Setting:
 
     @property
     def full_at(self) -> Stop:
-        """The rule that says when a batch is full."""
+        """The rule that decides when a batch is full."""
         return self.stop or Groups(self.batch_groups)
 
     @property
@@ -198,6 +206,9 @@ class Outcome:
     peak_kv: float
 
     def in_work_of(self, factor: float) -> Outcome:
-        """The outcome of a trial whose engines take 1 / `factor` times the seconds for everything
-        (:meth:`Setting.faster`), in the work of engines as they are modelled."""
+        """Return the outcome of a trial with faster engines, in the work of modelled engines.
+
+        The trial's engines take 1 / `factor` times the seconds for everything
+        (:meth:`Setting.faster`).
+        """
         return replace(self, value=self.value * factor, efficiency=self.efficiency * factor)

@@ -5,8 +5,8 @@ one, whose work and KV pool are divided evenly; requests are numbers on one step
 purpose is the order of schedules, and a test compares it with the simulation within a few percent.
 
 On the synchronous pace a step is a batch, the trainer's time and the refit, one after the other. On
-the asynchronous pace generation goes on while the trainer trains, and stops for the refit alone. A
-refit interrupts everything in flight, which is recomputed afterwards unless the KV is kept.
+the asynchronous pace generation continues while the trainer trains, and stops only for the refit. A
+refit interrupts all requests in flight; they are recomputed afterwards unless the KV is kept.
 
 Invariants:
 - A member that starts decoding at step s with r tokens to go ends at step s + r, whatever happens
@@ -15,18 +15,18 @@ Invariants:
   except for a response that runs alone. A full pool has the same effect as on an engine: requests
   wait, and the one admitted last is preempted and recomputed.
 
-A complete group waits for its reward, and may be refused then. A batch is full when enough groups
-are complete, and is taken when enough of them are accepted. Engines go on in between where those of
-a run do (``awaits_scores`` in :mod:`aprilsched.kernel.core.steps.batch`), and stand otherwise. A
-member of several turns leaves its engine at a gap, and waits for a place after it.
+A complete group waits for its reward, and may then be rejected. A batch is full when enough groups
+are complete, and is taken when enough of them are accepted. In between, engines generate or idle as
+in a run (``awaits_scores`` in :mod:`aprilsched.kernel.core.steps.batch`). A member with several
+turns leaves its engine at a gap, and queues for a slot after the gap.
 
 Efficiency counts generated tokens and not delivered ones: in the long run both are the same, and
 over a few batches the delivered ones vary four times as much, with what is in flight.
 
-Where the trainer is the slower one, a step takes as long whatever its responses are, so chance in
-their lengths is chance in the work of a step. All candidates do the same work in the long run, so
-the objective counts the mean work of as many groups, and the seconds that this would have taken:
-those that depend on the engines in proportion, and the others as they are.
+If the trainer is slower than the engines, the time of a step does not depend on its responses, so
+random lengths become random work per step. In the long run all candidates do the same work. So the
+objective counts the mean work of this number of groups, and the seconds that it would take: the
+seconds that depend on the engines are scaled in proportion, the others are unchanged.
 """
 
 from __future__ import annotations
@@ -60,14 +60,15 @@ def try_out(schedule: Schedule, setting: Setting) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawn:
-    """What is drawn from the lengths of a setting, the same for all schedules. A copy for each of
-    them took most of the memory of a choice.
+    """Random draws from the lengths of a setting, shared by all schedules.
+
+    A copy for each schedule would take most of the memory of a choice.
 
     Attributes:
         rows: the lengths of the members of each group.
-        again: those of the same groups if they begin again.
-        remembered: what earlier epochs say of each group's level; empty for nothing.
-        accepted: float64 [groups], the share that is accepted of groups like each one.
+        again: the lengths of the members of each group if the group restarts.
+        remembered: evidence of earlier epochs on each group's level; empty for none.
+        accepted: float64 [groups], the accepted share of groups of each group's length.
         law: int64, all lengths in ascending order.
     """
 
@@ -82,7 +83,7 @@ class Drawn:
         rows, lengths = _rows(setting.lengths), setting.lengths
         return Drawn(
             rows=rows,
-            # What is thrown away is drawn again, so it has other lengths.
+            # Discarded responses are drawn again, so they get other lengths.
             again=_rows(drawn_again(setting)) if setting.restarts else rows,
             remembered=_remembered(setting) if setting.remembered else [],
             accepted=setting.shares_accepted,
@@ -91,13 +92,13 @@ class Drawn:
 
 
 class Trial:
-    """A schedule on trial, which can go on after a first, brief outcome.
+    """A trial of a schedule, which can be continued after a first, brief outcome.
 
     Args:
         schedule: the schedule.
         setting: the conditions.
-        drawn: what is drawn in this setting, or in one that differs only in the model; None to draw
-            it.
+        drawn: the draws of this setting, or of one that differs only in the model; None to draw
+            them here.
     """
 
     def __init__(self, schedule: Schedule, setting: Setting, drawn: Drawn | None = None) -> None:
@@ -106,7 +107,7 @@ class Trial:
         self._setting = setting
         self._refill = schedule.refill
         if isinstance(self._refill, Pool):
-            # As many of the groups of the trial as the run starts together of its own.
+            # A group of the trial stands for `share` groups of the run.
             together = max(1, round(self._refill.together / setting.share))
             self._refill = replace(self._refill, together=together)
         self._asynchronous = (schedule.pace or setting.pace) == "asynchronous"
@@ -139,15 +140,14 @@ class Trial:
         """Whether each group of the lengths is accepted; empty where all are."""
         waits = bool(setting.reward_times)
         self._scored = CompleteGroups() if waits else self._ready
-        """Those of the complete groups that are accepted: all of them, where rewards take no
-        time."""
+        """The accepted complete groups; all complete groups if rewards take no time."""
         self._scores: list[tuple[float, int, TrialGroup]] = []
         """Heap of the complete groups that wait for their rewards, by the times of these."""
         self._goes_on = waits and self._target > self._batch_groups and not setting.restarts
         """Whether engines generate while a full batch waits for rewards, on the synchronous
         pace."""
         self._stood = 0.0
-        """Seconds for which the engines have stood for that in the batch in work."""
+        """Seconds in the current batch for which the engines idled, waiting for rewards."""
         self._rewards = Times(setting.reward_times, seed=7) if waits else None
         self._gaps = Times(setting.gap_times, seed=8) if setting.gap_times else None
         self._ends_after = Times(setting.end_times, seed=9) if setting.end_times else None
@@ -160,9 +160,9 @@ class Trial:
         self._taken = 0
         """Number of batches since the last update, 0 or 1."""
         self._tail_at = -1
-        """Number of running responses at which the tail of a batch begins; -1 for none."""
+        """Number of running responses at which the tail of a batch starts; -1 for none."""
         self._wave_pending = True
-        """Whether a batch begins, or has begun with fewer groups than the rule asks for."""
+        """Whether a batch starts, or started with fewer groups than the refill rule requires."""
         self._tickets = 0
         self._seen = _Seen()
         self._law = drawn.law
@@ -172,8 +172,10 @@ class Trial:
         self._train_seconds = [setting.train_seconds + spread * z for z in _QUANTILES]
 
     def outcome(self, batches: int) -> Outcome:
-        """What the schedule does in the first `batches` batches after the burn-in; this runs those
-        that an earlier call did not."""
+        """Return the outcome of the first `batches` batches after the burn-in.
+
+        Runs only the batches that earlier calls did not run.
+        """
         setting, seen = self._setting, self._seen
         # Deferred groups need a longer burn-in than anything else to reach a steady state.
         burn_in = setting.burn_in * (3 if self._store else 1)
@@ -185,9 +187,9 @@ class Trial:
             if version >= burn_in:
                 seconds = self.now - began
                 seen.add(delivered, version, seconds=seconds, waited=waited)
-                # A step is as long as generation takes up to the last group that the trainer has
-                # waited for. On the asynchronous pace, if that is the last group of the batch,
-                # what is generated behind it makes the next step shorter.
+                # A step lasts until the last group that the trainer waits for is generated. On the
+                # asynchronous pace, if this is the last group of the batch, tokens generated after
+                # it shorten the next step.
                 driven = training.awaited - began
                 if not self._asynchronous:
                     seen.not_driven += training.taken - training.awaited
@@ -241,7 +243,7 @@ class Trial:
         return taken, training
 
     def _begin(self) -> None:
-        """Start what the refill rule asks for, and let it run."""
+        """Start the groups that the refill rule requests, and admit their members."""
         self._launch()
         self._choose()
         self._admit()
@@ -263,7 +265,7 @@ class Trial:
         self._supply()
 
     def _stand(self) -> None:
-        """Let the engines stand until the next reward comes."""
+        """Idle the engines until the next reward arrives."""
         before = self.now
         self._stop()
         self.now = max(self.now, self._scores[0][0])
@@ -273,7 +275,7 @@ class Trial:
             self._begin()
 
     def _score(self) -> None:
-        """Accept or refuse the groups whose rewards have come."""
+        """Accept or reject the groups whose rewards have arrived."""
         while self._scores and self._scores[0][0] <= self.now:
             due, _, group = heapq.heappop(self._scores)
             group.scored_at = due
@@ -283,7 +285,7 @@ class Trial:
                 self._ready.remove(group)
 
     def _training_on(self, groups: Sequence[TrialGroup], asked: float) -> _Training:
-        """When the trainer trains on a complete batch, which it asked for at the time `asked`."""
+        """Return when the trainer trains on a complete batch that it requested at `asked`."""
         seconds = self._train_seconds[self._batches % len(self._train_seconds)]
         early, begins = seconds * self._setting.train_early, self.now
         if not early or len(groups) == 1:
@@ -318,7 +320,7 @@ class Trial:
                 self.now = until
 
     def _supply(self) -> None:
-        """Start what the refill rule asks for after some responses have ended."""
+        """Start the groups that the refill rule requests after some responses have ended."""
         if self._store is None:
             self._launch()
         elif 0 < len(self._running) + len(self._queue) <= self._tail_at:
@@ -334,8 +336,7 @@ class Trial:
         self._admit()
 
     def _train(self, training: _Training) -> float:
-        """Let the trainer train on a batch that it has to its end. Returns the seconds for which
-        the engines wait for it by design."""
+        """Train on a batch to its end; return the seconds that engines wait for it by design."""
         if not self._asynchronous:
             self._stop()
             if self._store is not None and self._setting.restarts:
@@ -374,10 +375,10 @@ class Trial:
         self._decoded.clear()
 
     def _throw_away(self, store: Store) -> None:
-        """Let the groups begin again that would be too stale for the next batch."""
+        """Restart the groups that would be too stale for the next batch."""
         oldest = self._batches + 1 - (self._setting.max_staleness or 0)
         for group in self._ready.take(len(self._ready)):
-            # It was complete together with the last group of the batch.
+            # It completed together with the last group of the batch.
             if min(group.sampled) >= oldest:
                 self._ready.add(group)
             else:
@@ -400,8 +401,10 @@ class Trial:
                 heapq.heapify(self._away)
 
     def _launch(self) -> None:
-        """Open the groups that the refill rule asks for, as far as the bound on staleness and a
-        slow trainer allow."""
+        """Open the groups that the refill rule requests.
+
+        The staleness bound and a slow trainer can reduce their number.
+        """
         awaits = self._goes_on and self._awaits
         if self._asynchronous or awaits:
             ahead = self._setting.ready_batches
@@ -444,9 +447,9 @@ class Trial:
                 mean, members = self._setting.gaps, range(len(group.lengths))
                 group.gaps = [self._gaps.whole(mean, row, member) for member in members]
             if takes_over:
-                # A pool takes over the responses of the schedule before it, at whatever places they
-                # are. Equal responses that began together would end together for ever, and refits
-                # would interrupt nothing: that was expected to be a fifth faster than it is.
+                # A pool takes over the previous schedule's responses, each at its own position.
+                # Equal responses that start together would end together forever, and refits would
+                # interrupt nothing: such a forecast is a fifth too fast.
                 for member, length in enumerate(group.lengths):
                     group.note(member, length * place // count, self._batches)
             self._next += 1
@@ -457,8 +460,10 @@ class Trial:
                 self._store.groups.append(group)
 
     def _choose(self, *, tail: bool = False) -> None:
-        """Choose the members that run next, where groups are deferred; in the `tail` of a batch
-        those that run besides the others."""
+        """Choose the members that run next, if groups are deferred.
+
+        In the `tail` of a batch, choose members that run in addition to the current ones.
+        """
         if self._store is not None:
             ready = self._stop_at.as_groups(self._ready, self._usual)
             wanted, lacking = self._target - ready, self._batch_groups - ready
@@ -474,9 +479,11 @@ class Trial:
                 self._admit()
 
     def _admit(self, *, alone: bool = False) -> None:
-        """Start waiting members, first come, first served, as far as there is room. With `alone`,
-        each has a place since another one has left it, so an engine that has several times as
-        many prefills as many times."""
+        """Start waiting members in order of arrival, while there is room.
+
+        With `alone`, each member takes a slot that was freed by itself, so an engine of the run,
+        with `thinner` times the slots, makes `thinner` prefill passes.
+        """
         queue, decoded, prompt = self._queue, self._decoded, self._setting.prompt_tokens
         room = self._limit - len(self._running)
         if not queue or room <= 0:
@@ -504,8 +511,10 @@ class Trial:
             self.now += seconds * engines / self._setting.engines
 
     def _advance(self, until: float = math.inf) -> None:
-        """Decode to the next end of a response, and end the responses that end there. It ends
-        earlier with the step that is in progress at the time `until`."""
+        """Decode until the next response finishes, and finish all responses that end there.
+
+        Decoding stops earlier, after the step in progress, at the time `until`.
+        """
         if self._away:
             until = min(until, self._away[0][0])
             if not self._running or until <= self.now:
@@ -515,9 +524,9 @@ class Trial:
         decoded = self._decoded
         steps = decoded.room(self._put_back)
         running, engines = len(self._running), self._setting.engines
-        # Fewer responses than engines, as in the tail of a batch, run on as many engines. Spread
-        # over all of them, their contexts would be read in no time: waiting on 32 engines was
-        # expected to be a third faster than it is.
+        # If there are fewer responses than engines, as in the tail of a batch, each runs on its own
+        # engine. Spread over all engines, their contexts would be read in no time: the forecast of
+        # waiting on 32 engines would be a third too fast.
         busy = min(running, engines)
         batch, kv, tokens = round(running / busy), round(decoded.kv / busy), steps * running
         seconds = self._decoding.seconds(batch, kv, steps)
@@ -557,8 +566,7 @@ class Trial:
         self._complete(running.group)
 
     def _come_back(self) -> None:
-        """Let the members go on whose gap is over; where groups are deferred, only those that are
-        chosen."""
+        """Queue the members whose gap is over; if groups are deferred, only the chosen ones."""
         while self._away and self._away[0][0] <= self.now:
             _, _, running = heapq.heappop(self._away)
             group, member = running.group, running.member
@@ -570,7 +578,7 @@ class Trial:
         self._admit(alone=True)
 
     def _chosen_away(self) -> bool:
-        """Whether a member that was chosen for this batch is in a gap."""
+        """Return whether a member that was chosen for this batch is in a gap."""
         return any(each.group.runs(each.member, self._batches) for _, _, each in self._away)
 
     @property
@@ -600,7 +608,7 @@ class _Training:
     awaited: float
     """Time at which the last group was complete that the trainer has waited for."""
     composed: float
-    """Time at which its last group is offered, and the next batch begins."""
+    """Time at which its last group is offered, and the next batch starts."""
     taken: float
     """Time at which the trainer takes the last group."""
     done: float
@@ -627,8 +635,10 @@ class _Seen:
     def add(
         self, groups: Sequence[TrialGroup], version: int, *, seconds: float, waited: float
     ) -> None:
-        """Count a batch that `version` consumes. Its step took so many `seconds`, of which the
-        engines `waited` for the trainer."""
+        """Count a batch that `version` consumes.
+
+        Its step took `seconds`; for `waited` of these seconds the engines waited for the trainer.
+        """
         self._seconds += seconds
         self._waited += waited
         self.groups += len(groups)
@@ -638,7 +648,7 @@ class _Seen:
                 self._by_age[age] = self._by_age.get(age, 0.0) + tokens
 
     def outcome(self, setting: Setting, batches: int, peak_kv: float, mean_work: float) -> Outcome:
-        """The means over `batches`; `mean_work` is what as many groups are expected to be worth."""
+        """Return the means over `batches`; `mean_work` is the expected work of these groups."""
         by_age, oldest = self._by_age, setting.max_staleness
         tokens, distance = sum(by_age.values()), self.distance / batches
         worth = setting.objective.usefulness(by_age, bound=oldest)
@@ -661,9 +671,11 @@ class _Seen:
 
 
 class Decoding:
-    """The seconds of decode steps on one engine, as the model of step times has them
-    (:meth:`~aprilsched.planning.step_times.model.StepTimeModel.decode_seconds`). A trial asks for
-    few sizes of the batch, and hundreds of thousands of times."""
+    """A cache of the seconds of decode steps on one engine, from the step-time model
+    (:meth:`~aprilsched.planning.step_times.model.StepTimeModel.decode_seconds`).
+
+    A trial needs few batch sizes, but hundreds of thousands of times.
+    """
 
     def __init__(self, model: StepTimeModel) -> None:
         self._model = model
@@ -727,13 +739,16 @@ class DecodeBatch:
         self.sum_of_ends = 0
 
     def begin_pass(self) -> None:
-        """Begin a prefill pass: those of the pass before count as running ones."""
+        """Start a prefill pass; the requests of the previous pass now count as running."""
         self._read = self._joined = 0.0
 
     def fits(self, context: float, left: int) -> bool:
-        """Whether one more fits. Engines that keep room do so by SGLang's rule
-        (:class:`~aprilsched.simulation.engine.cache.KvPool`): for all that it and the others of its
-        pass may still get, and a share of what those may that run."""
+        """Return whether one more response fits.
+
+        Engines that reserve room use SGLang's rule
+        (:class:`~aprilsched.simulation.engine.cache.KvPool`): room for all tokens that the
+        responses of the pass may still generate, and for a share of those that running ones may.
+        """
         count = len(self.running)
         if self.pool == math.inf or not count:
             return True
@@ -835,7 +850,7 @@ class TrialGroup:
     def __init__(self, lengths: list[int], opened: int, *, then: list[int]) -> None:
         self.lengths = lengths
         self.then = then
-        """The lengths if the group begins again."""
+        """The lengths if the group restarts."""
         self.level: tuple[float, float] | None = None
         """Mean and variance of its log level, by what is remembered of it; None for nothing."""
         self.have = [0] * len(lengths)
@@ -869,7 +884,7 @@ class TrialGroup:
         return sum(self.lengths)
 
     def goal(self, member: int) -> int:
-        """Number of tokens of the member at its next gap, or at its end."""
+        """Return the number of tokens of the member at its next gap, or at its end."""
         length, have = self.lengths[member], self.have[member]
         turns = 1 if self.gaps is None else self.gaps[member] + 1
         turn = have * turns // length + 1
@@ -877,7 +892,7 @@ class TrialGroup:
         return min(length, max(turn * length // turns, have + 1))
 
     def runs(self, member: int, batch: int) -> bool:
-        """Whether the member was chosen for this batch, where groups are deferred."""
+        """Return whether the member was chosen for this batch, where groups are deferred."""
         return self.chosen[0] == batch and member < self.chosen[1]
 
     def note(self, member: int, tokens: int, batch: int) -> None:
@@ -936,19 +951,21 @@ class CompleteGroups:
 
 
 class Times:
-    """Equally likely times. A response has the same ones under every schedule, so that schedules do
-    not differ by chance."""
+    """Equally likely times, the same for a response under every schedule.
+
+    Otherwise schedules would also differ by chance.
+    """
 
     def __init__(self, times: Sequence[float], *, seed: int) -> None:
         self._times = times
         self._uniforms = hashed_uniforms((997,), seed=seed).tolist()
 
     def of(self, row: int, member: int = 0, tokens: int = 0) -> float:
-        """The time of the member of a group at so many tokens."""
+        """Return the time of a group's member at `tokens` tokens."""
         return self._times[int(self._uniform(row, member, tokens) * len(self._times))]
 
     def whole(self, mean: float, row: int, member: int) -> int:
-        """A whole number next to `mean`, which is the mean of those of all members."""
+        """Return `mean` rounded down or up at random, so that `mean` is the mean of all members."""
         return int(mean + self._uniform(row, member, 0))
 
     def _uniform(self, row: int, member: int, tokens: int) -> float:
@@ -971,7 +988,7 @@ class Store:
         )
 
     def begin_again(self, group: TrialGroup) -> None:
-        """Throw a group's tokens away, and remember what they say of its lengths."""
+        """Discard a group's tokens, and remember what they reveal of its lengths."""
         law = self._law
         tokens = np.array(group.have, dtype=np.int64)
         known = tokens > 0
@@ -987,7 +1004,7 @@ class Store:
         group.sampled = {}
 
     def put_aside(self, batch: int) -> int:
-        """Number of open groups that ran in a batch before this one."""
+        """Return the number of open groups that ran in a batch before this one."""
         return sum(g.first_run is not None and g.first_run < batch for g in self.groups)
 
     def choose(
@@ -999,9 +1016,11 @@ class Store:
         busy: Collection[int] = (),
         tail: bool = False,
     ) -> list[tuple[TrialGroup, int]]:
-        """Choose the members that run in this batch, of `count` groups by the over-provision ratio.
-        The batch still takes `lacking` groups. In the `tail` the groups run on that are `busy`, by
-        their identity."""
+        """Choose the members that run in this batch, which still takes `lacking` groups.
+
+        `count` is the number of groups by the over-provision ratio. In the `tail`, the groups whose
+        identities are in `busy` keep running.
+        """
         groups = self.groups
         since = [-1 if g.first_run is None else batch - g.first_run for g in groups]
         view = OpenGroups(
@@ -1028,7 +1047,7 @@ class Store:
         return runs
 
     def _levels(self) -> Levels | None:
-        """What is remembered of the groups' levels; None where nothing ever is."""
+        """Return the remembered levels of the groups; None if the run remembers none."""
         if not self._remembers:
             return None
         unknown = (self._law.mean, self._law.shared * self._law.deviation**2)
@@ -1037,12 +1056,12 @@ class Store:
 
 
 def drawn_again(setting: Setting) -> NDArray[np.int64]:
-    """Other lengths of the same groups, as if their prompts were generated again.
+    """Return other lengths of the same groups, as if their prompts were generated again.
 
-    A group keeps its level, as far as its members tell it, and gets the deviations of another
-    group's members from their mean, with the luck of a mean. The lengths that this gives are
-    replaced by those of the setting with the same ranks, so that both have the same law: with a
-    longer tail than the law's own, waiting was expected to take half as long again.
+    A group keeps its level, as estimated from its members. Its members get the deviations of
+    another group's members from their mean, plus a random deviation of the mean itself. Each result
+    is then replaced by the setting's length of the same rank, so that both have the same law. With
+    a longer tail than the law's, waiting would be forecast to take 1.5 times as long.
     """
     lengths = setting.lengths
     there = lengths > 0
@@ -1050,7 +1069,7 @@ def drawn_again(setting: Setting) -> NDArray[np.int64]:
     sizes = there.sum(axis=1, keepdims=True)
     logs = np.log(np.maximum(lengths, 1))
     own = np.where(there, logs - means, 0.0)
-    # Deviations from a group's own mean have a sum of 0, so the luck of the mean is missing.
+    # Deviations from a group's own mean sum to 0, so they lack the random deviation of the mean.
     luck = normal_quantile(hashed_uniforms(means.shape, seed=5))
     luck *= np.sqrt((1 - setting.shared) / sizes) * float(logs[there].std())
     others = resampled(len(lengths), len(lengths), seed=2)
@@ -1062,11 +1081,11 @@ def drawn_again(setting: Setting) -> NDArray[np.int64]:
 
 
 def _levels_of(setting: Setting) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """A level of each group, drawn from what its members tell of it, and the mean of their log
-    lengths, both float64 [G, 1].
+    """Return a level of each group and the mean of its log lengths, both float64 [G, 1].
 
-    A group's own level is not its mean, which its members' luck is part of. With that, a response
-    that is drawn again would tell of its siblings what no response tells.
+    The level is drawn from its posterior, given the group's members. The level is not the mean,
+    because the mean includes the members' random deviations. With the mean, a redrawn response
+    would carry information on its siblings that a real response does not carry.
     """
     lengths, shared = setting.lengths, setting.shared
     there = lengths > 0
@@ -1082,8 +1101,10 @@ def _levels_of(setting: Setting) -> tuple[NDArray[np.float64], NDArray[np.float6
 
 
 def _remembered(setting: Setting) -> list[tuple[float, float]]:
-    """What earlier epochs say of the groups' levels, as means and variances: they explain the share
-    `remembered` of what the levels vary by."""
+    """Return means and variances of the groups' levels, as estimated from earlier epochs.
+
+    Earlier epochs explain the share `remembered` of the levels' variance.
+    """
     levels, _ = _levels_of(setting)
     explained, grand = setting.remembered, float(levels.mean())
     common = max(float(levels.var()), 1e-6)

@@ -43,13 +43,13 @@ class ModelledTrainer:
         self._streamed = streamed
         self._asks = False
         self._offered: Batch | None = None
-        """What it may take, and has not taken yet because it trains on a group."""
+        """Batch that it may take once it has trained on the current group; None without one."""
         self._seconds = train_seconds
-        """For how long it trains on what it has taken last."""
+        """Seconds for which it trains on the groups that it took last."""
         self._version = 0
 
     def start(self) -> None:
-        """Ask for a batch, or for the next group of one."""
+        """Request a batch, or the next group of one."""
         self._asks = True
         self._feed(ev.BatchRequested(streamed=self._streamed))
         self._take()
@@ -100,7 +100,7 @@ class ModelledTrainer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """Durations of what is not decoding or prefill.
+    """Durations of everything except decoding and prefill.
 
     Attributes:
         pause_seconds: duration of a pause beyond the step in progress (SGLang, measured: 2 to

@@ -1,4 +1,4 @@
-"""One call for a simulated run, what came of it, and several of them side by side."""
+"""One call for a simulated run, its result, and the comparison of several results."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class SimulationResult:
 
     Attributes:
         summary: all figures, as in summary.json of a run folder.
-        config: how it was scheduled.
+        config: configuration of the scheduler.
         step_s: float64 [b], modelled seconds of each trainer step, from delivery to delivery.
         tokens: int64 [b], sampled tokens of each batch.
-        off_policy: int64 [b], those of them that are of an older version than the one that consumes
-            them.
+        off_policy: int64 [b], tokens of each batch sampled under an older version than the one that
+            consumes them.
         age: float64 [b], mean staleness of the tokens of each batch, in versions.
         lengths: int64 [r], tokens of each response, in the order of delivery.
         batch: int64 [r], the number of the batch that each response is in.
@@ -112,13 +112,13 @@ class Measuring:
 
     @property
     def listeners(self) -> list[AnyListener]:
-        """To be given to the simulation, before those that read the summary."""
+        """Listeners for the simulation, before those that read the summary."""
         return [self.summary, self._generation, *([] if self._usage is None else [self._usage])]
 
     def result(
         self, simulation: Simulation, *, event_log_error: str | None = None
     ) -> SimulationResult:
-        """The result of a run that has ended."""
+        """Return the result of a run that has ended."""
         state = simulation.state
         in_flight, batches = state.in_flight, self.summary.batches
         summary = self.summary.result(
@@ -145,8 +145,10 @@ class Measuring:
 
 
 def remainder(state: SchedulerState) -> Remainder:
-    """What the scheduler still holds when its run ends: the rollouts in flight, the counters, the
-    ledger, and the lengths in open groups."""
+    """The scheduler's state when its run ends.
+
+    It contains the rollouts in flight, the counters, the ledger, and the lengths in open groups.
+    """
     in_flight = state.in_flight
     return Remainder(
         in_flight=list(in_flight.rollouts),
@@ -201,7 +203,7 @@ def simulate(
         seed: of the workload, if it is a LongTailWorkload.
         burn_in: batches that are left out of the steady state; a quarter by default.
         usage: whether to record where the engines' time goes, which takes a fifth of the time.
-        progress: whether to tell on stderr how far it is.
+        progress: whether to show progress on stderr.
         listeners: objects that see every event and command, such as an event log.
 
     Raises:

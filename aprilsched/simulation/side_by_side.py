@@ -19,14 +19,14 @@ from aprilsched.simulation.results import BASELINE, FLAT, SimulationResult
 class PolicyRow:
     """The figures of one policy. A figure that cannot be known is None.
 
-    Rates, efficiency and shares are those of the steady state, after the burn-in. All other figures
-    are those of the whole run.
+    Rates, efficiency and shares cover the steady state, after the burn-in. All other figures cover
+    the whole run.
     """
 
     policy: str
     efficiency: float | None
-    """T_bound / T: the least possible time for the delivered tokens, divided by the actual time
-    without that in which the engines stood still for the trainer."""
+    """T_bound / T: the least possible time for the delivered tokens, divided by the actual time,
+    without the time in which the engines idle for the trainer."""
     step_efficiency: float | None
     """The same with that time: T_bound over the seconds of whole steps."""
     delivered_tokens_per_s: float | None
@@ -34,7 +34,7 @@ class PolicyRow:
     generated_tokens_per_s: float | None
     """All tokens that the engines generated, including those still in flight at the end."""
     off_policy_share: float | None
-    """Share of the delivered tokens that are of an older version than the one that consumes
+    """Share of the delivered tokens that come from an older version than the one that consumes
     them."""
     staleness_mean: float
     """Mean staleness of the delivered tokens, in versions."""
@@ -75,8 +75,10 @@ class Comparison:
 
 
 def compare(results: Mapping[str, SimulationResult | RunSummary]) -> Comparison:
-    """The figures of results by name, compared with the one named "sync" if there is one. A summary
-    is that of a real run."""
+    """Return the figures of results by name, compared with the one named "sync" if there is one.
+
+    A summary among the results comes from a real run.
+    """
     first = results.get(BASELINE)
     base = None if first is None else _summary(first).steady_state.delivered_tokens_per_s
     rows = [_row(name, result, base) for name, result in results.items()]
@@ -91,8 +93,10 @@ def compare(results: Mapping[str, SimulationResult | RunSummary]) -> Comparison:
 
 
 def spread_of_steps(summary: RunSummary) -> tuple[float, float] | None:
-    """The tenth and the ninetieth percentile of the seconds of whole steps after the burn-in; None
-    without such steps."""
+    """Return the 10th and 90th percentile of step times after the burn-in, in seconds.
+
+    Only whole steps count; None without such steps.
+    """
     steps = summary.steady_steps_s
     if not steps:
         return None

@@ -41,8 +41,8 @@ from aprilsched.types import Group, Int32Array, Prompt, SamplingParams, Score
 
 # A whole run in virtual time: core, engines, trainer, prompts and rewards on one agenda.
 #
-# Invariant: the decisions are those of production, because the same core makes them; only the
-# commands are carried out by other code.
+# Invariant: decisions are the same as in production, because the same core makes them; only the
+# code that carries out commands differs.
 
 NEVER = 1 << 30
 """A stream interval with which chunks come only when a response ends or is paused. This changes no
@@ -100,7 +100,7 @@ def checked_count(name: str, value: int, *, least: int) -> None:
 def _models(
     engine: SimConfig | Sequence[SimConfig], engines: int, config: SchedulerConfig
 ) -> list[SimConfig]:
-    """The settings of each engine, with chunks as often as `config` needs them."""
+    """Return the settings of each engine, with chunks as often as `config` needs them."""
     models = [engine] * engines if isinstance(engine, SimConfig) else engine
     sequence = isinstance(cast("Any", models), Sequence)
     if not sequence or not all(isinstance(cast("Any", model), SimConfig) for model in models):
@@ -112,7 +112,7 @@ def _models(
             f"there are {engines} engines and settings for {len(models)}; give one for each."
         )
     if config.refit == "rolling":
-        # What it costs to move a response depends on the length that it has so far.
+        # The cost of moving a response depends on its current length.
         return [replace(m, stream_interval=min(m.stream_interval, _OFTEN)) for m in models]
     return list(models)
 
@@ -122,9 +122,9 @@ class Simulation:
 
     Args:
         config: configuration of the scheduler.
-        prompts: the prompts; each response has the length that ``max_new_tokens`` gives. With a
-            method ``lengths_again``, a prompt that is generated again, because its tokens became
-            too stale, has the lengths that this gives.
+        prompts: the prompts; each response has the length ``max_new_tokens``. If they have a method
+            ``lengths_again``, it returns the lengths of a prompt that is generated again because
+            its tokens became too stale.
         engines: number of engines.
         engine: settings of every engine, or a list with those of each.
         costs: durations of everything else.

@@ -59,8 +59,8 @@ from aprilsched.types import Prompt, SamplingParams
 LengthLaw: TypeAlias = Literal["lognormal", "log_t"]
 _SHARE = Bound(least=0, most=1, words="0 to 1")
 _GRID = 1 << 16
-"""The longest cap up to which a law's distribution function is asked at each length; beyond it, it
-is asked at so many."""
+"""Largest number of lengths at which a law's distribution function is evaluated. Up to this cap, it
+is evaluated at every length."""
 _PROMPTS = 1024
 """Prompts whose laws the moments are of, where each has its own and their number is not known."""
 
@@ -74,7 +74,7 @@ class Law(Protocol):
     """A law of response lengths; one of your own needs this method alone, and to be immutable."""
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The share of responses that are not longer than each of `lengths`, in tokens."""
+        """Return the share of responses that are not longer than each of `lengths`, in tokens."""
         ...
 
 
@@ -95,8 +95,11 @@ class Lognormal:
 
 @dataclass(frozen=True, slots=True)
 class Pareto:
-    """Lengths from `least` tokens on, of which a share ``(least / n)**alpha`` is longer than n. The
-    mean without a cap is infinite for an `alpha` up to 1."""
+    """Pareto law of lengths of at least `least` tokens.
+
+    A share ``(least / n)**alpha`` of the lengths is longer than n. Without a cap, the mean is
+    infinite for an `alpha` up to 1.
+    """
 
     least: Annotated[float, POSITIVE] = 200.0
     alpha: Annotated[float, POSITIVE] = 1.5
@@ -123,8 +126,9 @@ class Empirical:
 
     @classmethod
     def read(cls, path: Path | str) -> Self:
-        """The lengths in a file: whole numbers of tokens, with white space, new lines or commas
-        between them.
+        """Read lengths from a file of whole numbers of tokens.
+
+        They are separated by white space, new lines or commas.
 
         Raises:
             ConfigError: if it cannot be read, or something in it is not a length.
@@ -179,7 +183,7 @@ class Mixture:
 
 
 def _length(word: str) -> int | None:
-    """The whole number of 1 or more that `word` is, such as 80, 80.0 or 1e3; None if it is none."""
+    """Return `word`, such as 80, 80.0 or 1e3, as a whole number of 1 or more, or None."""
     try:
         value = float(word)
     except ValueError:
@@ -188,7 +192,7 @@ def _length(word: str) -> int | None:
 
 
 def _phi(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The distribution function of the standard normal law."""
+    """Return the distribution function of the standard normal law."""
     flat = (-x / math.sqrt(2.0)).ravel().tolist()
     return 0.5 * np.array([math.erfc(each) for each in flat]).reshape(x.shape)
 
@@ -290,8 +294,10 @@ class LongTailWorkload:
         return map(self.prompt, count_up() if self.count is None else range(self.count))
 
     def prompt(self, index: int) -> Prompt:
-        """Prompt `index`, with one ``SamplingParams`` for each response. Its ``key`` is `index`, or
-        its number in its epoch."""
+        """Return prompt `index`, with one ``SamplingParams`` for each response.
+
+        Its ``key`` is `index`, or its number in its epoch.
+        """
         rng = self._generator(index)
         lengths = self._lengths(index, rng)
         input_ids = rng.integers(0, self.vocab_size, self.prompt_tokens, dtype=np.int32)
@@ -318,8 +324,10 @@ class LongTailWorkload:
         return self._lengths(index, self._generator(index))
 
     def lengths_again(self, prompt: Prompt, draw: int) -> NDArray[np.int64]:
-        """Other response lengths of one of these prompts, int64 [group_size], as they are if it is
-        generated again; `draw` is a number of 1 or more, and gives the same lengths each time."""
+        """Return response lengths of a prompt that is generated again, int64 [group_size].
+
+        `draw` is a number of 1 or more; the same `draw` always returns the same lengths.
+        """
         index = prompt.metadata.get("index", prompt.key)
         counter = np.array([0, 0, 0, draw], dtype=np.uint64)
         key = np.array([self.seed, index], dtype=np.uint64)
@@ -361,8 +369,7 @@ class LongTailWorkload:
         )
 
     def cap_warning(self) -> str | None:
-        """A sentence for the user if more than a quarter of the responses are cut off at the cap;
-        None otherwise."""
+        """Return a warning if the cap cuts off more than a quarter of the responses, or None."""
         law = self.law
         whole = isinstance(law, Empirical) and law.lengths[-1] <= self.cap
         capped = 0.0 if whole else self.moments(1 << 16).capped
@@ -374,7 +381,7 @@ class LongTailWorkload:
         )
 
     def mean_length(self, samples: int = 1 << 20) -> float:
-        """The mean length in tokens; see :meth:`moments`."""
+        """Return the mean length in tokens; see :meth:`moments`."""
         return self.moments(samples).mean
 
     def _generator(self, index: int) -> Generator:
@@ -389,8 +396,10 @@ class LongTailWorkload:
         shared: float | None = None,
         scale: Generator | None = None,
     ) -> NDArray[np.int64]:
-        """Lengths, int64 [groups, group_size], of prompts that have the law of the one with this
-        `key`; `shared` and `scale` are those of a prompt that was drawn before."""
+        """Draw lengths, int64 [groups, group_size], from the law of the prompt with this `key`.
+
+        `shared` and `scale` come from a prompt that was drawn before.
+        """
         drawn = rng.standard_normal((groups, 1))
         effect = drawn if shared is None else np.full((groups, 1), shared)
         own = rng.standard_normal((groups, self.group_size))

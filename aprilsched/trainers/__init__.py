@@ -19,7 +19,7 @@ from aprilsched.types import BoolArray, Media
 
 
 def package(trainer: str, module: str) -> Any:
-    """A module of a trainer, or of the packages that it brings.
+    """Return a module of a trainer, or of the packages that it brings.
 
     Raises:
         MissingExtra: if the extra with the name of the trainer is not installed.
@@ -29,13 +29,12 @@ def package(trainer: str, module: str) -> Any:
 
 
 def class_of(actor: Any) -> type[Any]:
-    """The class that ``@ray.remote`` was applied to."""
+    """Return the class that ``@ray.remote`` was applied to."""
     return actor.__ray_metadata__.modified_class.__ray_actor_class__
 
 
 def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
-    """Refuse settings under which a batch may have other groups, or a group other rollouts, than
-    the trainer expects.
+    """Reject settings under which batches or groups may differ in size from the trainer's.
 
     Raises:
         ConfigError: if batches are not filled by their groups, or if groups may shrink.
@@ -53,11 +52,12 @@ def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
 
 
 def with_bound(config: SchedulerConfig, bound: int, setting: str) -> SchedulerConfig:
-    """The settings with the bound on staleness that a trainer's `setting` gives, or with their own
-    if that is no larger.
+    """Return the settings with `bound`, or with their own staleness bound if it is not larger.
+
+    `setting` names the trainer's setting that `bound` comes from.
 
     Raises:
-        ConfigError: if that is larger.
+        ConfigError: if the settings' own bound is larger than `bound`.
     """
     own = config.policies.staleness.bound
     if own is None:
@@ -71,8 +71,7 @@ def with_bound(config: SchedulerConfig, bound: int, setting: str) -> SchedulerCo
 
 
 def refuse(settings: Mapping[str, tuple[object, str]]) -> None:
-    """Refuse those of a trainer's settings, by their names, that are set; each comes with the
-    reason.
+    """Reject every trainer setting that is set; `settings` has (value, reason) by name.
 
     Raises:
         ConfigError: if one is.
@@ -85,8 +84,7 @@ def refuse(settings: Mapping[str, tuple[object, str]]) -> None:
 def check_replay(
     config: SchedulerConfig, setting: str, example: str = "routed_experts=uint8[48,8]"
 ) -> None:
-    """Refuse a trainer's `setting` for a replay, if the scheduler does not ask the engines for a
-    companion such as `example`.
+    """Reject a trainer's replay `setting` if the scheduler requests no companion like `example`.
 
     Raises:
         ConfigError: if its companions lack this one.
@@ -99,8 +97,11 @@ def check_replay(
 
 
 def images_of(given: Sequence[Any]) -> tuple[Media, ...]:
-    """A trainer's images: Pillow's, strings and bytes as :class:`~aprilsched.Media` takes them, and
-    rows of Hugging Face's column of images, which have the file's "bytes" or its "path"."""
+    """Return a trainer's images as :class:`~aprilsched.Media`.
+
+    An image is a Pillow image, a string or bytes as :class:`~aprilsched.Media` takes them, or a row
+    of a Hugging Face image column, with the file's "bytes" or its "path".
+    """
     found: list[Media] = []
     for image in given:
         source: Any = image
@@ -124,7 +125,7 @@ def one_placeholder_each(
     image. SGLang takes each of these for an image of its own, and tokenizes the decoded text again.
 
     Raises:
-        ConfigError: if there are not as many rows of placeholders as images.
+        ConfigError: if the number of placeholder rows differs from the number of images.
     """
     array = np.asarray(ids)
     kept = np.ones(len(array), dtype=np.bool_)

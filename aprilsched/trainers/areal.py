@@ -3,14 +3,13 @@
 :class:`RolloutEngine` takes the place of AReaL's rollout engine (``RemoteSGLangEngine``, or
 ``RolloutController`` where one process drives everything). It is written for AReaL 1.0.4.
 
-- A workflow runs as it is. The engine that it gets sends its requests through the scheduler, so a
-  response that is interrupted goes on inside of the same ``await engine.agenerate(...)``. An agent
-  with ``run(data, **extra_kwargs)`` gets the URL and the key of a session instead of those of
-  AReaL's proxy.
-- The trajectories are made of the scheduler's rollouts, in the form of AReaL's own workflows, so
+- Workflows run unchanged. Their engine sends every request through the scheduler, so an interrupted
+  response continues inside the same ``await engine.agenerate(...)``. An agent with
+  ``run(data, **extra_kwargs)`` gets a session's URL and key instead of AReaL's proxy URL and key.
+- Trajectories are built from the scheduler's rollouts, in the format of AReaL's own workflows, so
   the version of each token is the one that the server reported.
-- AReaL sets no label on its weights. The scheduler labels them with its own version, which
-  :meth:`RolloutEngine.set_version` ties to that of the trainer.
+- AReaL does not label its weights. The scheduler labels them with its own version, and
+  :meth:`RolloutEngine.set_version` maps this version to the trainer's.
 - Prompts are read from the dataloader in the trainer's thread, inside of
   :meth:`RolloutEngine.prepare_batch`, so that AReaL may save the state of the dataloader between
   two calls.
@@ -75,7 +74,7 @@ _REJECTED = "areal_rejected"
 _LOOK_SECONDS = 0.2
 """Interval at which a call that waits for a batch pushes further prompts."""
 _POLL_SECONDS = 0.05
-"""Interval at which AReaL's registry is asked whether the weights are on the disk."""
+"""Interval at which AReaL's registry is polled for weights on the disk."""
 
 
 class RolloutEngine:
@@ -111,7 +110,7 @@ class RolloutEngine:
         scheduler: the scheduler itself, for its state.
 
     Raises:
-        ConfigError: if `config` or `settings` ask for what cannot be done.
+        ConfigError: if `config` or `settings` require something that is not supported.
     """
 
     staleness_manager = None
@@ -149,7 +148,7 @@ class RolloutEngine:
         self._began = 0.0
         self._items: Iterator[Prompt] | None = None
         self._ahead = 0
-        """The scheduler's version minus the trainer's, which begins at 0 in a new process."""
+        """The scheduler's version minus the trainer's, which restarts at 0 in a new process."""
         self._updated = False
         """The engines have weights for which set_version() was not called yet."""
         self._tasks = 0
@@ -190,7 +189,7 @@ class RolloutEngine:
         self.initialized = True
 
     def destroy(self) -> None:
-        """Abort what is in flight and release the engines; a second call does nothing."""
+        """Abort requests in flight and release the engines; a second call does nothing."""
         if not self.initialized:
             return
         self.initialized = False
@@ -205,7 +204,7 @@ class RolloutEngine:
 
     @property
     def workflow_executor(self) -> RolloutEngine:
-        """Itself, for what AReaL asks of its executor (:attr:`staleness_manager`)."""
+        """Return self, which implements AReaL's executor (:attr:`staleness_manager`)."""
         return self
 
     # --- batches -------------------------------------------------------------------------------
@@ -279,7 +278,7 @@ class RolloutEngine:
             epoch += 1
 
     def _push(self, items: Iterator[Prompt]) -> None:
-        """Keep as many prompts ready as the bound on staleness lets the scheduler launch."""
+        """Queue all prompts that the scheduler may launch within the staleness bound."""
         ready = (self.settings.policies.staleness.bound or 0) + 1
         while len(self._queue) < ready * self.settings.batch_groups:
             self._queue.put(next(items))
@@ -297,7 +296,7 @@ class RolloutEngine:
         return bool(group.prompt.metadata.get("dynamic")) or self._passes(group)
 
     def _passes(self, group: Group) -> bool:
-        """Whether a group has a rollout that its workflow kept, and is not rejected."""
+        """Return whether a group has a rollout that its workflow kept, and is not rejected."""
         trajectory = self._trajectory(group)
         accept = group.prompt.metadata.get("accept")
         return trajectory is not None and (accept is None or bool(accept(trajectory)))
@@ -312,8 +311,10 @@ class RolloutEngine:
         return join([self._row(each, made.get(each.index)) for each in rollouts])
 
     def _row(self, rollout: Rollout, made: _Made | None) -> Trajectory:
-        """One rollout as a trajectory of one row, with what its workflow has added; an agent adds
-        nothing."""
+        """Return a rollout as a trajectory of one row, with the entries that its workflow added.
+
+        An agent adds none.
+        """
         import torch
 
         if made is None:
@@ -341,7 +342,7 @@ class RolloutEngine:
     # --- workflows -----------------------------------------------------------------------------
 
     def _workflow(self, workflow: Any, kwargs: Mapping[str, Any] | None) -> Any:
-        """The workflow that `workflow` names, made once for the same arguments."""
+        """Return the workflow that `workflow` names, made once for the same arguments."""
         if self._resolved is not None and self._resolved[:2] == (workflow, kwargs):
             return self._resolved[2]
         found = _imported(workflow)
@@ -353,7 +354,7 @@ class RolloutEngine:
         return found
 
     def _agent(self, agent: Any) -> BySession:
-        """An agent, which is given the URL of a session."""
+        """Return an agent, which is given the URL of a session."""
         if not inspect.iscoroutinefunction(getattr(agent, "run", None)):
             raise ConfigError(
                 f"the workflow is a {type(agent).__name__}, which has no arun_episode(), and no "
@@ -370,7 +371,7 @@ class RolloutEngine:
                 "an agent needs the model's tokenizer; give tokenizer= to RolloutEngine, or set "
                 "tokenizer_path of the rollout."
             )
-        # What an agent asks is sampled as the trainer says.
+        # An agent's requests use the trainer's sampling parameters.
         asked = SimpleNamespace(gconfig=self._gconfig.new(n_samples=1), input_ids=())
         sampling = _sampling(asked)
 
@@ -471,7 +472,7 @@ class RolloutEngine:
     # --- weights -------------------------------------------------------------------------------
 
     def pause_generation(self) -> None:
-        """Do nothing: pause, load and continue are one update, which the weights begin."""
+        """Do nothing: the weight call itself pauses, loads and continues, in one update."""
 
     def update_weights_from_disk(self, meta: Any) -> Future[None]:
         """Load the weights that the trainer saves in ``meta.path``, once they are complete.
@@ -537,8 +538,8 @@ class RolloutEngine:
 
             self._client = RemoteSGLangEngine(self.config)
             self._client.initialize(addr=[engine.name for engine in self._fleet.engines])
-        # A server keeps the group of a trainer that was killed, and refuses its name; AReaL's
-        # trainer would then wait for the server for ever.
+        # A server keeps the NCCL group of a killed trainer and rejects a new group of that name.
+        # AReaL's trainer would then wait for the server forever.
         self.scheduler.on_loop(lambda: leave(members, meta.nccl_group_name))
         return self._client.init_weights_update_group(meta, xccl_group_ranks=xccl_group_ranks)
 
@@ -581,14 +582,14 @@ class RolloutEngine:
         await asyncio.gather(*map(call, members))
 
     def _give_up(self, error: RefitError) -> None:
-        """End an update without its weights; the engines stand by until the next one."""
+        """End an update without its weights; the engines stay on standby until the next one."""
         block, self._broadcast = self._broadcast, None
         if block is not None:
             with suppress(RefitError), block:
                 raise error
 
     def continue_generation(self) -> None:
-        """End a broadcast: label the weights, ask every engine for its version, continue.
+        """End a broadcast: label the weights, read every engine's version, continue.
 
         Raises:
             RefitError: if a bucket has not arrived, or if no engine has the new weights.
@@ -621,25 +622,25 @@ class RolloutEngine:
         self._ahead = self.scheduler.version - version
 
     def get_version(self) -> int:
-        """The trainer's number for the weights that the engines have."""
-        # Between an update and set_version() AReaL still asks for the old number, which names the
+        """Return the trainer's number for the weights that the engines have."""
+        # Between an update and set_version() AReaL still requests the old number, which names the
         # weights on the disk.
         return self.scheduler.version - self._ahead - self._updated
 
     # --- what the scheduler does by itself -----------------------------------------------------
 
     def pause(self) -> None:
-        """Do nothing: the bound on staleness says how much is launched meanwhile."""
+        """Do nothing: the staleness bound already limits launches while the trainer is busy."""
 
     def resume(self) -> None:
         """Do nothing."""
 
     def offload(self) -> None:
-        """Release the engines' memory; what is in flight is kept."""
+        """Release the engines' memory; requests in flight are kept."""
         self._asleep.enter_context(self.scheduler.asleep())
 
     def onload(self, tags: Sequence[str] | None = None) -> None:
-        """Take the engines' memory back and go on."""
+        """Restore the engines' memory and resume generation."""
         self._asleep.close()
 
     # --- AReaL's statistics and its controller -------------------------------------------------
@@ -658,8 +659,7 @@ class RolloutEngine:
 
     @property
     def callback_addr(self) -> str:
-        """Address, as host:port, at which the processes of AReaL's ``TrainController`` ask for the
-        calls that move weights."""
+        """Address, as host:port, for weight-transfer calls of AReaL's ``TrainController``."""
         if self._callbacks is None:
             self._callbacks = _Callbacks(self)
         return self._callbacks.address
@@ -667,8 +667,11 @@ class RolloutEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What a workflow has made of a rollout: its `tokens` with images expanded, which of them were
-    `sent`, and `further` entries of its trajectory."""
+    """A workflow's result for a rollout.
+
+    It contains the `tokens` with images expanded, the part of them that was `sent`, and `further`
+    entries of the trajectory.
+    """
 
     tokens: list[int]
     sent: BoolArray
@@ -820,7 +823,7 @@ class _Callbacks:
 
 
 def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> SchedulerConfig:
-    """The scheduler's settings with the sizes and the bound of AReaL's."""
+    """Return the scheduler's settings with the sizes and the bound of AReaL's."""
     if getattr(areal, "use_lora", False):
         raise ConfigError("use_lora is set, which the scheduler does not carry; leave it out.")
     if getattr(areal, "return_routed_experts", False):
@@ -836,7 +839,7 @@ def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> Scheduler
 
 
 def _sampling(req: Any) -> SamplingParams:
-    """The parameters of a ``ModelRequest``."""
+    """Return the parameters of a ``ModelRequest``."""
     given = req.gconfig
     if given.n_samples != 1 or given.use_beam_search:
         raise ConfigError(
@@ -885,7 +888,7 @@ def _imported(given: Any) -> Any:
 
 
 def _areal(module: str) -> Any:
-    """A module of AReaL."""
+    """Return a module of AReaL."""
     try:
         return import_module(module)
     except ImportError as error:

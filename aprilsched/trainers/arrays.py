@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def namespace(**arrays: object) -> Any:
-    """The module, numpy or torch, whose functions take these arrays; they have one shape."""
+    """Return the module, numpy or torch, whose functions take these arrays; they have one shape."""
     (first_name, first), *others = arrays.items()
     xp = _module(first_name, first)
     shape = getattr(first, "shape", None)
@@ -60,7 +60,7 @@ def like(array: Any, other: Any) -> Any:
 
 
 def masked_difference(minuend: Any, subtrahend: Any, counted: Any) -> Any:
-    """The difference at the tokens that count, and 0 at the others.
+    """Return the difference at the tokens that count, and 0 at the others.
 
     Both sides are 0 there before anything is computed: the gradient of exp at a padded -inf would
     be NaN, and NaN times 0 is not 0.
@@ -124,7 +124,7 @@ def per_sequence(values: Any, counted: Any, *, mean: bool, cu_seqlens: Any) -> A
 
 
 def owners(cu_seqlens: Any) -> Any:
-    """The index of the sequence that each packed token belongs to."""
+    """Return the index of the sequence that each packed token belongs to."""
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     torch = _torch(cu_seqlens)
     if torch is None:
@@ -133,7 +133,7 @@ def owners(cu_seqlens: Any) -> Any:
 
 
 def sums(values: Any, owner: Any, sequences: int) -> Any:
-    """The sum of the values of each sequence."""
+    """Return the sum of the values of each sequence."""
     if _torch(values) is None:
         return np.bincount(owner, weights=values, minlength=sequences).astype(values.dtype)
     return values.new_zeros(sequences).index_add(0, owner, values)

@@ -19,8 +19,8 @@ Every function takes either numpy arrays or torch tensors, not a mixture, and re
 kind on the same device. Arrays of tokens have one shape: padded [B, S] (a row is a sequence) or
 packed [N] (then levels other than "token" need ``cu_seqlens``). Log-probabilities are natural
 logarithms of any floating dtype; the result is at least float32. A mask is boolean, or a number
-that is 0 for tokens that do not count, such as prompts, padding and tokens of an environment. What
-stands in the other arrays at these tokens has no influence, not even if it is NaN or infinite.
+that is 0 for tokens that do not count, such as prompts, padding and tokens of an environment. The
+other arrays' values at these tokens have no influence, not even if they are NaN or infinite.
 
 torch is never imported here: a caller who has a tensor has imported it. The few functions that
 are used (exp, clip, where, sum, cumsum, argsort) have the same names and positional arguments in
@@ -70,7 +70,7 @@ product over a long sequence would overflow otherwise, and give a NaN gradient."
 
 
 def staleness(versions: T, *, version: int) -> T:
-    """Number of versions between the policy that sampled a token and `version`.
+    """Return the number of versions between the policy that sampled a token and `version`.
 
     It is ``max(0, version - versions)``, and 0 for tokens that no policy sampled (negative
     versions).
@@ -88,7 +88,7 @@ def staleness(versions: T, *, version: int) -> T:
 
 
 def age_mask(versions: T, mask: T, *, version: int, max_staleness: int) -> T:
-    """The tokens of `mask` that are at most `max_staleness` versions old.
+    """Return the tokens of `mask` that are at most `max_staleness` versions old.
 
     The ``loss_mask`` of a batch follows the scheduler's own bound already. This function is for a
     bound that the trainer chooses, for example one that it changes during the run.
@@ -398,7 +398,7 @@ def second_moment_mask(
     bound: float = 0.04,
     advantages: T | None = None,
 ) -> T:
-    """The tokens of `mask` without those of the largest importance ratios: M2PO's mask.
+    """Return the tokens of `mask` without those of the largest importance ratios: M2PO's mask.
 
     The second moment M2 is the mean of (log π - log b)² over the tokens. The tokens with the
     largest squares are left out, one after the other, until M2 of the rest is at most `bound`

@@ -152,10 +152,10 @@ class Rollouts:
         )
         await self.scheduler.__aenter__()
 
-    # --- what OpenRLHF calls of its own actors --------------------------------------------------
+    # --- methods of its own actors that OpenRLHF calls ------------------------------------------
 
     def get_num_unfinished_requests(self) -> int:
-        """Nothing: there is no other actor to which a prompt could be sent."""
+        """Return 0: there is no other actor that could take a prompt."""
         return 0
 
     async def generate_responses(self, *, num_samples: int, **given: Any) -> None:
@@ -184,8 +184,11 @@ class Rollouts:
         return max(0, ready * self._config.batch_groups - len(self._prompts))
 
     async def next_batch(self) -> tuple[list[Response], int] | None:
-        """The responses of the next batch, group by group, and the number of prompts that are
-        neither waiting nor in flight any more; None if no batch is complete soon."""
+        """Return the next batch's responses and a number of prompts, or None on timeout.
+
+        Responses are in group order. The number counts the prompts that are no longer waiting or
+        in flight. The timeout is `_LOOK_S`.
+        """
         limit = asyncio.timeout(_LOOK_S)
         try:
             async with limit:
@@ -202,20 +205,20 @@ class Rollouts:
         self._collected = []
 
     async def evaluate(self) -> list[Response]:
-        """The responses to the prompts that were collected, all of one version."""
+        """Return the responses to the prompts that were collected, all of one version."""
         prompts, self._collected = self._collected or [], None
         return _responses(await self.scheduler.evaluate(prompts))
 
     async def staged(self) -> Path:
-        """The folder into which the trainer writes weights."""
+        """Return the folder into which the trainer writes weights."""
         return self._staged
 
     async def load_weights(self) -> None:
-        """Bring what is in the folder to every engine: pause, load, verify, continue."""
+        """Load the folder's weights into every engine: pause, load, verify, continue."""
         await self.scheduler.update_weights(self._publisher)
 
     async def close(self) -> None:
-        """Stop the scheduler: abort what is in flight, and release the servers."""
+        """Stop the scheduler: abort requests in flight, and release the servers."""
         await self.scheduler.close()
 
     def _take_staged(self, folder: Path) -> None:
@@ -272,7 +275,7 @@ class _Engine:
 
 
 def _sampling(given: Any, tokenizer: Any) -> SamplingParams:
-    """vLLM's parameters as those of the scheduler."""
+    """Convert vLLM's sampling parameters to the scheduler's."""
     for name, usual in _REFUSED.items():
         if getattr(given, name) != usual:
             raise ConfigError(
@@ -288,7 +291,7 @@ def _sampling(given: Any, tokenizer: Any) -> SamplingParams:
 
 
 def _responses(batch: Batch) -> list[Response]:
-    """The responses of a batch, group by group, each with the age of its oldest token."""
+    """Return the responses of a batch, group by group, each with the age of its oldest token."""
     found: list[Response] = []
     for group in batch.groups:
         for index, rollout in enumerate(group.rollouts):
@@ -300,14 +303,13 @@ def _responses(batch: Batch) -> list[Response]:
 
 
 def samples_generator() -> type[Any]:
-    """The class in the place of OpenRLHF's SamplesGenerator, which takes batches of
-    :class:`Rollouts`."""
+    """Return a SamplesGenerator class for OpenRLHF that takes batches of :class:`Rollouts`."""
     theirs = _package("openrlhf.trainer.ppo_utils.samples_generator").SamplesGenerator
     return type("SamplesGenerator", (_Samples, theirs), {})
 
 
 class _Samples(_Theirs):
-    """What is added to OpenRLHF's SamplesGenerator."""
+    """The methods that the scheduler adds to OpenRLHF's SamplesGenerator."""
 
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)
@@ -316,15 +318,18 @@ class _Samples(_Theirs):
         self._rollouts = self.vllm_engines[0]
         self._rows = self._read()
         self._finished = 0
-        """Prompts that are neither waiting nor in flight any more."""
+        """Number of prompts that are no longer waiting or in flight."""
         rollout, algo = self.args.rollout, self.args.algo
         kept = tuple(algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
         sizes = rollout.batch_size, rollout.n_samples_per_prompt
         self._call("open", *sizes, kept)
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Any], float | None, int, bool]:
-        """The experiences of the next batch, the share of accepted groups in percent, the number of
-        prompts that it took, and whether an episode is over with it."""
+        """Return the next batch as (experiences, accepted groups in percent, prompts, last).
+
+        The percentage is None without dynamic filtering. `prompts` is the number of prompts that
+        the batch consumed, and `last` is True if it ends the episode.
+        """
         batch = None
         while batch is None:
             self._push(itertools.islice(self._rows, self._call("wanted")), generate_kwargs)
@@ -339,7 +344,7 @@ class _Samples(_Theirs):
         return self._experiences(responses, generate_kwargs), share, taken, over
 
     def generate_eval_samples(self, **generate_kwargs: Any) -> list[Any]:
-        """The experiences of the whole evaluation set, group by group."""
+        """Return the experiences of the whole evaluation set, group by group."""
         self._call("collect")
         self._push(_rows(self.eval_dataloader), generate_kwargs)
         return self._experiences(self._call("evaluate"), generate_kwargs)
@@ -380,7 +385,7 @@ def policy_actor(theirs: type[Any]) -> type[Any]:
         def broadcast_to_vllm(self) -> None:
             ray = _package("ray")
             folder = ray.get(self._rollouts.staged.remote())
-            # All ranks take part, rank 0 writes, and all wait for it.
+            # A collective call: rank 0 writes, and all ranks wait for it.
             self.strategy.save_model(self.actor, self.tokenizer, str(folder))
             if self.strategy.is_rank_0():
                 ray.get(self._rollouts.load_weights.remote())

@@ -1,7 +1,7 @@
 """What adapters share whose trainers push prompts one by one and wait for each group.
 
-Such a trainer decides how many groups are in flight. The scheduler keeps all of them open, and says
-of each whether it was delivered or has failed.
+Such a trainer decides how many groups are in flight. The scheduler keeps all of them open, and
+reports for each group whether it was delivered or failed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 
 
 def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
-    """The settings of `config` for groups that are launched when they are pushed and delivered one
-    by one."""
+    """Return `config` for groups that are launched when pushed and delivered one by one."""
     return replace(
         config,
         batch_groups=1,
@@ -50,8 +49,10 @@ def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
 
 
 async def next_batch(scheduler: RolloutScheduler) -> Batch:
-    """The next batch, also if that is after the next update: until then no server may have whole
-    weights."""
+    """Return the next batch, even if it is complete only after the next update.
+
+    Until that update, possibly no server has complete weights.
+    """
     while True:
         try:
             return await scheduler.next_batch()
@@ -60,10 +61,10 @@ async def next_batch(scheduler: RolloutScheduler) -> Batch:
 
 
 class PushedGroups(Generic[KeyT]):
-    """Says which prompts have failed; a listener of the scheduler.
+    """A listener of the scheduler that reports which prompts failed.
 
-    Facts have the numbers of groups and not the keys of their prompts. Prompts are launched in the
-    order in which they were pushed.
+    Facts contain group numbers, not prompt keys. Prompts are launched in the order in which they
+    were pushed.
 
     Args:
         failed: is called with the key of each prompt whose group is dropped or refused.

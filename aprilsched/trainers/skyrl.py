@@ -52,7 +52,7 @@ _ASIDE = {"logprobs", "skip_special_tokens", "include_stop_str_in_output"}
 _TURN: ContextVar[Turn] = ContextVar("turn")
 """The turn of the episode that runs."""
 _GROUP: ContextVar[_Group] = ContextVar("group")
-"""The group whose agent loops begin."""
+"""The group whose agent loops are starting."""
 
 
 class ScheduledRollouts(_Theirs):
@@ -114,14 +114,14 @@ class ScheduledRollouts(_Theirs):
         return Generator(theirs, self.fleet(), config, self.listeners())
 
     def get_trainer(self, **given: Any) -> Any:
-        """The trainer, which opens the scheduler and brings the weights to the servers."""
+        """Return the trainer, which opens the scheduler and brings the weights to the servers."""
         made = type("Trainer", (ScheduledTrainer, self.trainer_class()), {})(**given)
         made.directory = Path(type(self).directory)
         return made
 
 
 class ScheduledTrainer(_Theirs):
-    """What is added to SkyRL's trainer."""
+    """The methods that the scheduler adds to SkyRL's trainer."""
 
     directory: Path
 
@@ -145,7 +145,7 @@ class ScheduledTrainer(_Theirs):
 
 
 class _Group:
-    """The agent loops of one call of the generator, and what came of them."""
+    """The agent loops of one call of the generator, and their results."""
 
     def __init__(self, size: int, *, evaluation: bool) -> None:
         self.size = size
@@ -322,7 +322,7 @@ def _own(cfg: Any) -> Any:
 
 
 def _sampling(given: Any, tokenizer: Any) -> SamplingParams:
-    """SkyRL's parameters as those of the scheduler."""
+    """Convert SkyRL's sampling parameters to the scheduler's."""
     chosen = {name: value for name, value in given.items() if name not in _ASIDE}
     return sampling_params(chosen, tokenizer=tokenizer)
 

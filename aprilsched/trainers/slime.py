@@ -4,16 +4,16 @@
 :class:`RolloutFn`. :class:`DataSource` is loaded by ``--data-source-path`` and keeps what is in
 flight in the trainer's checkpoints. It is written for slime 624b824 and miles 31f1ca9.
 
-- The process of the RolloutManager has one scheduler, which is opened by the first call. It pauses
-  no engine: when a batch is full, it calls the unfinished responses back with their tokens, and
-  sends them again in the next call. So nothing is in flight when the trainer releases memory,
-  pauses the engines or loads weights.
-- The trainer moves its weights between two calls and tells nobody. Each call begins by asking the
-  engines for the label of their weights. The labels begin at 1 again when training is resumed, so
-  versions count on from those of the checkpoint (`first_version` of the fleet).
-- A group of the data source is a prompt whose key is a number. The samples of the group are kept
-  here under this number, because reward functions and hooks may put anything into them.
-- Reward functions run on the trainer's own event loop, so one that blocks holds up no stream.
+- The RolloutManager's process has one scheduler, which the first call opens. It never pauses an
+  engine: when a batch is full, it aborts the unfinished responses, keeps their tokens, and resumes
+  them in the next call. So no request is in flight when the trainer releases memory, pauses the
+  engines or loads weights.
+- The trainer loads weights between two calls without notifying the scheduler. So each call first
+  reads the engines' weight label. The labels restart at 1 when training is resumed, so versions
+  continue from the checkpoint's (`first_version` of the fleet).
+- A group of the data source becomes a prompt whose key is a number. The group's samples stay here
+  under this number, because reward functions and hooks may attach arbitrary objects to them.
+- Reward functions run on the trainer's own event loop, so a blocking one does not stall a stream.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ log = logging.getLogger("aprilsched")
 T = TypeVar("T")
 
 _DRY_SECONDS = 1.0
-"""Interval at which a data source is asked again that gave no group."""
+"""Interval at which a data source is polled after it returned no group."""
 _LOOK_SECONDS = 0.005
 """Interval at which it is looked whether called back requests have ended."""
 _JOIN_SECONDS = 10.0
@@ -94,17 +94,17 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
         The trainer's RolloutFnTrainOutput or RolloutFnEvalOutput.
 
     Raises:
-        ConfigError: if the arguments or the samples ask for something that does not work here, or
-            if the engines do not have the weights that the trainer says they have.
+        ConfigError: if the arguments or the samples require an unsupported feature, or if the
+            engines do not have the weights that the trainer reports.
     """
     rollouts = _rollouts(args, data_source)
     return rollouts.evaluate() if evaluation else rollouts.generate(rollout_id)
 
 
 class RolloutFn:
-    """:func:`generate_rollout` as the class that miles makes with a RolloutFnConstructorInput.
+    """:func:`generate_rollout` as a class, for miles, which passes a RolloutFnConstructorInput.
 
-    miles tells it the version of the weights for training, so it is also checked that every engine
+    miles passes the version of the training weights, so each call also checks that every engine
     has this version.
     """
 
@@ -113,7 +113,7 @@ class RolloutFn:
         self._data_source = input.data_source
 
     def __call__(self, input: Any) -> Any:
-        """Do what a RolloutFnTrainInput or a RolloutFnEvalInput asks for.
+        """Run the rollout that a RolloutFnTrainInput or a RolloutFnEvalInput requests.
 
         Raises:
             ConfigError: as :func:`generate_rollout`, and for an evaluation of a checkpoint.
@@ -156,10 +156,10 @@ class DataSource:
         self.wrapped.add_samples(samples)
 
     def save(self, rollout_id: int) -> None:
-        """Save the position in the prompts and what is in flight, after training on `rollout_id`.
+        """Save the prompt position and the groups in flight, after training on `rollout_id`.
 
-        Batches up to that of `rollout_id` count as trained on. A later one, which train_async.py
-        has taken already, is given again after :meth:`load`.
+        Batches up to `rollout_id` count as trained on. A later one that train_async.py has already
+        taken is delivered again after :meth:`load`.
         """
         current = _current
         if current is not None and current.data_source is self:
@@ -168,7 +168,7 @@ class DataSource:
             self.wrapped.save(rollout_id)
 
     def load(self, rollout_id: int | None = None) -> None:
-        """Begin with what :meth:`save` has saved; without a checkpoint, nothing is in flight."""
+        """Restore what :meth:`save` wrote; without a checkpoint, nothing is in flight."""
         current = _current
         if current is not None and current.data_source is self:
             close()
@@ -323,7 +323,7 @@ class _Rollouts:
     # --- a call of the trainer -----------------------------------------------------------------
 
     def generate(self, rollout_id: int, *, label: int | None = None) -> Any:
-        """The samples of one training step; `label` is the version that the engines have."""
+        """Return the samples of one training step; `label` is the version that the engines have."""
         with self._calls:
             rollouts = self._scheduler
             self._follow(label)
@@ -346,7 +346,7 @@ class _Rollouts:
                 batch.acknowledge()
 
     def _follow(self, label: int | None) -> None:
-        """Take part with the engines that the trainer has now, at the version that they have."""
+        """Adopt the engines that the trainer has now, at their version."""
         rollouts = self._scheduler
         self._change_fleet()
         if label is not None:
@@ -354,7 +354,7 @@ class _Rollouts:
         else:
             shown = Counter(rollouts.on_loop(self._versions))
             if not shown:
-                return  # No engine answers; the wait for the batch says which and why.
+                return  # No engine answers; the wait for the batch reports which and why.
             version = max(shown, key=lambda each: (shown[each], each))
         if version < rollouts.version:
             raise ConfigError(
@@ -407,7 +407,7 @@ class _Rollouts:
                     await asyncio.sleep(_LOOK_SECONDS)
 
     def _taking_part(self) -> set[str]:
-        """The names of the engines that are in use or stand by."""
+        """Return the names of the engines that are in use or stand by."""
         return {control.name for control in self._scheduler.state.fleet.control.all()}
 
     @contextmanager
@@ -431,8 +431,10 @@ class _Rollouts:
             log.warning("an engine has not ended the requests that were called back")
 
     async def _let_lost_engines_go(self) -> None:
-        """Let engines leave that are lost. Otherwise they would be tried again while the trainer
-        restarts them, or has their memory. The next call looks for them."""
+        """Remove lost engines from the fleet; the next call looks for them.
+
+        Otherwise the fleet would retry them while the trainer restarts them or uses their memory.
+        """
         fleet = cast(SGLangFleet, self._fleet)
         there = self._taking_part()
         for engine in fleet.engines:
@@ -449,7 +451,7 @@ class _Rollouts:
                 self._functions.forget(live)
 
     async def _live(self) -> set[Any]:
-        """The keys of the groups whose samples are still needed."""
+        """Return the keys of the groups whose samples are still needed."""
         state = self._scheduler.state
         groups = itertools.chain(
             state.in_flight.training_groups(),
@@ -525,8 +527,11 @@ class _Rollouts:
         )
 
     def _expanded(self, group: Sequence[Any], media: Sequence[Media]) -> Any:
-        """The ids that engines are sent of a prompt with images. Its samples get the ids with
-        expanded placeholders, and what the trainer's processor makes of the images."""
+        """Return the ids that engines receive for a prompt with images.
+
+        The prompt's samples get the ids with expanded placeholders, and the output of the trainer's
+        processor for the images.
+        """
         check_media(media, self._config.policies.companions)
         with self._reading:
             processor, made = self._trainer.processed(self._args, group[0])
@@ -546,7 +551,7 @@ class _Rollouts:
             return known
         text = sample.prompt
         if not isinstance(text, str):
-            # A function asks with these messages, and the prompt's own ids are not used.
+            # The function sends these messages, so the prompt's own ids are not used.
             text = json.dumps(text, default=str)
         with self._reading:
             return self._tokenizer.encode(text, add_special_tokens=False)
@@ -623,7 +628,7 @@ class _Rollouts:
     # --- samples -------------------------------------------------------------------------------
 
     def _sampled(self, key: int | str, rollout: Rollout) -> Any:
-        """A copy of a rollout's sample with what was generated."""
+        """Return a copy of a rollout's sample with what was generated."""
         made: Any = None
         if self._functions is not None:
             made = self._functions.made.get(key, {}).get(rollout.index)
@@ -754,7 +759,7 @@ class _Rollouts:
             yield replace(self._prompt(key, group), sampling=self._seeded(sampling, len(group)))
 
     def _evaluation(self, keys: Sequence[str]) -> dict[str, Any]:
-        """The result for one dataset, as the trainer logs it."""
+        """Return the result for one dataset, as the trainer logs it."""
         samples = [sample for key in keys for sample in self._samples[key]]
         key = self._args.eval_reward_key or self._args.reward_key
         ended: Any = self._trainer.sample.Status
@@ -777,7 +782,7 @@ class _Rollouts:
     def save(self, rollout_id: int, folder: Path) -> None:
         """Save the data source and the scheduler after training on `rollout_id`."""
         rollouts = self._open
-        # No group may be taken between the two: it would be in one of them only.
+        # No group may be taken between the two saves: it would be in one of them only.
         with self._lock:
             self.data_source.wrapped.save(rollout_id)
             if rollouts is None:
@@ -786,7 +791,7 @@ class _Rollouts:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / checkpoint_name(rollout_id)
             rollouts.checkpoint(path, acknowledge=False)
-            # What is scored in the checkpoint has to be scored here, so this is saved second.
+            # Groups scored in the checkpoint must be scored here too, so this is saved second.
             samples = {
                 key: list(group)
                 for key, group in list(self._samples.items())
@@ -833,7 +838,7 @@ class _Prompts:
             if prompts or not self.flows:
                 dry = False
                 continue
-            # What was given before is launched within the first wait.
+            # Prompts yielded earlier are launched within the first wait.
             if dry and (why := self._starved()):
                 raise ConfigError(why)
             dry = True

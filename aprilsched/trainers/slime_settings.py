@@ -53,7 +53,8 @@ def scheduler_config(args: Any, trainer: TrainerParts) -> SchedulerConfig:
                 f"aprilsched.{name} is {table[name]!r}, and the trainer pauses the engines itself "
                 f"between two steps; leave it out ({only!r})."
             )
-    # slime starts so many groups at once, and as many again when they do not suffice.
+    # slime starts `over_sampling_batch_size` groups at once, and the same number again if these do
+    # not suffice.
     asked = getattr(args, "over_sampling_batch_size", None) or args.rollout_batch_size
     table.setdefault("over_provision", max(1.0, asked / args.rollout_batch_size))
     table["batch_groups"] = args.rollout_batch_size
@@ -90,7 +91,7 @@ def sampling_of(args: Any, **values: Any) -> SamplingParams:
 
 
 def engine_addresses(args: Any) -> list[str]:
-    """The URLs of the engines, as the trainer was told or as its router lists them."""
+    """Return the engines' URLs, from the trainer's arguments or from its router."""
     external = getattr(args, "rollout_external_engine_addrs", None)
     if external:
         infos: list[dict[str, Any]] = getattr(args, "rollout_external_engine_infos", None) or []

@@ -39,11 +39,11 @@ class TrainerParts:
         return importlib.import_module(f"{self.name}.{name}")
 
     def load(self, path: str | None) -> Any:
-        """The function or class at `path`; None without a path."""
+        """Return the function or class at `path`; None without a path."""
         return None if path is None else self._function(path)
 
     def tokenizer(self, args: Any) -> Any:
-        """The tokenizer of the model."""
+        """Return the tokenizer of the model."""
         template = {}
         if self.name == "miles":
             template = {"chat_template_path": args.chat_template_path}
@@ -55,14 +55,14 @@ class TrainerParts:
         return self._module("utils.processing_utils")
 
     def processor(self, args: Any) -> Any:
-        """The processor of the model's images."""
+        """Return the processor of the model's images."""
         if self._processor is None:
             load = self._processing.load_processor
             self._processor = load(args.hf_checkpoint, trust_remote_code=True)
         return self._processor
 
     def processed(self, args: Any, sample: Any) -> tuple[Any, Mapping[str, Any]]:
-        """The processor, and what it makes of the text and the images of a sample."""
+        """Return the processor, and what it makes of the text and the images of a sample."""
         processor, inputs = self.processor(args), sample.multimodal_inputs
         if (call := getattr(self._processing, "call_processor", None)) is not None:
             return processor, call(processor, sample.prompt, inputs)
@@ -70,7 +70,7 @@ class TrainerParts:
         return processor, processor(text=sample.prompt, **given)
 
     def dataset(self, args: Any, of: Any) -> Any:
-        """A dataset of the evaluation."""
+        """Return a dataset of the evaluation."""
 
         def setting(name: str) -> Any:
             own = getattr(of, name, None)
@@ -120,12 +120,12 @@ def check_trainer(args: Any, trainer: TrainerParts) -> None:
 
 
 def _keeps_masks(args: Any, trainer: TrainerParts) -> bool:
-    """Whether the trainer's loss needs the tokens that each token was sampled from."""
+    """Return whether the trainer's loss needs the tokens that each token was sampled from."""
     return args.rollout_top_p != 1.0 and hasattr(trainer.sample, "rollout_top_p_token_ids")
 
 
 def companions_of(args: Any, trainer: TrainerParts) -> Iterator[Companion]:
-    """What the engines return beside the tokens, for the trainer's own arguments."""
+    """Yield what engines return in addition to tokens, as the trainer's arguments require."""
     if getattr(args, "use_rollout_routing_replay", False):
         yield routed_experts(
             layers=args.num_layers,

@@ -10,10 +10,10 @@ from aprilsched.types import Batch
 
 
 def reward_number(sample: Any, key: str | None) -> float:
-    """The reward as the number that the run's figures have.
+    """Return the reward as the number that the run's figures have.
 
-    A reward that is no number is one for the function of ``--custom-reward-post-process-path``; it
-    counts as 0.
+    A reward that is not a number is meant for the function of
+    ``--custom-reward-post-process-path``; it counts as 0.
     """
     reward = sample.reward[key] if key else sample.reward
     try:
@@ -55,5 +55,5 @@ def checkpoint_name(rollout_id: int | None) -> str:
 
 
 def samples_file(path: Path) -> Path:
-    """The file with the samples of a checkpoint."""
+    """Return the file with the samples of a checkpoint."""
     return path.with_suffix(".samples")

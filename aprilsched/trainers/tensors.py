@@ -28,8 +28,10 @@ __all__ = ["PackedTensors", "PaddedTensors", "RaggedTensor", "TokensOfRollout", 
 
 
 class TokensOfRollout(Protocol):
-    """What the tensors take from a :class:`~aprilsched.types.Rollout`: P prompt tokens and T
-    response tokens."""
+    """The part of a :class:`~aprilsched.types.Rollout` that the tensors need.
+
+    P is its number of prompt tokens, T its number of response tokens.
+    """
 
     @property
     def prompt_ids(self) -> NDArray[np.int32]:
@@ -185,8 +187,11 @@ def _companions(
     rollouts: Sequence[TokensOfRollout],
     lay_out: Callable[[NDArray[Any]], NDArray[Any]],
 ) -> dict[str, Any]:
-    """The fields of companions. `lay_out` gives an array with an entry for each token, one rollout
-    after the other, the shape of ``input_ids``."""
+    """Return the fields of companions.
+
+    `lay_out` converts an array with one entry per token, one rollout after the other, to the shape
+    of ``input_ids``.
+    """
     found: dict[str, Any] = {}
     exact: dict[str, Tensor] = {}
     kinds = {name: each.companion for r in rollouts for name, each in r.companions.items()}
@@ -207,7 +212,7 @@ def _companions(
 
 
 def _none(kind: Companion, rollout: TokensOfRollout) -> CompanionRows:
-    """The rows of a rollout whose prompt did not ask for this companion."""
+    """Return the rows of a rollout whose prompt did not ask for this companion."""
     sampled = np.ones(len(rollout), np.bool_)
     return CompanionLog(kind).whole(prompt=len(rollout.prompt_ids), sampled=sampled)
 
@@ -219,7 +224,7 @@ def _torch() -> ModuleType:
 
 
 def _lengths(rollouts: Iterable[TokensOfRollout]) -> NDArray[np.int64]:
-    """Number of tokens of each rollout, prompt and response together."""
+    """Return the number of tokens of each rollout, prompt and response together."""
     return np.array([len(r.prompt_ids) + len(r) for r in rollouts], dtype=np.int64)
 
 

@@ -99,10 +99,10 @@ def fill(buffer: ReplayBuffer, batch: Batch) -> None:
         batch: a batch of the scheduler.
 
     Raises:
-        ConfigError: if an ``MCAdvantage`` of the buffer takes another number of rollouts for a
-            group than the scheduler, so that it would wait for ever or take a group for two, or
-            has another `prompt_key` than "group_id", or if it needs a reward that a rollout does
-            not have. Nothing is added then.
+        ConfigError: if an ``MCAdvantage`` of the buffer has a group size other than the
+            scheduler's, with which it would wait forever or split a group in two. Also if its
+            `prompt_key` is not "group_id", or if a rollout lacks a reward that it needs. Nothing
+            is added then.
         MissingExtra: if torchrl is not installed.
     """
     with extra("torchrl"):

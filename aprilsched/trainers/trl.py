@@ -4,14 +4,14 @@
 that generates and scores rollouts, and the transfer of weights. It is written for TRL 1.16, whose
 AsyncGRPOTrainer is experimental.
 
-- The rollouts of a batch are those of one optimizer step. A batch is taken from the scheduler only
-  when the trainer asks for its first rollout, because rollouts that wait in a queue become stale
-  where no bound on staleness sees them.
+- A batch contains the rollouts of one optimizer step. It is taken from the scheduler only when the
+  trainer requests its first rollout, because rollouts that wait in a queue become stale beyond the
+  control of the staleness bound.
 - A batch is acknowledged when the step that trains on it has ended. accelerate fetches rollouts one
-  step ahead, so a checkpoint of the trainer is written when the next batch is taken and not trained
-  on; the scheduler's checkpoint keeps that batch.
-- With ``streamed=True`` a batch is taken group by group while its last responses are generated, by
-  a trainer that is a :class:`StreamedSteps` and fetches nothing ahead.
+  step ahead, so when the trainer writes a checkpoint, the next batch is already taken and not yet
+  trained on. The scheduler's checkpoint keeps that batch.
+- With ``streamed=True`` the trainer takes a batch group by group while its last responses are
+  generated. The trainer must be a :class:`StreamedSteps`, which fetches nothing ahead.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ Named: TypeAlias = "Iterator[tuple[str, Tensor]]"
 _FILE = "aprilsched.checkpoint"
 """Name of the scheduler's file in a checkpoint folder of the trainer."""
 _CONVERSATIONS = "aprilsched.conversations.json"
-"""Those with tools, beside it."""
+"""Name of the file of conversations with tools, in the same checkpoint folder."""
 _SHARD_BYTES = 2**32
 """Largest file of weights, which is in memory while it is written."""
 _NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
-"""Columns of the dataset that reward functions get under other names, or not at all."""
+"""Dataset columns that reward functions receive under other names or never."""
 _PARSED_BY = ("template", "schema")
 """A tokenizer that can take responses apart has `response_template` or `response_schema`."""
 
@@ -100,10 +100,10 @@ class RolloutWorker:
 
     Args:
         fleet: the engines.
-        args: the trainer's arguments. They give the size of a group and of a batch, the parameters
-            of sampling, and the bound on staleness.
-        train_dataset: the trainer's dataset. Column "prompt" has a conversation or a text; the
-            other columns are arguments of the reward functions. It is repeated for ever.
+        args: the trainer's arguments. They set the group size, the batch size, the sampling
+            parameters and the staleness bound.
+        train_dataset: the trainer's dataset. Column "prompt" contains a conversation or a text; the
+            other columns are arguments of the reward functions. It is repeated forever.
         processing_class: the tokenizer, with its chat template.
         reward_funcs: reward functions as TRL calls them, plain or asynchronous.
         reward_weights: factors of their rewards in the sum; 1 for each by default.
@@ -135,8 +135,10 @@ class RolloutWorker:
     """
 
     callback: TrainerCallback
-    """Tells the scheduler what is trained on, and saves its state with the trainer's checkpoints.
-    It must be among the trainer's callbacks."""
+    """Acknowledges trained batches, and saves the scheduler's state in the trainer's checkpoints.
+
+    It must be among the trainer's callbacks.
+    """
 
     def __init__(
         self,
@@ -190,9 +192,9 @@ class RolloutWorker:
         self._untrained: deque[Batch] = deque()
         self._given: _Given | None = None
         self._model: Any = None
-        """The model that is trained, from the begin of the training on."""
+        """The model in training; None until training starts."""
         self._ahead_of_trl = 0
-        """The scheduler's version minus the trainer's, which begins at 0 again in a new process."""
+        """The scheduler's version minus the trainer's, which restarts at 0 in a new process."""
         # TRL declares its own types of queues for both, and uses get() and qsize() alone.
         self.rollout_buffer: Any = self
         self.metrics_queue: Any = queue.Queue[dict[str, Any]](maxsize=4096)
@@ -239,17 +241,17 @@ class RolloutWorker:
         self._rollouts = rollouts
 
     def _prompt_ids(self, row: Mapping[str, Any]) -> Sequence[int]:
-        """The tokens of a row's prompt. Those of a conversation with tools are the session's."""
+        """Return the tokens of a row's prompt; with tools, the session's tokens replace them."""
         prompt = row["prompt"] if self._tools is None else self._tools.prompt_of(row)
         return self._chat.prompt_ids(prompt)
 
     def start(self) -> None:
-        """Begin to generate, since the engines have the trainer's weights now."""
-        _ = self.scheduler  # It is open, or says what opens it.
+        """Start generating; the engines have the trainer's weights now."""
+        _ = self.scheduler  # Raises an error with a remedy if it is not open.
         self._started.set_result(None)
 
     def stop(self) -> None:
-        """Abort what is in flight and release the engines."""
+        """Abort requests in flight and release the engines."""
         rollouts, self._rollouts = self._rollouts, None
         if rollouts is not None:
             with contextlib.ExitStack() as end:
@@ -280,7 +282,7 @@ class RolloutWorker:
     # --- rollouts ------------------------------------------------------------------------------
 
     def get(self, timeout: float | None = None) -> RolloutSample:
-        """The next rollout, within `timeout` seconds.
+        """Return the next rollout, within `timeout` seconds.
 
         Raises:
             queue.Empty: if none is there within that time; nothing is lost.
@@ -300,7 +302,7 @@ class RolloutWorker:
     def _next(self, timeout: float | None) -> Batch | None:
         """The next batch, or of a streamed one the next group; None if it ends without one."""
         rollouts = self.scheduler
-        # One that the trainer trains on, and one that accelerate has fetched ahead.
+        # The batch in training, and the batch that accelerate has fetched ahead.
         most = 1 if self.streamed else 2
         if len(self._untrained) == most:
             raise ConfigError(
@@ -316,7 +318,7 @@ class RolloutWorker:
             raise queue.Empty from None
 
     def qsize(self) -> int:
-        """Number of rollouts that can be taken without waiting for the engines."""
+        """Return the number of rollouts that can be taken without waiting for the engines."""
         return len(self._samples)
 
     def _trl_samples(self, group: Group, version: int) -> Iterator[RolloutSample]:
@@ -387,8 +389,8 @@ class RolloutWorker:
     def send_weights(self, iterator: Named) -> None:
         """Bring the weights to every engine: pause, load, verify, continue.
 
-        An engine that fails meanwhile is left behind, and the others get the weights once more. It
-        takes part again when it is back and the next weights are sent.
+        If an engine fails during the update, it is left out, and the others get the weights once
+        more. It rejoins when it has recovered and the next weights are sent.
 
         Raises:
             RefitError: if no engine took them.
@@ -400,9 +402,9 @@ class RolloutWorker:
             if restored is None:
                 rollouts.update_weights(self._publisher, acknowledge=False)
             elif not rollouts.state.fleet.control.engines:
-                # No engine has the checkpoint's weights, which are these. Engines that have them
-                # take part already. The same weights as one more version would make everything
-                # that was restored a version older, and TRL would drop some of it.
+                # These are the checkpoint's weights, and no engine has them, because engines that
+                # have them are in use already. As a new version they would make all restored
+                # rollouts one version older, and TRL would drop some of them.
                 rollouts.update_weights(
                     self._publisher, version=rollouts.version, acknowledge=False
                 )
@@ -458,12 +460,12 @@ class RolloutWorker:
                 del self._tools.ended[number]
 
     async def _live(self) -> set[int]:
-        """The numbers of the rollouts in flight."""
+        """Return the numbers of the rollouts in flight."""
         groups = self.scheduler.state.in_flight.training_groups()
         return {member.rollout_id for group in groups for member in group.members}
 
     def save(self, folder: Path) -> None:
-        """Save what is in flight, and the batch that is not trained on, in `folder`."""
+        """Save the rollouts in flight and the untrained batch in `folder`."""
         self.scheduler.checkpoint(folder / _FILE, acknowledge=False)
         if self._tools is not None:
             ended = list(self._tools.ended.items())
@@ -471,10 +473,10 @@ class RolloutWorker:
                 file.write(msgspec.json.encode(dict(ended), enc_hook=str))
 
     def restore(self, folder: Path) -> None:
-        """Continue with what was saved in `folder`; the engines are not open yet.
+        """Restore the state saved in `folder`; the engines must not be open yet.
 
         Raises:
-            ConfigError: if there is no such file, or if the trainer would count its epochs anew.
+            ConfigError: if the file does not exist, or if the trainer's epoch count would restart.
         """
         if not (folder / _FILE).is_file():
             raise ConfigError(
@@ -508,7 +510,7 @@ class StreamedSteps(_Trainer):
     """
 
     def get_train_dataloader(self) -> Any:
-        """TRL's loader of micro-batches, without the one that accelerate puts around it.
+        """Return TRL's loader of micro-batches, without accelerate's wrapper.
 
         Raises:
             ConfigError: if the worker is not for streamed batches.
@@ -519,17 +521,20 @@ class StreamedSteps(_Trainer):
                 "a trainer with StreamedSteps takes groups one by one; give it a "
                 "RolloutWorker(..., streamed=True) as rollout_worker."
             )
-        # accelerate's loader fetches a micro-batch before it gives the one before. At the end of a
-        # step that is one of the next batch, for which the trainer would wait before its update.
-        # TRL moves tensors to the device itself.
+        # accelerate's loader fetches a micro-batch before it yields the previous one. At the end of
+        # a step this belongs to the next batch, so the trainer would wait for that batch before its
+        # update. TRL moves tensors to the device itself.
         trainer: Any = super()
         return trainer.get_train_dataloader().base_dataloader
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[Any, None]:
-        """The micro-batches of a step, each fetched when the one before it was trained on, and
-        None, because TRL divides the loss by the number of micro-batches."""
+        """Return the micro-batches of a step, and None.
+
+        Each micro-batch is fetched after training on the previous one. None makes TRL divide the
+        loss by the number of micro-batches.
+        """
         return _MicroBatches(epoch_iterator, num_batches), None
 
 
@@ -548,18 +553,18 @@ class _MicroBatches:
 
 
 class _Given:
-    """The weights of one update, which TRL gives as an iterator that can be read once.
+    """The weights of one update, which TRL passes as an iterator that can be read once.
 
-    They can be read from the beginning again as long as they are the parameters of `model`
-    themselves: noting those takes no memory. TRL gathers a sharded parameter when it is asked for
-    it, in which every rank takes part, and frees it afterwards. Noting gathered ones would hold the
-    whole model, so they cannot be read twice.
+    They can be reread from the start as long as they are the parameters of `model` themselves,
+    because references to parameters take no memory. TRL gathers a sharded parameter on access, with
+    all ranks, and frees it afterwards. References to gathered tensors would keep the whole model in
+    memory, so sharded weights cannot be read twice.
     """
 
     def __init__(self, iterator: Named, model: Any) -> None:
         self._rest = iterator
         self._seen: list[tuple[str, Tensor]] | None = []
-        """What was read; None if it was not noted."""
+        """The weights read so far; None if they are not kept, and cannot be read again."""
         parameters = model.parameters() if model is not None else ()
         self._own = {_memory(each) for each in parameters if not hasattr(each, "full_tensor")}
 
@@ -587,7 +592,7 @@ class _Given:
 
 
 def _memory(tensor: Any) -> int:
-    """The address of a tensor's memory."""
+    """Return the address of a tensor's memory."""
     return tensor.untyped_storage().data_ptr()
 
 
@@ -611,7 +616,7 @@ class _Prompts:
         self._start = start
 
     def skip(self, count: int) -> _Prompts:
-        """The prompts without the first `count`."""
+        """Return the prompts without the first `count`."""
         return _Prompts(self._dataset, self._prompt_ids, self._started, self._start + count)
 
     async def __aiter__(self) -> AsyncIterator[Prompt]:
@@ -658,12 +663,12 @@ class _Chat:
         self._alone = threading.Lock()
 
     def for_sessions(self) -> ModelTokenizer:
-        """Another one of the same kind, since the threads of both would meet in one."""
+        """Return a copy for sessions; one tokenizer is not safe in the threads of both."""
         folder = Path(getattr(self._tokenizer, "name_or_path", None) or ".")
         return wrapped_tokenizer(copy.deepcopy(self._tokenizer), folder)
 
     def prompt_ids(self, prompt: Any) -> Sequence[int]:
-        """The tokens of a conversation in the chat template, or of a text."""
+        """Return the tokens of a conversation in the chat template, or of a text."""
         with self._alone:
             if isinstance(prompt, str):
                 return self._tokenizer(prompt)["input_ids"]
@@ -672,7 +677,7 @@ class _Chat:
             )
 
     def completion(self, prompt: Any, rollout: Rollout) -> Any:
-        """The response as reward functions get it: a conversation, or a text for a text."""
+        """Return the response as reward functions get it: a conversation, or a text for a text."""
         ids = rollout.token_ids.tolist()
         parts = any(getattr(self._tokenizer, f"response_{how}", None) for how in _PARSED_BY)
         with self._alone:
@@ -716,7 +721,7 @@ class _Rewards:
 
     async def score(self, group: Group) -> list[Score]:
         """Score a group; the parts of a score have the rewards that are not None."""
-        # Texts are made in a thread, because those of long responses take tens of milliseconds.
+        # Texts are decoded in a thread, because long responses take tens of milliseconds.
         call = await asyncio.to_thread(self._arguments, group)
         count = len(group.rollouts)
         columns = await asyncio.gather(
@@ -738,13 +743,13 @@ class _Rewards:
         return scores
 
     def conversations(self, group: Group) -> list[Conversation]:
-        """Those of a group with tools; none without."""
+        """Return the conversations of a group; an empty list without tools."""
         if self._tools is None:
             return []
         return [self._tools.ended[each.rollout_id] for each in group.rollouts]
 
     def messages(self, group: Group, rollout: Rollout) -> tuple[Any, Any]:
-        """The prompt and the completion of a rollout, as reward functions get them."""
+        """Return the prompt and the completion of a rollout, as reward functions get them."""
         if self._tools is not None:
             found = self._tools.ended[rollout.rollout_id]
             return found.prompt, found.completion
@@ -765,7 +770,7 @@ class _Rewards:
 
 
 async def _rewarded(function: Callable[..., Any], call: Mapping[str, Any], count: int) -> list[Any]:
-    """The rewards that `function` gives, one for each rollout."""
+    """Return the rewards that `function` gives, one for each rollout."""
     rewards = list(await called(functools.partial(function, **call)))
     if len(rewards) != count:
         raise ValueError(f"{_name(function)} gave {len(rewards)} rewards for {count} rollouts")
@@ -784,7 +789,7 @@ def _row(group: Group) -> int:
 
 
 def _advantages(group: Group) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The rewards and advantages of a group, as TRL's `_score_group` computes them.
+    """Return the rewards and advantages of a group, as TRL's `_score_group` computes them.
 
     A rollout for which every function returned None has the reward NaN and the advantage 0.
     """
@@ -844,7 +849,7 @@ def _check_args(args: Any, *, streamed: bool) -> None:
 
 
 def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> SchedulerConfig:
-    """The scheduler's settings with the sizes, the sampling and the bound of the trainer."""
+    """Return the scheduler's settings with the sizes, the sampling and the bound of the trainer."""
     step = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     if step % args.num_generations:
         raise ConfigError(
@@ -877,7 +882,7 @@ def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> Schedule
 
 
 def _callback(worker: RolloutWorker) -> TrainerCallback:
-    """The part of `worker` that the trainer calls at its steps and checkpoints."""
+    """Return the part of `worker` that the trainer calls at its steps and checkpoints."""
     with extra("trl"):
         from transformers import TrainerCallback
 

@@ -1,8 +1,8 @@
 """Tools and environments of TRL's AsyncGRPOTrainer, as a harness of sessions.
 
-The loop is that of TRL's own worker: the policy answers, its calls are executed, and their results
-go back as messages until an answer has no call. TRL tokenizes the whole conversation again in each
-turn; a session keeps the tokens that were sampled.
+The loop is the same as in TRL's own worker: the policy answers, its calls are executed, and their
+results return as messages, until an answer contains no call. TRL retokenizes the whole conversation
+in each turn; a session keeps the sampled tokens.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Factories: TypeAlias = Callable[[], object] | Mapping[str, Callable[[], object]]
 
 
 class Conversation(msgspec.Struct):
-    """What became of one rollout.
+    """The conversation of one rollout.
 
     Attributes:
-        prompt: its first messages, with what its environment said at the begin.
-        completion: the messages after these.
-        calls: number of calls, of which so many `failures`.
-        reward: that of its environment, under the name of its class; None if it gives none.
+        prompt: first messages, including what the environment's reset returned.
+        completion: messages after the prompt.
+        calls: number of tool calls, including the `failures`.
+        reward: class name of the environment, and its reward; None if it returns no reward.
     """
 
     prompt: list[Message]
@@ -92,7 +92,7 @@ class ToolHarness:
             self._free[name] = [made]
 
     def prompt_of(self, row: Mapping[str, Any]) -> list[Message]:
-        """The first messages of a row of the dataset.
+        """Return the first messages of a row of the dataset.
 
         Raises:
             ConfigError: if it has none, or an environment that there is not.
@@ -164,7 +164,7 @@ class ToolHarness:
         name: str,
         arguments: str,
     ) -> str:
-        """What a call gives, as text; an error of a tool is told to the policy."""
+        """Return a call's result as text; a tool's error becomes the text, for the policy."""
         found.calls += 1
         try:
             if name not in tools:
@@ -178,8 +178,10 @@ class ToolHarness:
 
 
 async def called(function: Callable[[], Any]) -> Any:
-    """Call a plain function of the user in a thread, and an asynchronous one here: a coroutine that
-    a thread had made was never awaited if the scheduler was closed at that moment."""
+    """Call a plain function of the user in a thread, and an asynchronous one on the event loop.
+
+    A coroutine that a thread makes would never be awaited if the scheduler closed at that moment.
+    """
     target: Any = getattr(function, "func", function)
     if any(inspect.iscoroutinefunction(each) for each in (target, type(target).__call__)):
         return await function()
@@ -188,7 +190,7 @@ async def called(function: Callable[[], Any]) -> Any:
 
 
 def _methods(environment: object) -> list[Callable[..., Any]]:
-    """The methods of an environment that are tools."""
+    """Return the methods of an environment that are tools."""
     members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
     hidden = ("reset", "get_reward")
     return [
@@ -199,7 +201,7 @@ def _methods(environment: object) -> list[Callable[..., Any]]:
 
 
 def _with(messages: list[Message], begun: Any) -> list[Message]:
-    """The messages with what `reset` has returned, at the end of the last one."""
+    """Return the messages with what `reset` has returned, at the end of the last one."""
     if begun is None:
         return messages
     *before, last = messages

@@ -1,16 +1,16 @@
 """Rollouts for verl's asynchronous trainer from the SGLang servers that verl starts.
 
 verl's trainer pushes the prompts of one step at a time and takes groups from its TransferQueue when
-they are complete. :class:`AgentLoopManager` stands between the two. It is written for verl 0.9,
-whose trainer ``trainer.v1.trainer_mode=separate_async`` it serves.
+they are complete. :class:`AgentLoopManager` connects the two. It is written for verl 0.9 and its
+trainer ``trainer.v1.trainer_mode=separate_async``.
 
 - verl's own agent loops run inside of the scheduler, as episodes. Chat templates, tools, rewards
   and what is written into the TransferQueue are verl's own code.
 - verl moves the weights and does not label them. ``python -m aprilsched.trainers.verl`` takes
   the place of ``python -m verl.trainer.main_ppo``: the trainer then waits until the scheduler has
   paused the servers, and the scheduler labels the weights before the first token under them.
-- Without that, the trainer's next prompts tell the scheduler that there are new weights. Tokens
-  that were sampled in between are counted to the version before.
+- Without it, the scheduler learns of new weights only from the trainer's next prompts. Tokens
+  sampled in between are attributed to the previous version.
 """
 
 # The checker does not know the classes of verl that some classes here are made from.
@@ -101,7 +101,7 @@ class AgentLoopManager:
         reward_loop_worker_handles: verl's reward workers; None if rewards are computed later.
 
     Raises:
-        ConfigError: if the configuration has something that would give wrong or lost rollouts.
+        ConfigError: if the configuration would produce wrong or lost rollouts.
         MissingExtra: if verl or one of its packages is not installed.
     """
 
@@ -145,7 +145,7 @@ class AgentLoopManager:
         """Push prompts, and return before anything is generated for them.
 
         Raises:
-            Exception: what has ended the scheduler, if it does not run any more.
+            Exception: the error that stopped the scheduler, if it is no longer running.
         """
         self._ray.get(self._scheduler.generate_sequences.remote(prompts))
 
@@ -153,7 +153,7 @@ class AgentLoopManager:
     def paused_for_weights(self, version: int) -> Generator[None]:
         """Pause the servers while verl brings the weights of step `version` into them.
 
-        At the end of the block the servers are told the version, and generation continues.
+        At the end of the block the servers are labelled with the version, and generation resumes.
         """
         self._ray.get(self._scheduler.pause_for_weights.remote(version))
         try:
@@ -195,8 +195,7 @@ def _task_runner() -> type[Any]:
 
 
 def hold_updates(trainer: Any, manager: AgentLoopManager) -> None:
-    """Let `trainer` update the weights at the end of a step only while `manager` has paused the
-    servers."""
+    """Make `trainer` update weights after a step only while `manager` pauses the servers."""
     update = trainer.on_step_end
 
     def on_step_end() -> None:
@@ -252,7 +251,7 @@ class _Client:
         )
 
     def _sampling(self, given: Mapping[str, Any], context: int) -> SamplingParams:
-        """The parameters with the bound on new tokens that verl's server has."""
+        """Return the parameters with the bound on new tokens that verl's server has."""
         rollout = self._rollout
         chosen = {name: value for name, value in given.items() if name != "logprobs"}
         if chosen.get("repetition_penalty") == 1:
@@ -276,7 +275,7 @@ def _scheduler() -> type[Any]:
 
 
 class _Scheduler(_Worker):
-    """What is added to verl's worker of agent loops: its prompts go to a RolloutScheduler."""
+    """The methods added to verl's agent-loop worker; its prompts go to a RolloutScheduler."""
 
     def __init__(
         self,
@@ -315,7 +314,7 @@ class _Scheduler(_Worker):
         elif self._delivery.done():
             self._delivery.result()
         validate = bool(batch["validate"]) if "validate" in batch else False
-        # verl has the weights of the last step when it begins the next one.
+        # When verl starts a step, it has the weights of the previous step.
         version = int(batch["global_steps"]) - (not validate)
         if version > self._rollouts.version:
             await self._rollouts.update_weights(ExternalWeights(label=True), version=version)
@@ -329,7 +328,7 @@ class _Scheduler(_Worker):
             self._paused = paused
 
     async def weights_loaded(self, error: str | None = None) -> None:
-        """Let the servers continue, unless `error` says why the weights were not loaded."""
+        """Resume the servers, unless `error` gives the reason why loading failed."""
         paused, self._paused = self._paused, None
         if paused is None:
             return
@@ -360,7 +359,7 @@ class _Scheduler(_Worker):
         try:
             await self._push(uid, prompt, sampling_params, trajectory, trace)
         except Exception:
-            # verl awaits nothing here, and would wait for the group for ever.
+            # verl does not await this call, so without a failure it would wait forever.
             log.exception("prompt %s was given up", uid)
             await self._fail(uid, validate)
 
@@ -399,8 +398,8 @@ class _Scheduler(_Worker):
     ) -> float | None:
         """Score a trajectory and put it into the TransferQueue; returns its reward.
 
-        It is never cut off: half of a trajectory in the queue would be worse than one of a
-        group that has failed, which is removed.
+        It is never interrupted: half a trajectory in the queue would be worse than a whole one of a
+        failed group, which verl removes.
         """
         work = asyncio.create_task(super()._agent_loop_postprocess(output, validate, **kwargs))
         sessions = self._sessions.setdefault(kwargs["uid"], set())
@@ -416,7 +415,7 @@ class _Scheduler(_Worker):
                 for group in (await next_batch(self._rollouts)).groups:
                     await self._finish(cast("str", group.prompt.key), False)
         except Exception:
-            # verl would wait for ever for a group that is neither finished nor failed.
+            # verl would wait forever for a group that is neither finished nor failed.
             for uid in tuple(self._groups.open):
                 await self._fail(uid, False)
             raise
@@ -432,7 +431,7 @@ class _Scheduler(_Worker):
         await self._tell(uid, validate, "finished")
 
     async def _fail(self, uid: str, validate: bool) -> None:
-        # verl removes what a failed group has in the queue, and what came later would stay.
+        # verl removes a failed group's trajectories from the queue; later ones would stay there.
         if sessions := self._sessions.pop(uid, None):
             await asyncio.wait(sessions)
         self._groups.open.discard(uid)
@@ -445,7 +444,7 @@ class _Scheduler(_Worker):
 
 
 async def _servers(load_balancer: Any) -> list[str]:
-    """The URLs of the servers that verl has for rollouts now."""
+    """Return the URLs of the servers that verl has for rollouts now."""
     return [f"http://{address}" for address in await load_balancer.get_all_servers.remote()]
 
 

@@ -1,11 +1,11 @@
 """The scheduler as a named Ray actor: its start, its end, and its answers to trainers.
 
-Ray restarts the actor when it dies, and repeats the requests that were under way. Each of them says
-what its trainer has, so the first one can open the scheduler from its store.
+Ray restarts the actor when it dies, and repeats the requests in flight. Each request states what
+its trainer has, so the first one can open the scheduler from its store.
 
 Invariants:
 
-- One trainer is attached at a time. The last one to come wins, and the others get SchedulerClosed.
+- One trainer is attached at a time. The latest one wins, and the others get SchedulerClosed.
 - A request that Ray repeats after a restart finds a scheduler that knows what the trainer has.
 """
 
@@ -210,8 +210,10 @@ class SchedulerActor(Served):
             self.scheduler.trainer_has([each for each in known if each <= has.last], has.streamed)
 
     def _opened_for_less(self, has: Possessions) -> bool:
-        """Whether an older request has opened the scheduler, which would deliver again what the
-        trainer has."""
+        """Return whether an older request opened the scheduler.
+
+        Such a scheduler would redeliver batches that the trainer has.
+        """
         state = self.opened.state
         streamed = has.streamed - state.delivery.fresh.taken.keys()
         return any(batch.index <= has.last for batch in state.delivery.batches_again) or any(
@@ -228,7 +230,7 @@ class SchedulerActor(Served):
         )
 
     def _has_version(self, request: Request, has: Possessions) -> bool:
-        """Whether an update, which Ray repeats after a restart, was complete before."""
+        """Return whether an update, which Ray repeats after a restart, was complete before."""
         is_complete = request.named["version"] == self.opened.version
         return self._is_restarted and not has.is_unsure and is_complete
 

@@ -33,28 +33,28 @@ class RayFleet(SGLangListedFleet):
         servers = [Server.options(max_restarts=-1).remote() for _ in range(4)]
         async with RolloutScheduler(RayFleet(servers), prompts) as rollouts: ...
 
-    Every `poll_s` seconds each actor is asked for the address of its server. When an actor has
-    died, its server leaves the fleet, unless it is the last one, and its rollouts continue on the
-    others. When Ray has restarted the actor, its server joins again, at whatever address it has
-    then. An actor that is busy keeps its address.
+    Every `poll_s` seconds the fleet queries each actor for its server's address. When an actor
+    dies, its server leaves the fleet, unless it is the last one, and its rollouts continue on the
+    other servers. When Ray has restarted the actor, its server rejoins at its new address. A busy
+    actor keeps its address.
 
     Ray must be connected (``ray.init()``) before the fleet is opened.
 
     Args:
         actors: handles of actors, or names of named actors. A name is looked up every time, so
-            that another actor may take the place of one that died.
-        address: asks an actor for its address, ``lambda actor: actor.where.remote()``. By default
-            the method ``get_url`` or ``get_server_address`` of the actor is called. The answer is
-            a URL, ``"host:port"``, or a pair of host and port; None if the actor has no server,
-            as on the further nodes of a server that spans several. If an actor raises instead,
-            :meth:`open` raises that, and later the fleet asks again.
-        namespace: Ray namespace of the names; None for that of this process.
-        model_path: refuse servers that serve another model; None accepts any one model.
-        poll_s: seconds between two questions for the addresses.
+            that another actor may replace one that died.
+        address: requests an actor's address, ``lambda actor: actor.where.remote()``. By default
+            the actor's method ``get_url`` or ``get_server_address`` is called. The result is a
+            URL, ``"host:port"``, or a pair of host and port; None if the actor has no server, as
+            on the other nodes of a server that spans several. If the actor raises, :meth:`open`
+            raises the same error; after that, the fleet retries.
+        namespace: Ray namespace of the names; None for this process's namespace.
+        model_path: reject servers that serve another model; None accepts any one model.
+        poll_s: interval at which addresses are polled, in seconds.
         settings: as of :class:`~aprilsched.SGLangFleet`.
 
     Raises:
-        ConfigError: if there is no actor, or if `poll_s` is not above 0.
+        ConfigError: if `actors` is empty, or if `poll_s` is not above 0.
     """
 
     def __init__(
@@ -80,8 +80,11 @@ class RayFleet(SGLangListedFleet):
         super().__init__(self._urls, model_path=model_path, poll_s=poll_s, **settings)
 
     async def open(self) -> None:
-        """Ask the actors, which may take minutes while they start their servers, and open each
-        server; see :meth:`aprilsched.SGLangListedFleet.open`."""
+        """Query the actors' addresses, and open each server.
+
+        It may take minutes while actors start their servers. See
+        :meth:`aprilsched.SGLangListedFleet.open`.
+        """
         self._known.clear()
         self._opening = True
         try:
@@ -125,7 +128,7 @@ def _address(actor: Any) -> Any:
 
 
 def _url(answer: Any) -> str | None:
-    """The URL in the answer of an actor."""
+    """Return the URL in the answer of an actor."""
     if answer is None:
         return None
     if not isinstance(answer, str):

@@ -17,8 +17,8 @@
 
 Batches come through Ray's object store: their arrays are read-only views of its memory.
 
-Ray repeats a call whose actor has died once it has restarted the actor. Each call says what the
-trainer has, so the scheduler, which opens its store, delivers the other batches again.
+If the actor dies during a call, Ray restarts the actor and repeats the call. Each call states what
+the trainer has, so the scheduler opens its store and delivers the other batches again.
 
 Invariants:
 
@@ -61,7 +61,7 @@ WAIT_S = 300.0
 POLL_S = 0.2
 """Seconds between two looks for an actor of the name."""
 DETACH_S = 10.0
-"""Seconds to tell the actor that the trainer leaves; otherwise the next trainer replaces it."""
+"""Seconds for notifying the actor that the trainer leaves; otherwise the next one replaces it."""
 
 
 class ActorScheduler(RemoteScheduler):
@@ -102,7 +102,7 @@ class ActorScheduler(RemoteScheduler):
         self._actor: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: Exception | None = None
-        """Why no call can be answered any more."""
+        """The error because of which calls can no longer be answered; None while they can."""
         self._last_notice: asyncio.Future[Reply] | None = None
 
     async def __aenter__(self) -> Self:
@@ -130,8 +130,10 @@ class ActorScheduler(RemoteScheduler):
         return self
 
     async def close(self) -> None:
-        """Leave the scheduler as it is. The next trainer gets what this one has not
-        acknowledged."""
+        """Detach, and leave the scheduler running.
+
+        The next trainer gets the batches that this one has not acknowledged.
+        """
         await self._end_updates()
         if self._actor is not None and self._failure is None:
             with suppress(Exception):

@@ -237,7 +237,7 @@ class ServerActor:
             self._kill()
             if not ray.get_runtime_context().was_current_actor_reconstructed:
                 raise AprilschedError(failure)
-            # Ray gives up an actor whose constructor raises, and starts one that dies again.
+            # Ray gives up on an actor whose constructor raises, but restarts one that dies.
             time.sleep(RESTART_PAUSE_S)
             self._die(failure)
         threading.Thread(target=self._die_with_process, daemon=True).start()

@@ -88,7 +88,7 @@ def fit(
 
 
 def predicted_seconds(model: StepTimeModel, windows: Windows) -> Floats:
-    """The seconds that the model predicts for each window, float64 [windows]."""
+    """Return the seconds that the model predicts for each window, float64 [windows]."""
     step = [model.step_seconds(b, kv) for b, kv in zip(windows.running, windows.kv, strict=True)]
     passes = windows.passes * model.prefill_pass + windows.prefilled / model.prefill_rate
     return windows.steps * np.array(step, dtype=np.float64) + passes
@@ -116,7 +116,7 @@ def _model(
 
 
 def _resampled(windows: Windows, rng: np.random.Generator) -> Windows:
-    """The same number of windows, drawn with replacement in blocks of neighbours."""
+    """Return the same number of windows, drawn with replacement in blocks of neighbours."""
     count = len(windows)
     starts = rng.integers(0, max(1, count - BLOCK + 1), -(-count // BLOCK))
     chosen = (starts[:, None] + np.arange(BLOCK)).ravel()[:count]
@@ -159,7 +159,7 @@ class Shape:
         return _LINEAR + tuple(compress(_MORE, there))
 
     def step_rows(self, running: Floats, kv: Floats) -> Floats:
-        """The factors of the coefficients of decoding: [windows, 3 to 5]."""
+        """Return the factors of the coefficients of decoding: [windows, 3 to 5]."""
         read = kv * np.maximum(1.0, self.fill / np.maximum(running, 1.0))
         columns = [np.ones_like(running), running, read]
         if self.wide_from is not None:
@@ -178,7 +178,7 @@ LINEAR = Shape()
 
 
 def choose_shape(windows: Windows) -> Shape:
-    """The simplest shape that is nearly the best on left-out stretches of `windows`."""
+    """Return the simplest shape that is nearly the best on left-out stretches of `windows`."""
     wide = _wide(windows.running)
     kinds: list[list[Shape]] = [
         [LINEAR],
@@ -280,7 +280,7 @@ def residuals_of(windows: Windows, predicted: Floats) -> Residuals:
 
 
 def _buckets(values: Floats, error: Floats, edges: Sequence[int]) -> tuple[Bucket, ...]:
-    """The buckets with at least one window."""
+    """Return the buckets with at least one window."""
     found: list[Bucket] = []
     for above, upto in zip(edges, (*edges[1:], None), strict=True):
         chosen = error[(values > above) & (values <= (np.inf if upto is None else upto))]

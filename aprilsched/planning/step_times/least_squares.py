@@ -21,7 +21,7 @@ _LEAST_SCALE = 1e-4
 
 
 def nonnegative(gram: Floats, moment: Floats) -> Floats:
-    """The x >= 0 that minimizes ``x @ gram @ x / 2 - moment @ x``, float64 [n].
+    """Return the x >= 0 that minimizes ``x @ gram @ x / 2 - moment @ x``, float64 [n].
 
     With ``gram = A.T @ A`` and ``moment = A.T @ y`` it minimizes ``|A @ x - y|``. Coefficients
     switch between free and zero, all wrong ones at once, until no free one is negative and no zero
@@ -42,7 +42,7 @@ def nonnegative(gram: Floats, moment: Floats) -> Floats:
 
 
 def _solved(gram: Floats, moment: Floats, free: NDArray[np.bool_]) -> Floats:
-    """The least squares over the free coefficients; the others are 0."""
+    """Return the least squares over the free coefficients; the others are 0."""
     x = np.zeros(len(moment))
     if free.any():
         x[free] = np.linalg.lstsq(gram[np.ix_(free, free)], moment[free])[0]
@@ -50,7 +50,7 @@ def _solved(gram: Floats, moment: Floats, free: NDArray[np.bool_]) -> Floats:
 
 
 def _best_of_all(gram: Floats, moment: Floats) -> Floats:
-    """The best allowed solution over all sets of free coefficients."""
+    """Return the best allowed solution over all sets of free coefficients."""
     sets = product([False, True], repeat=len(moment))
     solutions = [_solved(gram, moment, np.array(free)) for free in sets]
     allowed = [x for x in solutions if (x >= 0).all()]
@@ -60,7 +60,7 @@ def _best_of_all(gram: Floats, moment: Floats) -> Floats:
 def robust(
     rows: Floats, measured: Floats, *, weights: Floats | None = None, rounds: int = 25
 ) -> Floats:
-    """The x >= 0 for which ``rows @ x`` is near `measured`, float64 [columns].
+    """Return the x >= 0 for which ``rows @ x`` is near `measured`, float64 [columns].
 
     It minimizes Huber's loss of the relative error by re-weighting: a window whose error is above
     1.345 scales (the scale is the median absolute error times 1.4826) has the weight

@@ -67,7 +67,7 @@ class StepTimeModel:
     expert_share: Annotated[float, NOT_NEGATIVE] = 0.0
 
     def step_seconds(self, batch: float, kv: float) -> float:
-        """Seconds of one step; the arguments may be means over several steps."""
+        """Return seconds of one step; the arguments may be means over several steps."""
         return self._work_seconds(batch) + self._read_seconds(batch) * kv
 
     def decode_seconds(self, batch: int, kv: int, steps: int) -> float:
@@ -77,7 +77,7 @@ class StepTimeModel:
         return steps * (self._work_seconds(batch) + read * kv) + growth
 
     def steps_within(self, batch: int, kv: int, seconds: float) -> int:
-        """The largest number of whole steps that take at most `seconds`."""
+        """Return the largest number of whole steps that take at most `seconds`."""
         if seconds <= 0:
             return 0
         half = self._read_seconds(batch) * batch / 2
@@ -93,13 +93,15 @@ class StepTimeModel:
         return steps
 
     def prefill_seconds(self, tokens: int) -> float:
-        """Seconds to prefill `tokens` in as few passes as `prefill_chunk` allows."""
+        """Return seconds to prefill `tokens` in as few passes as `prefill_chunk` allows."""
         passes = max(1, -(-tokens // self.prefill_chunk))
         return passes * self.prefill_pass + tokens / self.prefill_rate
 
     def token_seconds(self, max_running: int) -> float:
-        """Seconds of T_bound for each token, without the context that it reads: its own work, and
-        its part of a read of the weights that serves `max_running` tokens."""
+        """Return the seconds of T_bound per token, without reads of its context.
+
+        They are its own work, and its part of a weight read that serves `max_running` tokens.
+        """
         return self.t1 + self._weight_seconds(max_running) / max_running
 
     def bound_seconds(
@@ -132,7 +134,7 @@ class StepTimeModel:
         return (self.token_seconds(max_running) * total + self.t2 * reads) / engines
 
     def at_speed(self, speed: float) -> StepTimeModel:
-        """The model of an engine that takes 1 / `speed` times the seconds for everything."""
+        """Return the model of an engine that takes 1 / `speed` times the seconds for everything."""
         return replace(
             self,
             t0=self.t0 / speed,
@@ -145,16 +147,16 @@ class StepTimeModel:
         )
 
     def _work_seconds(self, batch: float) -> float:
-        """Seconds of a step without its reads of KV."""
+        """Return seconds of a step without its reads of KV."""
         wide = self.t0_wide if batch > self.wide_from else 0.0
         return self._weight_seconds(batch) + self.t1 * batch + wide
 
     def _weight_seconds(self, batch: float) -> float:
-        """Seconds of reading the weights."""
+        """Return seconds of reading the weights."""
         return self.t0 + self.t0_experts * share_of_experts(self.expert_share, batch)
 
     def _read_seconds(self, batch: float) -> float:
-        """Seconds for each context token of a step."""
+        """Return seconds for each context token of a step."""
         return self.t2 * max(1.0, self.fill / max(batch, 1.0))
 
 
@@ -165,8 +167,10 @@ def share_of_experts(share: float, batch: NDArray[np.float64]) -> NDArray[np.flo
 def share_of_experts(
     share: float, batch: float | NDArray[np.float64]
 ) -> float | NDArray[np.float64]:
-    """The share of the experts that any of `sequences` sequences uses, if each uses a `share` of
-    them, independently of the others."""
+    """Return the share of the experts that at least one of `sequences` sequences uses.
+
+    Each sequence uses a `share` of the experts, independently of the others.
+    """
     return 1.0 - (1.0 - share) ** batch
 
 

@@ -17,7 +17,7 @@ from aprilsched.planning.step_times.model import StepTimeModel
 
 
 def model_toml(model: StepTimeModel, comments: tuple[str, ...] = ()) -> str:
-    """The text of the file; each of the `comments` is a line at its beginning."""
+    """Return the text of the file; each of the `comments` is a line at its beginning."""
     lines = [f"# {comment}" for comment in comments]
     values = [f"{field.name} = {getattr(model, field.name)!r}" for field in fields(model)]
     return "\n".join([*lines, "[timing]", *values]) + "\n"

@@ -50,8 +50,8 @@ class Observation:
 LEAST = 3
 """Number of observations with which the model leaves the prior."""
 _FASTER = 4.0
-"""An observation that seems to be faster than the model by more counts as faster by this factor.
-Errors are shares of the measured time, so one of no time at all would outweigh all others."""
+"""Largest factor by which an observation counts as faster than the model. Errors are relative to
+the measured time, so an observation with a time near 0 would otherwise outweigh all others."""
 
 
 class OnlineFit:
@@ -65,8 +65,8 @@ class OnlineFit:
     Args:
         prior: model at which the fit starts, and which it keeps where nothing is observed.
         prior_weight: weight of each coefficient of the prior, in windows; it does not decrease.
-        memory: number of windows after which an observation has the weight 1/e. After twice as many
-            it is forgotten.
+        memory: number of windows after which an observation has the weight 1/e. After twice this
+            number it is dropped.
 
     Raises:
         ConfigError: if a number is not above 0.
@@ -106,7 +106,7 @@ class OnlineFit:
         return self._model
 
     def _row(self, seen: Observation) -> Floats:
-        """The seconds that each coefficient of the prior contributes to the observation."""
+        """Return the seconds that each coefficient of the prior contributes to the observation."""
         steps, model = seen.seconds / seen.seconds_per_step, self._prior
         read = seen.kv_tokens * max(1.0, model.fill / max(seen.running, 1.0))
         wide = float(seen.running > model.wide_from)

@@ -91,12 +91,12 @@ class Windows:
         return (self.passes > 0) & (self.change <= MAX_CHANGE)
 
     def where(self, chosen: NDArray[np.bool_] | NDArray[np.intp]) -> Windows:
-        """The windows that `chosen` selects: a mask, or indices, which may repeat."""
+        """Return the windows that `chosen` selects: a mask, or indices, which may repeat."""
         return Windows(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
 
 def windows_of(lines: Sequence[LogLine], *, steps: int = 40) -> Windows:
-    """The windows between the lines of each engine, in order; each has `steps` decode steps.
+    """Return the windows between the lines of each engine, in order; each has `steps` decode steps.
 
     A line without throughput or context (of an engine that has just emptied) ends no window.
 
@@ -161,10 +161,10 @@ def _second_of_day(time: str) -> int | None:
 
 _DAY_S = 86_400
 _MAX_EXCESS = 1.3
-"""Most that windows may take, over the time between their lines. An engine's windows take at most
-that time, and those of two engines that are mixed up twice as long."""
+"""Largest total time of windows, divided by the time between their log lines. It is at most 1 for
+one engine, and 2 if the lines of two engines are mixed."""
 _STAMP_S = 5
-"""What the stamps of whole seconds may add to that."""
+"""Error of that time, in seconds, because the stamps are whole seconds."""
 MAX_LINES = 500_000
 _MAX_CHARACTERS = 4096
 

@@ -1,8 +1,8 @@
 """Continuous batching on explicit time, without asyncio and without a clock.
 
 Callers pass the time (in modelled seconds) to every call, and :meth:`Batcher.next_event_time`
-says when to call :meth:`Batcher.advance` again. Between two changes of the batch, decoding is one
-closed form, so the cost of a run depends on the number of its events and not of its steps.
+returns when to call :meth:`Batcher.advance` again. Between two changes of the batch, decoding has a
+closed form, so the cost of a run depends on its number of events and not of decode steps.
 
 Invariants:
 - Control takes effect between steps: a call in the middle of a step or of a prefill pass waits
@@ -47,7 +47,7 @@ class _Decode:
 
 @dataclass(slots=True)
 class _Prefill:
-    """Prefill in one pass; `picks` says how many tokens of each request it computes."""
+    """A prefill pass; `picks` contains the number of tokens that it computes per request."""
 
     start: float
     end: float
@@ -112,15 +112,15 @@ class Batcher:
         return timing.steps_within(len(self._batch), self._pool.running, seconds), seconds, 0.0
 
     def knows(self, request_id: str) -> bool:
-        """Whether a request of this id exists and has not ended."""
+        """Return whether a request of this id exists and has not ended."""
         return request_id in self._by_id
 
     def is_held(self, request_id: str) -> bool:
-        """Whether the request was sent during the pause and is not registered yet."""
+        """Return whether the request was sent during the pause and is not registered yet."""
         return request_id in self._held
 
     def samples_with(self, adapter: str) -> bool:
-        """Whether a request that has not ended yet names `adapter`."""
+        """Return whether a request that has not ended yet names `adapter`."""
         return any(s.request.adapter == adapter for s in self._by_id.values())
 
     def refusal(self, request: GenerationRequest) -> str | None:
@@ -223,7 +223,7 @@ class Batcher:
     # -- time -------------------------------------------------------------------------------
 
     def next_event_time(self) -> float | None:
-        """The time of the next event; None while idle or paused."""
+        """Return the time of the next event; None while idle or paused."""
         return self._wake if self._work is None else self._work.end
 
     def advance(self, to: float) -> list[tuple[str, Chunk]]:
@@ -319,7 +319,7 @@ class Batcher:
         return _Prefill(now, now + seconds, picks)
 
     def _found(self, picks: list[tuple[Sequence, int]]) -> int:
-        """Number of tokens of the pass that are in the prefix cache already."""
+        """Return the number of tokens of the pass that are in the prefix cache already."""
         if self._prefixes is None:
             return 0
         found = 0
@@ -421,7 +421,7 @@ class RunningBatch:
         return next(reversed(self._members.values()))
 
     def tokens_of(self, sequence: Sequence) -> int:
-        """Number of output tokens so far, of a member or of another request."""
+        """Return the number of output tokens so far, of a member or of another request."""
         return self.steps - sequence.joined if sequence.running else sequence.out
 
     def join(self, sequence: Sequence) -> None:
@@ -440,7 +440,7 @@ class RunningBatch:
         sequence.cached = sequence.computed = sequence.context - 1
 
     def next_due(self) -> int:
-        """The step at which the batch changes next: a member's last step, or the tick."""
+        """Return the step at which the batch changes next: a member's last step, or the tick."""
         heap = self._finishing
         while heap and heap[0][2].ticket != heap[0][1]:
             heapq.heappop(heap)

@@ -23,9 +23,11 @@ class KvPool:
         self._kept = 0
         self._kv_tokens = config.kv_tokens
         self._full_at = 0
-        """Number of running requests at which there was no room for the next one; 0 for none. As in
-        SGLang it is tried again only when fewer run, and not when a pass has ended, after which the
-        pass's own requests need less room."""
+        """Number of running requests at which the next one did not fit; 0 if it fits.
+
+        As in SGLang, admission is retried only when fewer requests run. It is not retried when a
+        prefill pass ends, although the pass's own requests then need less room.
+        """
         self._chunk = config.timing.prefill_chunk
         self._by_rank = config.priority
 
@@ -58,8 +60,8 @@ class KvPool:
         longer than the rest of the chunk is computed in part. The step counter `steps` gives the
         progress of the `running` requests. As in SGLang (PrefillAdder.add_one_req) there must be
         room for all that the requests of the pass may still generate, up to RESERVE_CLIP tokens
-        each, and for RESERVE_SHARE of what the running ones may. With that share for both, a full
-        pool took its requests in passes of 17, where a server's had 6.
+        each, and for RESERVE_SHARE of what the running ones may. If that share applied to both, a
+        full pool would admit requests in passes of 17, where a server's passes had 6.
         """
         picks: list[tuple[Sequence, int]] = []
         budget, to_come = self._chunk, 0
@@ -151,7 +153,7 @@ class PrefixCache:
         self._tokens: dict[str | int, int] = {}
 
     def begin(self, request: GenerationRequest) -> int:
-        """Begin a prefill; return how many tokens of the context need not be computed.
+        """Start a prefill; return how many tokens of the context need not be computed.
 
         The last token is always computed. From now on the request's siblings find what they share
         with it, which is at most the shortest context of any of them.
@@ -184,5 +186,5 @@ class PrefixCache:
 
 
 def _name(request: GenerationRequest) -> str:
-    """The request's id without its attempt number: all attempts begin with the same tokens."""
+    """Return the id without its attempt number: all attempts start with the same tokens."""
     return request.request_id.rpartition("-")[0] or request.request_id

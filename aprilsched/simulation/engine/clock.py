@@ -32,8 +32,8 @@ def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 6
     Args:
         coro: the program.
         idle_timeout: real seconds to wait for sockets when no timer is left and nothing can
-            run. After them all tasks fail with ``looptime.IdleTimeoutError``, mostly because of
-            a deadlock. None waits for ever.
+            run. Then all tasks fail with ``looptime.IdleTimeoutError``; the usual cause is a
+            deadlock. None waits forever.
 
     Raises:
         MissingExtra: if looptime is not installed.
@@ -44,7 +44,7 @@ def run_virtual(coro: Coroutine[Any, Any, _T], *, idle_timeout: float | None = 6
 
 
 def virtual_loop(idle_timeout: float | None = 60.0) -> asyncio.AbstractEventLoop:
-    """A loop for :func:`run_virtual`, or for something else that runs coroutines.
+    """Return a loop for :func:`run_virtual`, or for something else that runs coroutines.
 
     Args:
         idle_timeout: as for :func:`run_virtual`.
@@ -111,7 +111,7 @@ class Pacer:
         self._loop = None
 
     def now(self) -> float:
-        """The modelled time now.
+        """Return the modelled time now.
 
         Raises:
             EngineUnreachable: if the pacer is not started.

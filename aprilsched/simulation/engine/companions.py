@@ -13,7 +13,7 @@ from aprilsched.types import Answer, Float32Array, Int32Array
 def token_rows(
     sequence: Sequence, ids: Int32Array, logprobs: Float32Array
 ) -> dict[str, Rows] | None:
-    """The rows of new tokens for each companion of tokens; None where none is asked for."""
+    """Return the rows of new tokens for each companion of tokens; None where none is asked for."""
     if not sequence.request.companions:
         return None
     wanted = [each for each, _ in sequence.request.companions if each.per == "token"]
@@ -24,9 +24,11 @@ def token_rows(
 
 
 def context_rows(sequence: Sequence) -> dict[str, Rows] | None:
-    """The rows of what was forwarded, from the first missing position on; None where no companion
-    of the context is asked for. Like SGLang, it gives those of the latest pass over each
-    position."""
+    """Return the rows of forwarded tokens, from the first missing position on.
+
+    None if no companion of the context is requested. As in SGLang, a row comes from the latest pass
+    over its position.
+    """
     if not sequence.request.companions:
         return None
     ends = np.array([end for end, _ in sequence.passes], dtype=np.int64)
@@ -42,7 +44,7 @@ def context_rows(sequence: Sequence) -> dict[str, Rows] | None:
 
 
 def answer(sequence: Sequence) -> Answer | None:
-    """What a request keeps: the number of its tokens, and what it has asked for itself."""
+    """Return what the request keeps (`keep`): prompt token count and request fields, or None."""
     sampling = sequence.request.sampling
     if not sampling.keep:
         return None

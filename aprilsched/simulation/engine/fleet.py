@@ -77,7 +77,9 @@ class SimFleet:
             await engine.open()
 
     async def close(self) -> None:
-        """Close every engine; see
-        :meth:`~aprilsched.simulation.engine.sim_engine.SimEngine.close`."""
+        """Close every engine.
+
+        See :meth:`~aprilsched.simulation.engine.sim_engine.SimEngine.close`.
+        """
         for engine in self._engines:
             await engine.close()

@@ -1,8 +1,8 @@
 """The output of a simulated engine: samples tokens from the toy model and builds the chunks.
 
-Tokens are sampled lazily, when somebody will see them (at a tick, an ending or a pause, or in the
-search for stop tokens), for all requests concerned at once. This is correct because the weights
-cannot change before the tokens are sampled.
+Tokens are sampled lazily, for all affected requests at once, when they become visible: at a tick,
+at the end of a request, at a pause, or in the search for stop tokens. This is correct because the
+weights cannot change before the tokens are sampled.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Output:
         self._chunks: list[tuple[str, Chunk]] = []
 
     def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """The token ids that end a response with these sampling parameters."""
+        """Return the token ids that end a response with these sampling parameters."""
         if self._model is None:
             return frozenset()
         stops = frozenset(sampling.stop_token_ids)
         return stops if sampling.ignore_eos else stops | self._eos
 
     def seed(self, request: GenerationRequest) -> int:
-        """The seed on which the request's tokens depend; 0 where no tokens are made."""
+        """Return the seed on which the request's tokens depend; 0 where no tokens are made."""
         return 0 if self._model is None else sampling_key(request.sampling, request.request_id)
 
     def prefill(self, sequence: Sequence, take: int, key: int) -> None:

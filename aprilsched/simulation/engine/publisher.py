@@ -30,7 +30,7 @@ class _KeyPublisher:
     async def publish(
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
-        """Bring `version` to all `engines` in parallel; one that is not simulated is refused."""
+        """Bring `version` to all `engines` in parallel; reject an engine that is not simulated."""
         takers: Takers[SimEngine] = Takers(engines, SimEngine, "take simulated weights")
         key = self._weights_key(version)
         await takers.each(lambda engine: self._give(engine, version, key))
@@ -63,11 +63,11 @@ class SimAdapterPublisher(_KeyPublisher):
     """
 
     def adapter_name(self, version: int) -> str:
-        """The name of the adapter of `version` on the engines."""
+        """Return the name of the adapter of `version` on the engines."""
         return f"policy-v{version}"
 
     async def retire(self, version: int, engine: Engine) -> None:
-        """Unload the adapter of `version`, with which no request samples any more."""
+        """Unload the adapter of `version`; no request samples with it any longer."""
         if isinstance(engine, SimEngine):
             await engine.unload_adapter(self.adapter_name(version))
 

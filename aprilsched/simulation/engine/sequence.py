@@ -46,8 +46,10 @@ MEDIA_TOKENS = 16
 
 
 def expand(request: GenerationRequest, vocab_size: int) -> Int32Array:
-    """The context that is computed: each of the media is a few tokens in front of the others, which
-    follow from its source."""
+    """Return the context to compute: a few tokens per medium, before the text tokens.
+
+    The tokens of a medium depend on its source.
+    """
     if not request.media:
         return request.input_ids
     told = [repr(media.source).encode() for media in request.media]
@@ -113,7 +115,7 @@ class Sequence:
         return self.ticket >= 0
 
     def context_ids(self) -> Int32Array:
-        """The whole context so far, int32 [context]; only while ``made == out``."""
+        """Return the whole context so far, int32 [context]; only while ``made == out``."""
         return np.concatenate((self.input_ids, *self.tokens))
 
     def drop_kv(self) -> None:

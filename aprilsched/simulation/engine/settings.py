@@ -70,7 +70,7 @@ class SimConfig:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What such an engine says of itself."""
+        """The capabilities that such an engine reports."""
         return Capabilities(
             version_spans=True,
             flush_while_paused=True,

@@ -173,7 +173,7 @@ class SimEngine:
             EngineRejected: (400) if the request id is in use, the adapter is not loaded, a token id
                 is not in the vocabulary, or the request needs more tokens than the KV pool has.
             EngineUnreachable: if the engine is not open.
-            EngineProtocolError: if the engine was closed or crashed meanwhile.
+            EngineProtocolError: if the engine is closed or crashes during the request.
         """
         now = self._pacer.now()
         self.check(request)
@@ -212,7 +212,7 @@ class SimEngine:
         self._pump()
 
     def _abandon(self, request_id: str) -> None:
-        """Abort a request that nobody reads any more, at the latest after the pause."""
+        """Abort a request without a reader, at the latest after the pause."""
         if self._batcher.is_held(request_id):
             self._orphans.add(request_id)
         else:
@@ -222,7 +222,7 @@ class SimEngine:
     # -- control ----------------------------------------------------------------------------
 
     async def version(self) -> int:
-        """The version of the last refit; 0 before the first.
+        """Return the version of the last refit; 0 before the first.
 
         Raises:
             InconsistentWeights: after :meth:`expect_weights`, until the weights are accepted.
@@ -234,7 +234,7 @@ class SimEngine:
         return self._batcher.version
 
     async def verify(self) -> int:
-        """The version, unless the engine was restarted since it was opened.
+        """Return the version, unless the engine was restarted since it was opened.
 
         Raises:
             EngineRestarted: if it was restarted.
@@ -248,16 +248,16 @@ class SimEngine:
             raise EngineRestarted(self._name, "was restarted since it was opened.")
 
     async def is_paused(self) -> bool:
-        """Whether the engine is paused, by whomever."""
+        """Return whether the engine is paused, by this client or another."""
         self._pacer.now()
         return self._batcher.paused is not None
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
-        """The load now, including the work in progress."""
+        """Return the load now, including the work in progress."""
         return load_of(self._batcher, self._pacer.now(), self._pacer.scale)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause; return when nothing decodes any more. A cancelled call still takes effect."""
+        """Pause; return when decoding has stopped. A cancelled call still takes effect."""
         async with self._control:
             now = self._pacer.now()
             self._batcher.pause(mode, now)
@@ -282,7 +282,7 @@ class SimEngine:
         """Continue, and abort the requests that were left while a pause held them.
 
         Raises:
-            EngineRejected: (409) if memory is released: a real server would go on without it.
+            EngineRejected: (409) if memory is released: a real server would continue without it.
         """
         async with self._control:
             now = self._pacer.now()
@@ -299,8 +299,8 @@ class SimEngine:
         """Take the weights of `version`; KV stays.
 
         Two versions with the same `weights_key` have the same weights; by default every version
-        has its own key. `complete` weights make the engine whole, whatever somebody else has begun
-        to load before.
+        has its own key. `complete` weights make the engine consistent, even after another client
+        loaded a part of its weights.
 
         Raises:
             EngineRejected: (409) if the engine has requests and is not paused (a real server
@@ -318,11 +318,11 @@ class SimEngine:
                 self._expects_weights = False
 
     def expect_weights(self) -> None:
-        """Take the weights for inconsistent, because somebody else may begin to load some."""
+        """Treat the weights as inconsistent, because another client may start loading some."""
         self._expects_weights = True
 
     async def accept_weights(self, version: int, *, label: bool = False) -> None:
-        """Take the weights for `version`, which somebody else has loaded by :meth:`refit`.
+        """Accept the weights as `version`; another client has loaded them by :meth:`refit`.
 
         Raises:
             EngineRejected: (409) if they have another version, and `label` is not set.
@@ -351,7 +351,7 @@ class SimEngine:
         """Take weights from ``path``; their key is the checksum of its safetensors files.
 
         Raises:
-            EngineRejected: (400) if there is no such file, (409) as :meth:`refit`.
+            EngineRejected: (400) if the files are missing, (409) as for :meth:`refit`.
         """
         await self.refit(version, await self._weights_key(path), complete=True)
 
@@ -403,7 +403,7 @@ class SimEngine:
             self._released -= set(tags)
 
     async def released(self) -> frozenset[str]:
-        """The tags whose memory is released now."""
+        """Return the tags whose memory is released now."""
         self._pacer.now()
         return self._released
 
@@ -419,7 +419,7 @@ class SimEngine:
         """Load the adapter in `path`; its weights key is the checksum of its safetensors files.
 
         Raises:
-            EngineRejected: (400) if there is no such file, or the name is loaded already.
+            EngineRejected: (400) if the files are missing, or the name is loaded already.
         """
         await self.add_adapter(name, await self._weights_key(path))
 
@@ -492,7 +492,7 @@ _READ_BYTES = 1 << 24
 
 
 async def weights_key_of_files(path: Path) -> int | None:
-    """The CRC-32 over the ``*.safetensors`` files of `path`, in the order of their names.
+    """Return the CRC-32 over the ``*.safetensors`` files of `path`, in the order of their names.
 
     None if there are none. It reads in blocks, so that the loop is not blocked, and without a
     thread, so that runs on a virtual clock repeat exactly.

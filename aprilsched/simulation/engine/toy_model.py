@@ -61,17 +61,17 @@ def _mix_array(x: UInt64Array) -> UInt64Array:
 
 
 def weights_key_of_version(version: int) -> int:
-    """A weights key for weights that have no files; every version has a different one."""
+    """Return a weights key for weights that have no files; every version has a different one."""
     return _mix((version * _TOKEN + 1) & _MASK)
 
 
 def adapted_key(weights: int, adapter: int) -> int:
-    """The weights key of a model with an adapter; `adapter` 0 means no adapter."""
+    """Return the weights key of a model with an adapter; `adapter` 0 means no adapter."""
     return weights if adapter == 0 else _mix((weights * _PLACE + adapter) & _MASK)
 
 
 def sampling_key(sampling: SamplingParams, request_id: str) -> int:
-    """The seed that decides a sample in addition to the context; 0 for greedy sampling.
+    """Return the seed that decides a sample in addition to the context; 0 for greedy sampling.
 
     Without ``sampling_seed`` the request's id is the seed, so that runs can be repeated.
     """
@@ -214,7 +214,7 @@ class KvTier:
         """The hash of a context up to the end of each page."""
 
     def absorb(self, model: ToyModel, tokens: Int32Array, key: int, *, found_under: str) -> int:
-        """The hash of a context that begins with `tokens` (int32 [n]).
+        """Return the hash of a context that starts with `tokens` (int32 [n]).
 
         KV that is there under the name `found_under` is used. The rest is computed under the
         weights `key`, and kept under that name.
@@ -241,8 +241,10 @@ _NOTHING: tuple[Int32Array, Float32Array] = (
 
 
 def toy_rows(companion: Companion, positions: NDArray[np.int64], keys: UInt64Array) -> Rows:
-    """The rows of a companion of the context at some positions, each forwarded under one of
-    `keys`. Rows of other positions and other weights differ, so a wrong join shows."""
+    """Return rows of a context companion at `positions`, each forwarded under one of `keys`.
+
+    Rows of other positions or other weights differ, so a wrong join is detected.
+    """
     values = np.arange(1, math.prod(companion.shape) + 1, dtype=np.uint64)
     mixed = _mix_array(
         keys[:, np.newaxis]
@@ -255,8 +257,10 @@ def toy_rows(companion: Companion, positions: NDArray[np.int64], keys: UInt64Arr
 
 
 def toy_top(companion: Companion, ids: Int32Array, logprobs: Float32Array) -> Rows:
-    """The likeliest tokens in the place of each token: itself first, and others that are one nat
-    less likely each."""
+    """Return the likeliest tokens at the position of each token.
+
+    The token itself is first; each further token is one nat less likely.
+    """
     places = np.arange(companion.shape[0])
     below, above = ids[:, np.newaxis] - places, ids[:, np.newaxis] + places
     found = np.where(below < 0, above, below)
@@ -264,6 +268,6 @@ def toy_top(companion: Companion, ids: Int32Array, logprobs: Float32Array) -> Ro
 
 
 def toy_masks(companion: Companion, ids: Int32Array) -> Rows:
-    """A sampling mask for each token: the token itself, and up to two more."""
+    """Return a sampling mask for each token: the token itself, and up to two more."""
     rows = [list(range(token, token + 1 + token % 3)) for token in ids.tolist()]
     return Rows.ragged(rows, companion.dtype)
