@@ -108,13 +108,13 @@ class Plan:
     """Whether the open groups to run in the next batch are still to be chosen (length buckets)."""
     tail_below: int = -1
     """Number of generating rollouts, deferred ones included, at which the tail of the batch in work
-    starts; -1 if the refill rule has no tail, or has already handled it."""
+    starts; -1 if the refill rule does not need to know, or already knows."""
     requested: bool = False
     """Whether a new schedule is requested and has not arrived (automatic over-provisioning)."""
     planned_at: int = 0
     """Number of delivered batches at the last request for a schedule."""
     planned_for: float | None = None
-    """Median response length in tokens at that request; None before the first."""
+    """Median response length in tokens at that request; None without one."""
     planned_training: float | None = None
     """The trainer's mean time for a batch, in seconds, at that request; None if unknown, as in a
     resumed run."""
