@@ -228,8 +228,8 @@ class SchedulerConfig:
     costs less than the wait. It needs pace="asynchronous" and straggler="run"."""
     follow_weights: bool = False
     """Whether the scheduler adopts newer weights that another process loads without an update call,
-    as soon as half of the engines show their version. Without this setting such an engine goes on
-    standby."""
+    as soon as half of the engines show their version. Without this setting such an engine is put
+    on standby."""
     companions: tuple[Companion | str, ...] = ()
     """Data that engines return in addition to each token: Companion or its string, such as
     "routed_experts=uint8[48,8]" or "sampling_mask". Rows of the context come from the forward pass

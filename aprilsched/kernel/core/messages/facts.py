@@ -142,7 +142,7 @@ class BatchesAcknowledged(Fact, frozen=True):
 
 
 class LogprobsCompared(Fact, frozen=True):
-    """The trainer's log-probabilities of a batch were compared with those of the engines."""
+    """The trainer's log-probabilities of a batch were compared with the engines'."""
 
     comparison: LogprobComparison
 

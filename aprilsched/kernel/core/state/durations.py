@@ -35,7 +35,7 @@ class Durations:
 
     @property
     def mean(self) -> float | None:
-        """Mean without outliers; None while there is no duration."""
+        """Mean without outliers; None before the first duration."""
         return float(self._usual().mean()) if self.last else None
 
     @property

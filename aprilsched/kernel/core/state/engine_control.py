@@ -125,12 +125,12 @@ class EngineControl:
     stores_kv: bool = False
     """Whether cached KV may survive a flush."""
     catching_up: bool = False
-    """Whether the engine is refitted alone to the fleet's version: it is on standby, or it is in
-    use with an older version and gets no more requests (rolling refits)."""
+    """Whether the engine is refitted separately to the fleet's version: it is on standby, or it is
+    in use with an older version and gets no more requests (rolling refits)."""
     loading: int = -1
-    """Version of the engine's last refit alone; -1 before the first."""
+    """Version of the engine's last separate refit; -1 before the first."""
     loading_since: float = 0.0
-    """Start of the engine's last refit alone."""
+    """Start of the engine's last separate refit."""
     failed_version: int = -1
     """Version that the engine failed to catch up with; -1 for none."""
     not_followed: int = -1

@@ -1,4 +1,4 @@
-"""Detection of silent and slow engines, from the tokens that arrive from them alone.
+"""Detection of silent and slow engines, based only on the tokens that arrive from them.
 
 A server that answers ``/health`` may still decode nothing, and a paused server is healthy although
 it streams no tokens. So an engine is judged only while it should run and has open requests. Pauses,

@@ -20,7 +20,7 @@ class Kind(NamedTuple):
 
     version: int
     leaves: bool
-    """Whether the engine gets no more requests, because it is refitted alone."""
+    """Whether the engine gets no more requests, because it is refitted separately."""
     mode: Mode
     idle: bool
     """Whether the engine has no open request."""

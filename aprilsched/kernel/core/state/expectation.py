@@ -55,7 +55,7 @@ class Expectations:
         """Lengths of earlier epochs, by the key of the prompt."""
         self.prompt_tokens: float | None = None
         """Mean prompt length of the latest responses; None before the first group has ended. The
-        groups in flight are no substitute: after a synchronous batch there may be none."""
+        groups in flight cannot replace it: after a synchronous batch there may be none."""
         self.spare_tokens = 0.0
         """Mean number of tokens left to the limit when these responses ended."""
         self._prompts = 0

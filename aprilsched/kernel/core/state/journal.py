@@ -39,7 +39,7 @@ class PageBuilder:
         self._places: dict[str | None, int] = {None: _NO_ENGINE}
 
     def __len__(self) -> int:
-        """Number of tokens on the page."""
+        """Return the number of tokens on the page."""
         return self._size
 
     def add(
@@ -111,7 +111,7 @@ class Journal:
         self.changed: dict[int, RolloutRecord] = {}
         """Rollouts with changes other than new tokens."""
         self.changed_groups: dict[int, GroupRecord] = {}
-        """Groups with changes other than those of their members."""
+        """Groups with changes other than changes of their members."""
         self.delivered: dict[int, DeliveredBatch] = {}
         """Offered batches. The trainer may have them by the time the snapshot is read."""
         self.acknowledged: list[int] = []

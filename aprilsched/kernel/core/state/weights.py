@@ -86,8 +86,8 @@ class UpdateKind(StrEnum):
     PAUSING = "pausing"
     """All engines are paused together and load a full model."""
     ROLLING = "rolling"
-    """The version becomes the trainer's at once, and each engine loads it alone, once it has no
-    rollouts of an older version left."""
+    """The version becomes the trainer's at once, and each engine loads it separately, once it has
+    no rollouts of an older version left."""
     ADAPTER = "adapter"
     """The engines load an adapter while they run."""
     EXTERNAL = "external"
