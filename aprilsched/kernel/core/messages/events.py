@@ -117,14 +117,8 @@ class TrainerReturned(Event, frozen=True):
 
 class LogprobDifferences(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Differences d of the trainer's log-probabilities of some tokens from the engines', in nats.
-
-    Attributes:
-        tokens: the number of tokens.
-        total: the sum of d.
-        k3: the sum of exp(d) - 1 - d.
-        largest: the largest magnitude of d.
-        beyond: the number of tokens whose magnitude is above the bound.
-    """
+    `total` is the sum of d, `k3` the sum of exp(d) - 1 - d, `largest` the largest magnitude of d,
+    and `beyond` the number of tokens whose magnitude is above the bound."""
 
     tokens: int = 0
     total: float = 0.0
@@ -134,18 +128,13 @@ class LogprobDifferences(Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class LogprobComparison(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """Comparison of the trainer's log-probabilities of a batch with the engines'.
-
-    Attributes:
-        version: the version of the weights that the trainer computed them with.
-        bound: a magnitude in nats, see :class:`LogprobDifferences`.
-        by_engine: tokens of staleness 0 by engine.
-        by_position: tokens of staleness 0 by position in the response, counted from 1. Entry i
-            covers the positions 2**i to 2**(i + 1) - 1.
-        by_age: all tokens by age. The last entry covers all older tokens.
-        skipped: number of tokens that have an uncertain version or attend to keys of older weights.
-        not_finite: number of tokens with a log-probability that is NaN or infinite.
-    """
+    """Comparison of the trainer's log-probabilities of a batch, computed with the weights of
+    `version`, with the engines'. `by_engine` and `by_position` cover the tokens of staleness 0,
+    `by_age` all tokens. Entry i of `by_position` covers the positions 2**i to 2**(i + 1) - 1 in the
+    response, counted from 1. The last entry of `by_age` covers all older tokens. Tokens are
+    `skipped` if their version is uncertain or they attend to keys of older weights, and
+    `not_finite` if a log-probability is NaN or infinite. `bound` is a magnitude in nats, see
+    :class:`LogprobDifferences`."""
 
     batch: int
     version: int

@@ -117,15 +117,10 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
 
 class BatchDelivered(Fact, frozen=True):
-    """The trainer has taken the batch.
-
-    Attributes:
-        again: the batch was also delivered before the run was resumed.
-        distance: the Kolmogorov distance of its lengths from the law of all lengths, as estimated
-            at the time; None if unknown.
-        iid_distance: the distance expected of the same number of groups drawn at random; None if
-            unknown.
-    """
+    """The trainer has taken the batch. `again`: it was also delivered before the run was resumed.
+    `distance`: the Kolmogorov distance of its lengths from the law of all lengths, as estimated at
+    the time. `iid_distance`: the distance expected of the same number of groups drawn at random.
+    Both are None if unknown."""
 
     batch: int
     version: int
@@ -427,14 +422,10 @@ class TokensReceived(Fact, frozen=True):
 
 
 class AttemptEnded(Fact, frozen=True):
-    """The attempt is closed.
-
-    Attributes:
-        outcome: how it ended; "busy" means that the engine has no room now, so its request waits.
-        retried: it failed, and its request will be sent again.
-        spans: the versions of its tokens, as the engine reports them: (version, start, end).
-        answers: sizes in bytes of other fields of the engine's answer that are kept, by name.
-    """
+    """The attempt is closed. The outcome "busy" means that the engine has no room now, so the
+    request waits. `retried`: it failed, and its request will be sent again. `spans` (version,
+    start, end) contains the versions of its tokens, as the engine reports them. `answers` contains
+    the sizes in bytes of other fields of the engine's answer that are kept, by name."""
 
     request_id: int
     outcome: Outcome
@@ -483,14 +474,11 @@ class EngineModeChanged(Fact, frozen=True):
 
 
 class RefitBegun(Order, frozen=True):
-    """These engines load the version. Each engine answers with Refitted.
-
-    Attributes:
-        adapter: the version is an adapter, for which no engine is paused.
-        catch_up: it is already the fleet's version, published again for an engine on standby.
-        external: another process loads it, and the engines, running or not, are only queried.
-        followed: it is external, and was seen on an engine without a request by the trainer.
-    """
+    """These engines load the version, and each answers with Refitted. `adapter`: the version is an
+    adapter, for which no engine is paused. `external`: another process loads it, and the engines,
+    running or not, are only queried. `followed`: it is external, and was seen on an engine without
+    a report by the trainer. `catch_up`: it is already the fleet's version, published again for an
+    engine on standby."""
 
     version: int
     engines: tuple[str, ...]
