@@ -1,12 +1,12 @@
-"""The settings of a scheduler: one tree, which is checked when it is made.
+"""The settings of a scheduler: one tree, checked at construction.
 
-Everyday settings are at the top, and the others are in parts with a name (:class:`Dispatch`,
-:class:`Retries`, :class:`Health`, :class:`Timeouts`). A policy with settings of its own is chosen
-by a shorthand (``refill="pool"``) or as a value (``refill=Pool(until=0.25)``). The scheduler reads
-the policies from :attr:`SchedulerConfig.policies`, which has no shorthands.
+Common settings are at the top level, and the others in named sections (:class:`Dispatch`,
+:class:`Retries`, :class:`Health`, :class:`Timeouts`). A policy with its own settings is chosen by a
+shorthand (``refill="pool"``) or as a value (``refill=Pool(until=0.25)``). The scheduler reads the
+policies from :attr:`SchedulerConfig.policies`, which contains no shorthands.
 
-The flags of the command line and the tables of config.toml are made from this tree, so a setting
-has the same path everywhere: ``retries.attempts`` is
+The command-line flags and the tables of config.toml are generated from this tree, so a setting has
+the same path everywhere: ``retries.attempts`` is
 ``SchedulerConfig(retries=Retries(attempts=5))``, ``--retries.attempts 5``, and ``attempts = 5`` in
 the table ``[scheduler.retries]``.
 """
@@ -56,14 +56,14 @@ _BELOW_1 = Bound(least=0, below=1, words="a share below 1, or 0 for never")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """What the scheduler knows of the caller's functions, beside the settings."""
+    """Properties of the caller's functions, in addition to the settings."""
 
     reward_scope: RewardScope = "none"
-    """Whether there are rewards, and whether they are given to single rollouts or to groups."""
+    """Whether there is a reward function, and whether it scores single rollouts or groups."""
     accepts: bool = False
     """Whether the caller filters groups."""
     episodes: bool = False
-    """Whether a coroutine of the caller's drives each rollout."""
+    """Whether a coroutine of the caller drives each rollout."""
 
 
 @suggesting()
@@ -76,88 +76,87 @@ class Dispatch:
     rollout to the engine with the fewest requests; "auto" is "prefix", and with
     `over_provision="auto"` the schedule may name "spread" instead."""
     max_in_flight: Annotated[int, AT_LEAST_1] | None = None
-    """Largest number of requests that the engines have at the same time; None leaves the queueing
-    to the engines. The other requests wait until one of these ends, so a number below the rollouts
-    of a batch only makes the batch take longer."""
+    """Largest number of requests in flight on all engines; None leaves the queueing to the engines.
+    Further requests wait, so a number below the rollouts of a batch only makes the batch take
+    longer."""
     rate: Annotated[int, AT_LEAST_1] = 2_000
-    """Largest number of requests that are sent in a second."""
+    """Largest number of requests sent per second."""
     migrate: bool = False
-    """Whether a request whose engine's KV pool is full continues on an engine whose pool has room
-    for it, with its tokens so far. It moves at most once, and its context is computed again
-    there, as it would be where it waits. It is refused with `straggler="run"`."""
+    """Whether a request whose engine's KV pool is full continues on an engine with room for it,
+    with its tokens so far. It moves at most once. The other engine recomputes its context, as its
+    own engine would after the wait. It is refused with `straggler="run"`."""
 
 
 @suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retries:
-    """How often something may fail before it is given up."""
+    """Limits of failures at each level, from an attempt to the run."""
 
     attempts: Annotated[int, AT_LEAST_1] = 3
-    """Number of attempts of a request that may fail in a row without a new token. After them its
+    """Number of consecutive attempts of a request that may fail without a new token. After that the
     rollout is lost."""
     interruptions: Annotated[int, AT_LEAST_1] = 16
-    """Number of attempts of a request that may be interrupted after new tokens, or because their
-    engine is lost. After them its rollout is lost."""
+    """Number of attempts of a request that may be interrupted after new tokens, or by the loss of
+    their engine. After that the rollout is lost."""
     member: MemberRule = "again"
-    """What happens to a group when one of its rollouts is lost, because its attempts are used up or
-    user code raises MemberLost or TurnRefused: "again" generates that member again, "shrink"
+    """What happens to a group when one of its rollouts is lost, because its attempts are exhausted
+    or user code raises MemberLost or TurnRefused: "again" regenerates that member, "shrink"
     delivers the group without it, and "drop_group" drops the group."""
     regenerations: Annotated[int, AT_LEAST_0] = 2
-    """Number of times that one member of a group may be generated or scored again. After them its
+    """Number of times that one member of a group may be regenerated or scored again. After that the
     group is dropped."""
     smallest_group: Annotated[int, AT_LEAST_1] = 2
-    """Number of rollouts to which a group may shrink; a smaller one is dropped, because a single
-    reward has no advantage. A group of an evaluation may shrink to one rollout."""
+    """Smallest number of rollouts to which a group may shrink. A smaller group is dropped, because
+    a single reward has no advantage. A group of an evaluation may shrink to one rollout."""
     failed_groups: Annotated[int, AT_LEAST_1] = 64
-    """Number of groups that may fail in a row, with no accepted one between them. After them the
-    run is given up."""
+    """Number of groups that may fail without an accepted one between them. After that the run is
+    given up."""
     rejected_groups: Annotated[int, AT_LEAST_1] = 1_000
-    """Number of groups that `accept` may refuse in a row. After them the run is given up, because
-    the trainer would wait forever."""
+    """Number of consecutive groups that `accept` may reject. After that the run is given up;
+    otherwise the trainer would wait forever."""
     failed_share: Annotated[float, _SHARE_FROM_0] = 0.5
     """Share of all prompts whose groups may fail. If more have failed when the prompts end, the run
-    ends with an error; 1 allows any number, as long as a group was delivered."""
+    ends with an error; 1 allows any number, if at least one group was delivered."""
 
 
 @suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
-    """When an engine counts as lost, and how long a fleet without engines is waited for."""
+    """When an engine counts as lost, and how long the run waits for a fleet without engines."""
 
     stall_s: Annotated[float, AT_LEAST_1] = 60.0
-    """An engine is lost if none of its open requests gets a token for so many seconds. Pauses do
-    not count, and prompts without an answer add one second for 4,000 tokens. An engine that
-    prefills more slowly, or that needs longer between two chunks of a stream, needs a larger
-    value."""
+    """Seconds without a token for any open request after which an engine is lost. Pauses do not
+    count, and unanswered prompts add one second per 4,000 tokens. An engine with slower prefill, or
+    with longer gaps between the chunks of a stream, needs a larger value."""
     slow_share: Annotated[float, _BELOW_1] = 0.2
-    """An engine is lost if it generates less for each request than this share of its own usual
-    rate and of the other engines' rate; 0 for never."""
+    """An engine is lost if its token rate per request falls below this share of its own usual rate
+    and of the other engines' rate; 0 for never."""
     fleet_wait_s: Annotated[float, AT_LEAST_0] = 600.0
-    """Seconds for which a fleet with no engine left is waited for, and an engine that refuses all
-    requests because it is busy."""
+    """Seconds that the run waits when no engine is left, or for an engine that refuses all requests
+    because it is busy."""
 
 
 @suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
-    """How long the calls that control an engine may take."""
+    """Timeouts of the control calls to engines."""
 
     control_s: Annotated[float, _NOT_0] = 120.0
-    """Seconds for each pause, flush and continue call of one engine."""
+    """Timeout in seconds of each pause, flush and continue call to one engine."""
     refit_s: Annotated[float, _NOT_0] = 1800.0
-    """Seconds for loading one version into all engines."""
+    """Timeout in seconds to load one version into all engines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policies:
-    """The policies of a configuration, with a value in the place of every shorthand.
+    """The policies of a configuration, with every shorthand resolved.
 
     Attributes:
         stop: when a batch is full.
-        over_provision: how many groups are kept open; None if that is chosen during the run.
-        refill: when new groups are started, unless that is chosen during the run.
-        staleness: bound on staleness, and what happens to the rollouts that would pass it.
-        companions: what engines return beside the tokens.
+        over_provision: ratio of open groups to groups in a batch; None if chosen during the run.
+        refill: when new groups start, unless chosen during the run.
+        staleness: bound on staleness, and the treatment of rollouts that would exceed it.
+        companions: data that engines return in addition to the tokens.
     """
 
     stop: Stop
@@ -179,80 +178,80 @@ class SchedulerConfig:
     batch_groups: Annotated[int, AT_LEAST_1] = 32
     """Number of groups (prompts) in a batch."""
     group_size: Annotated[int, _GROUP_SIZE] = 8
-    """Number of rollouts of a prompt that has no group size of its own."""
+    """Number of rollouts of a prompt that does not set its own group size."""
     stop: StopUnit | Stop = "groups"
-    """What fills a batch: "groups" is `batch_groups` groups; Samples(256) is whole groups with at
-    least 256 rollouts together, and Tokens(100_000) those with so many response tokens. "samples"
-    is as many rollouts as `batch_groups` groups have."""
+    """What fills a batch: "groups" is `batch_groups` groups, Samples(256) is whole groups with a
+    total of at least 256 rollouts, and Tokens(100_000) whole groups with a total of at least
+    100,000 response tokens. "samples" is `batch_groups * group_size` rollouts."""
     over_provision: Annotated[float, RATIO] | Literal["auto"] = 1.5
     """Ratio of groups kept open to groups in a batch; 1 waits for every last response. "auto"
     chooses the ratio and the refill rule during the run: the least stale schedule within 1 % of
     the best by `objective`, for the lengths seen so far and the time model of the
     engines."""
     refill: RefillRule | Refill = "wave"
-    """When new groups are started: "wave" starts them once at the begin of each batch (APRIL),
-    "pool" or Pool(together=4, until=0.25) keeps a constant number generating, "buckets" or
+    """When new groups start: "wave" starts them once at the start of each batch (APRIL), "pool" or
+    Pool(together=4, until=0.25) keeps a constant number generating, "buckets" or
     LengthBuckets(store=5) keeps more groups open and runs those of similar expected length
-    together, and "tail" lets groups race for their batch and gathers the losers in batches of their
-    own."""
+    together, and "tail" lets groups race for their batch and delivers the losers in separate
+    batches."""
     objective: Objective = field(default_factory=Objective)
-    """What over_provision="auto" wants: useful work for the time of whole steps, where a token is
-    worth less with its age."""
+    """What over_provision="auto" maximizes: useful work per time of whole steps, with tokens
+    discounted by their age."""
     straggler: StragglerRule = "retract"
     """What happens to the rollouts that still generate when a batch is full: "retract" pauses them
     in the engine and recomputes their KV after a refit, "in_place" pauses them and keeps their KV,
-    so that later tokens attend to stale keys, "abort" calls them back and sends them again, "run"
+    so that later tokens attend to stale keys, "abort" aborts them and sends them again, and "run"
     lets them run to their end, so that no rollout has two versions."""
     pace: PaceRule = "synchronous"
     """"synchronous" pauses the engines from a full batch until the next one is requested;
     "asynchronous" keeps generating while the trainer trains, and pauses only for a refit; "auto"
-    begins synchronously and chooses the pace during the run, with over_provision="auto". It stays
-    synchronous once the engines have lent their memory to the trainer."""
+    starts synchronously and chooses the pace during the run, with over_provision="auto". It stays
+    synchronous once the trainer has used the engines' memory."""
     max_staleness: Annotated[int, AT_LEAST_0] | Staleness | None = None
-    """Bound on the staleness of a delivered token that counts: the consuming version minus the
+    """Bound on the staleness of a delivered token in the loss: the consuming version minus the
     sampling version. Tokens beyond it get loss mask 0; Staleness(2, rule="evict"), "finish" or
-    "restart" treats them otherwise. With over_provision="auto" 0 means Staleness(0,
-    rule="restart"), where the straggler rule and the pace allow it."""
+    "restart" treats them differently. With over_provision="auto" 0 means Staleness(0,
+    rule="restart"), if the straggler rule and the pace allow it."""
     ready_batches: Annotated[int, AT_LEAST_1] = 2
-    """Number of complete batches that are kept for a slow trainer before no new groups are
-    started, on the asynchronous pace."""
+    """Number of complete batches that wait for a slow trainer before no new groups start, on the
+    asynchronous pace."""
     kv_after_refit: KVAfterRefit = "auto"
-    """What happens to KV that older weights computed: "recompute" flushes it (with a cache key for
-    each version too where it may survive that), "keep" lets later tokens attend to stale keys, and
-    "apart" uses a cache key for each version, for servers that cannot flush, so that new requests
-    never meet older keys. "auto" keeps it for "in_place" and recomputes it for the other straggler
-    rules."""
+    """What happens to KV that older weights computed: "recompute" flushes it (and, if it may
+    survive the flush, uses a cache key for each version too), "keep" lets later tokens attend to
+    stale keys, and "apart" uses a cache key for each version, for servers that cannot flush, so
+    that new requests never hit older keys. "auto" is "keep" for "in_place" and "recompute" for the
+    other straggler rules."""
     refit: RefitRule = "together"
-    """"together" brings a new version to all engines in one pause of the fleet. "rolling" brings it
-    to each engine when that has no responses of an older version any more, while the others go on
-    under theirs; unfinished responses are gathered on fewer engines of their version where this
-    costs less than waiting. It needs pace="asynchronous" and straggler="run"."""
+    """"together" loads a new version into all engines in one pause of the fleet. "rolling" loads it
+    into each engine once that has no responses of an older version left, while the others continue
+    under their version; unfinished responses are gathered on fewer engines of their version if this
+    costs less than the wait. It needs pace="asynchronous" and straggler="run"."""
     follow_weights: bool = False
-    """Whether the scheduler takes over newer weights that somebody else loads without telling it,
-    as soon as half of the engines show their version. Without this setting such an engine stands
-    by."""
+    """Whether the scheduler adopts newer weights that another process loads without an update call,
+    as soon as half of the engines show their version. Without this setting such an engine is put
+    on standby."""
     companions: tuple[Companion | str, ...] = ()
-    """What engines return beside each token: Companion or its string, such as
-    "routed_experts=uint8[48,8]" or "sampling_mask". Rows of the context are those of the pass that
-    sampled each token, so where a refit would make engines compute contexts again ("retract"),
-    unfinished responses are called back as with "abort"."""
+    """Data that engines return in addition to each token: Companion or its string, such as
+    "routed_experts=uint8[48,8]" or "sampling_mask". Rows of the context come from the forward pass
+    that sampled each token. So if a refit would make engines recompute contexts ("retract"),
+    unfinished responses are aborted first, as with "abort"."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Sampling parameters of prompts that have none of their own."""
+    """Sampling parameters of prompts that do not set their own."""
     dispatch: Dispatch = field(default_factory=Dispatch)
     """Which requests are sent, when, and to which engine."""
     prices: Prices = field(default_factory=Prices)
     """Costs of moving a request to another engine, for `refit="rolling"` and `dispatch.migrate`."""
     retries: Retries = field(default_factory=Retries)
-    """How often something may fail before it is given up."""
+    """Limits of failures at each level, from an attempt to the run."""
     health: Health = field(default_factory=Health)
-    """When an engine counts as lost, and how long a fleet without engines is waited for."""
+    """When an engine counts as lost, and how long the run waits for a fleet without engines."""
     timeouts: Timeouts = field(default_factory=Timeouts)
-    """How long the calls that control an engine may take."""
+    """Timeouts of the control calls to engines."""
     save_interval_s: Annotated[float, _NOT_0] = 1.0
-    """Seconds between two saves of new tokens, if there is a store. Rollouts that end and batches
-    that are handed over are saved at once."""
+    """Seconds between two saves of new tokens, if there is a store. Finished rollouts and delivered
+    batches are saved at once."""
     allow_inexact_versions: bool = False
-    """Whether "retract" and "in_place" are accepted on servers that cannot tell the version of
+    """Whether "retract" and "in_place" are allowed on servers that do not report the version of
     each token."""
 
     def __post_init__(self) -> None:
@@ -281,21 +280,21 @@ class SchedulerConfig:
 
     @property
     def first_pace(self) -> Pace:
-        """The pace with which the run begins."""
+        """The pace at the start of the run."""
         return "synchronous" if self.pace == "auto" else self.pace
 
     @property
     def trainer_waits(self) -> bool:
-        """Whether the engines are paused while the trainer trains, when the run begins."""
+        """Whether the engines pause while the trainer trains, at the start of the run."""
         return self.first_pace == "synchronous"
 
     @property
     def behaviour(self) -> Behaviour:
-        """How stragglers are treated.
+        """The treatment of stragglers.
 
-        An engine that recomputes a context under new weights returns the rows of that pass for all
-        older tokens, and says nothing of it. So with companions of the context no request waits
-        inside an engine for such a refit.
+        An engine that recomputes a context under new weights silently returns the rows of that pass
+        for all older tokens. So with companions of the context no request waits inside an engine
+        for such a refit.
         """
         behaviour = BEHAVIOURS[self.straggler]
         recomputes = behaviour.waits_inside and self.cached_kv == "recompute"
@@ -307,9 +306,9 @@ class SchedulerConfig:
     def may_defer(self) -> bool:
         """Whether a refill rule that defers groups may be chosen during the run.
 
-        Such a rule calls back what it does not run, so nothing may be meant to stay in the engines.
-        It also lets groups wait, so the bound on staleness must be wide, or groups that have waited
-        too long must begin again.
+        Such a rule aborts the requests that it does not run, so the straggler rule must not keep
+        them in the engines. It also lets groups wait, so the bound on staleness must be wide, or
+        groups that have waited too long must restart.
         """
         policies = self.policies
         bound = policies.staleness.bound
@@ -318,7 +317,7 @@ class SchedulerConfig:
 
     @property
     def cached_kv(self) -> CachedKV:
-        """What happens to the cached KV at a refit, with "auto" resolved."""
+        """The treatment of cached KV at a refit, with "auto" resolved."""
         if self.kv_after_refit == "auto":
             return BEHAVIOURS[self.straggler].kv[0]
         return self.kv_after_refit
@@ -329,8 +328,10 @@ class SchedulerConfig:
 
     @staticmethod
     def settles(schedule: Schedule) -> bool:
-        """Whether every group comes to its end under this schedule, on the synchronous pace,
-        although its tokens are thrown away at updates (``Staleness(0, rule="restart")``)."""
+        """Return whether every group finishes under this schedule although updates discard tokens.
+
+        This is for the synchronous pace and ``Staleness(0, rule="restart")``.
+        """
         refill = schedule.refill
         if refill.settles:
             return True
@@ -339,8 +340,10 @@ class SchedulerConfig:
 
     @property
     def _settles(self) -> bool:
-        """Whether every group comes to its end although its tokens are thrown away at updates. An
-        automatic schedule is checked when it is chosen."""
+        """Whether every group finishes although its tokens are discarded at updates.
+
+        An automatic schedule is checked when it is chosen.
+        """
         policies = self.policies
         if policies.over_provision is None:
             return self.pace != "asynchronous"
@@ -352,8 +355,8 @@ class SchedulerConfig:
         if isinstance(bound, Staleness):
             return bound
         if bound == 0 and self.automatic and self._defers:
-            # Without stale tokens every schedule waits for all that it runs. Then length buckets
-            # are possible, whose probes are thrown away, and nothing would be masked anyway.
+            # Without stale tokens every schedule waits for all requests that it runs. This permits
+            # length buckets, whose probes are discarded, and nothing would be masked anyway.
             return Staleness(0, rule="restart")
         return Staleness(bound)
 

@@ -1,7 +1,7 @@
-"""What must hold after every event. It is checked in tests, and costs too much for production.
+"""Invariants that hold after every event. Tests check them; production cannot afford it.
 
-Each function yields a message for what does not hold. A message is made only then, because messages
-cost more than the checks.
+Each function yields a message per violation. Messages are formatted only then, because they cost
+more than the checks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPEN = frozenset({State.RUNNING, State.HELD, State.RETURNING})
 
 
 def check(state: SchedulerState) -> None:
-    """Raise InvariantViolation, which says what does not hold."""
+    """Raise InvariantViolation if an invariant does not hold."""
     for broken in _broken(state):
         raise InvariantViolation(broken)
 
@@ -198,8 +198,7 @@ def _attempts(state: SchedulerState) -> Iterator[str]:
 
 
 def _one_version(state: SchedulerState, request: RequestRecord) -> Iterator[str]:
-    """A request runs only on an engine of the version that is booked for it: that of the tokens of
-    its rollout."""
+    """Check that each request runs only on an engine of the version of its rollout's tokens."""
     has = state.weights.versions.engines[request.engine]
     if request.version != has:
         yield (
@@ -214,7 +213,7 @@ def _one_version(state: SchedulerState, request: RequestRecord) -> Iterator[str]
 
 
 def _indexes(state: SchedulerState) -> Iterator[str]:
-    """What is kept so that no event looks at everything, against what it follows from."""
+    """Check incrementally maintained indexes against the data that they derive from."""
     in_flight, versions, index = state.in_flight, state.weights.versions, state.fleet.index
     must, groups = state.delivery.must_deliver, in_flight.groups
     due = [group for group in groups.values() if must.has(group, versions.trainer)]
@@ -264,7 +263,7 @@ def _engines(state: SchedulerState) -> Iterator[str]:
                 f"{state.weights.versions.trainer}"
             )
         alone = state.rolling and control.catching_up
-        # An unverified engine may still be answering for its version when it is told to leave.
+        # An engine may still be answering a version check when it has to leave.
         stopped = control.mode not in (Mode.RUNNING, Mode.VERIFYING)
         if alone and stopped and state.in_flight.open[control.name]:
             yield f"{control.name} is refitted alone and has open requests"
@@ -273,7 +272,7 @@ def _engines(state: SchedulerState) -> Iterator[str]:
         if control.mode is Mode.RUNNING and control.released:
             yield f"{control.name} runs without its {set(control.released)}"
     for control in state.fleet.control.all():
-        # That it was paused before, the table CHANGES of the fleet control makes sure.
+        # The table CHANGES of the fleet control guarantees that it was paused before.
         if control.mode is Mode.REFITTING and not state.fleet.control.prepared(control):
             yield f"{control.name} is refitting before it is flushed or without its memory"
     both = state.fleet.control.engines.keys() & state.fleet.control.standby.keys()

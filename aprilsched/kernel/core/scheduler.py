@@ -1,12 +1,12 @@
 """The scheduler: ``handle(event, now)`` takes one event and returns the commands to carry out.
 
-A handler notes what has happened in the state. Then each of the :data:`DECISIONS` looks at the
-whole state, in a fixed order. Since every decision is made from the state and none from the event,
-nothing is forgotten when two things happen at the same time.
+A handler records the event in the state. Then each of the :data:`DECISIONS` looks at the whole
+state, in a fixed order. Decisions depend on the state alone, never on the event, so nothing is lost
+if two things happen at the same time.
 
-:mod:`aprilsched.kernel.core.invariants` says what holds after every event: every launched rollout
-is delivered once, or in flight, or in the ledger; groups leave as a whole; ids, log-probabilities
-and versions of a rollout have one length; nothing is open on an engine that is not in use.
+:mod:`aprilsched.kernel.core.invariants` checks the state after every event: every launched rollout
+is delivered once, in flight, or in the ledger; groups leave as a whole; ids, log-probabilities and
+versions of a rollout have one length; an engine out of use has no open attempt.
 """
 
 from __future__ import annotations
@@ -66,8 +66,10 @@ def _of(
     find: Callable[[SchedulerState, Any], T | None],
     handle: Callable[[SchedulerState, T, Any], None],
 ) -> Callable[[SchedulerState, Any], None]:
-    """A handler for events about what `find` finds. News of what has left in the meantime, such as
-    a dropped group, comes too late and says nothing."""
+    """Return a handler that ignores events about a subject which `find` no longer finds.
+
+    A late event about a dropped group is an example.
+    """
 
     def handle_if_there(state: SchedulerState, event: Any) -> None:
         subject = find(state, event)
@@ -133,30 +135,30 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
 }
 
 DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
-    # Why the order matters at all: decisions are made only when an event comes, and after the last
-    # answer of a fleet no other event may come. So what one decision makes possible must be seen
-    # by a later one in the same event, or the run would stand still.
+    # The order matters because decisions run only on an event, and the last answer of a fleet may
+    # be the last event. So a later decision must see what an earlier one makes possible in the same
+    # event; otherwise the run would idle forever.
     #
     # First of all, because an update and a sleep wait for running evaluations: an evaluation that
-    # ends now must not hold them up any longer.
+    # ends now must no longer block them.
     batch.deliver_evaluations,
-    # Before the next four, because an update that ends now lets evaluations begin, a sleep end and
+    # Before the next four, because an update that ends now lets evaluations start, a sleep end and
     # a batch be offered, and after an adapter update no answer of an engine follows.
     refit.advance,
-    # After the update has taken its step, so that an evaluation is generated wholly before an
-    # update or wholly after it.
+    # After the step of the update, so that an evaluation is generated entirely before an update or
+    # entirely after it.
     launch.begin_evaluations,
     # After the update, because engines wake only when the update that brings their weights has
     # ended. Before `steering.steer`, because the goal of the engines follows from the phase of the
     # sleep.
     sleep.advance_sleep,
-    # Before `launch.launch`, because an offer ends the batch in work: how many groups are launched
-    # depends on the next batch from then on.
+    # Before `launch.launch`, because an offer ends the batch in work, and the number of groups to
+    # launch then depends on the next batch.
     batch.offer,
-    # After the update has taken its step and an offer was made, because the trainer does not train
-    # while it waits for them. Before `replan.plan`, which gives the times away.
+    # After the step of the update and the offer, because the trainer does not train while it waits
+    # for them. Before `replan.plan`, which passes the times on.
     replan.measure,
-    # Anywhere: it only asks the shell for a schedule, and the answer is an event.
+    # Anywhere: it only requests a schedule from the shell, and the answer is an event.
     replan.plan,
     # Before `stragglers.choose_groups`, which chooses among the open groups, new ones included.
     launch.launch,
@@ -164,47 +166,45 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # training rollouts run and `stragglers.defer_stragglers` when they stop, so the order of
     # these two does not matter.
     stragglers.choose_groups,
-    # Before `placement.place`, which sends what came back to the engine that was chosen for it.
+    # Before `placement.place`, which sends each moved request to its new engine.
     migration.migrate,
-    # Before `steering.steer`, which pauses no engine while a straggler is being called back: a
-    # request that is aborted after a retract comes back without the tokens that were not streamed
-    # yet (hazard 1).
+    # Before `steering.steer`, which pauses no engine while a straggler is being aborted: a request
+    # aborted after a retract returns without the tokens that are not streamed yet (hazard 1).
     stragglers.defer_stragglers,
-    # Before `steering.steer`, so that requests inside a paused engine are called back before it
-    # goes on. After `stragglers.defer_stragglers` or before it: what was called back once is not
-    # called back again.
+    # Before `steering.steer`, so that requests inside a paused engine are aborted before it
+    # continues. Before or after `stragglers.defer_stragglers`, because no request is aborted twice.
     steering.interrupt,
-    # After `launch.launch`, because an engine is freed where requests of the newest version wait
-    # for one. Before `refit.catch_up`, which refits the engines that are free.
+    # After `launch.launch`, because an engine is freed if requests of the newest version wait for
+    # one. Before `refit.catch_up`, which refits the free engines.
     rolling.roll,
-    # Before `engines.attend`, which would ask the trainer for a new version otherwise, although an
-    # engine on standby can have the present one; and before `steering.steer`, which gives the
+    # Before `outage.attend`, which would otherwise ask the trainer for a new version although an
+    # engine on standby can load the current one; and before `steering.steer`, which gives the
     # engine its first control call.
     refit.catch_up,
-    # Anywhere after `refit.catch_up`: while no engine is in use every tick is followed by all
-    # decisions, so what is abandoned here is seen a second later at the latest.
+    # Anywhere after `refit.catch_up`: while no engine is in use every tick runs all decisions, so
+    # they see an evaluation abandoned here at most a second later.
     outage.attend,
-    # Before `refit.refit`, because memory that a refit needs is taken back first. Whether it comes
-    # before or after `placement.place` does not matter: both follow the same goal, and requests
-    # are sent only while the goal is to run (hazard 4).
+    # Before `refit.refit`, because memory that a refit needs is reclaimed first. The order with
+    # respect to `placement.place` does not matter: both follow the same goal, and requests are sent
+    # only while the goal is to run (hazard 4).
     steering.steer,
-    # After `steering.steer` has paused and flushed what has to be; nothing later depends on it.
+    # After `steering.steer`, which pauses and flushes the engines; nothing later depends on it.
     refit.refit,
-    # Anywhere: an adapter that is unloaded here is one that nothing is sent with any more.
+    # Anywhere: an adapter is unloaded only when no request is sent with it any longer.
     refit.retire,
-    # Last, because it sends what all the others have left to be sent.
+    # Last, because it sends the requests that the other decisions leave waiting.
     placement.place,
 )
 
 
 class Scheduler:
-    """Decides everything about rollouts, and carries nothing out itself."""
+    """Makes every decision about rollouts, and executes none itself."""
 
     def __init__(self, config: SchedulerConfig, caller: Caller | None = None) -> None:
         self.state = SchedulerState(config, caller)
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
-        """Note `event`, which happened at `now` (seconds, any origin), and decide what to do.
+        """Handle `event` at time `now` (seconds, any origin) and return the commands.
 
         Raises:
             InvariantViolation: if the event is impossible in this state.
@@ -220,28 +220,28 @@ class Scheduler:
 
     @property
     def facts(self) -> list[facts.Fact]:
-        """What the last event has made true, in order, for listeners."""
+        """The facts of the last event, in order, for listeners."""
         return self.state.facts
 
     def restore(self, saved: Saved) -> None:
-        """Go on where the saved scheduler was. To be called before the first event.
+        """Continue from a saved scheduler. It must be called before the first event.
 
         Raises:
-            ConfigError: if the saved run cannot go on under the settings of this scheduler.
+            ConfigError: if the saved run cannot continue under the settings of this scheduler.
         """
         restore(self.state, saved)
 
     def check_invariants(self) -> None:
-        """Raise InvariantViolation if something does not hold that must hold after every event."""
+        """Raise InvariantViolation if an invariant of the state does not hold."""
         check(self.state)
 
 
 def _decides(state: SchedulerState, event: ev.Event) -> bool:
-    """Whether the event can change a decision; most events of a run cannot."""
+    """Return whether the event can change a decision; most events of a run cannot."""
     kind = event.__class__
     if kind is ev.Progress:
-        # A label that costs an engine its place gives a command, and so does one that starts an
-        # update. A run has sixteen such events for each rollout.
+        # A label that removes an engine from use emits a command, and so does one that starts an
+        # update. A run has sixteen Progress events per rollout, so the others are skipped.
         update = state.weights.update
         asks = (
             update is not None
@@ -253,7 +253,7 @@ def _decides(state: SchedulerState, event: ev.Event) -> bool:
         return bool(state.facts)
     if kind is ev.LoadSeen:
         return bool(state.fleet.crowded)
-    # A tick matters where it has shown an engine to be lost, during an outage, and where it may end
-    # the pause of a busy engine.
+    # A tick matters if it shows that an engine is lost, during an outage, and if it may end the
+    # backoff of a busy engine.
     fleet = state.fleet
     return kind is not ev.Tick or bool(state.commands or fleet.admissions or fleet.outage)

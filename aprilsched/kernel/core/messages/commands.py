@@ -1,7 +1,7 @@
-"""Commands: what the shell is to do. It reports back with events.
+"""Commands: instructions to the shell, which reports back with events.
 
-Some facts are commands too (:class:`~aprilsched.kernel.core.messages.facts.Order`): the shell acts
-on what has become true, and needs to know no more than the listeners do.
+Some facts are commands too (:class:`~aprilsched.kernel.core.messages.facts.Order`), if the shell
+acts on the fact and needs no more data than the listeners.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from aprilsched.types import (
 
 
 class Command(Struct, frozen=True, kw_only=True):
-    """Something that the shell is to do."""
+    """An instruction to the shell."""
 
 
 # --- requests --------------------------------------------------------------------------------
@@ -42,10 +42,10 @@ class Send(Command, frozen=True, eq=False, gc=False):
         adapter: the version of the LoRA adapter to sample with; None for the model itself.
         cache_key: cached KV is shared only among requests of this run with the same value; None
             shares with all.
-        companions: what the engine is to return beside the tokens, with the first position of the
-            context whose row is missing.
-        media: those of the prompt; their placeholders in `input_ids` are not expanded.
-        rank: what has a lower one should run first inside the engine.
+        companions: data that the engine should return in addition to the tokens, each with the
+            first position of the context whose row is missing.
+        media: the media of the context; their placeholders in `input_ids` are not expanded.
+        rank: priority inside the engine; requests with a lower rank should run first.
     """
 
     engine: str
@@ -63,7 +63,7 @@ class Send(Command, frozen=True, eq=False, gc=False):
 
 
 class Abort(Command, frozen=True, gc=False):
-    """End an attempt early. It comes back as Interrupted, or as Finished if it ended first."""
+    """Abort an attempt. The answer is Interrupted, or Finished if the attempt ended first."""
 
     engine: str
     request_id: int
@@ -76,8 +76,8 @@ class Abort(Command, frozen=True, gc=False):
 class Pause(Command, frozen=True):
     """Pause the engine. The answer is Paused.
 
-    With "retract" the engine takes its requests out of the batch and recomputes them later; with
-    "in_place" it stops them where they are, with their KV.
+    With "retract" the engine removes its requests from the batch and recomputes them later; with
+    "in_place" it stops them as they are, with their KV.
     """
 
     engine: str
@@ -91,12 +91,11 @@ class Flush(Command, frozen=True):
 
 
 class Verify(Command, frozen=True):
-    """Ask the engine which version it has. The answer is Verified.
+    """Query the engine's version. The answer is Verified.
 
-    The engine has been without requests for a while, or a connection to it broke. It may have been
-    restarted with other weights since then, so nothing is sent to it before the answer. With
-    `generates` it must also generate a few tokens, because it has failed requests that may be at
-    fault themselves.
+    An engine that was idle for a while, or whose connection broke, may have restarted with other
+    weights, so it gets no requests before the answer. With `generates` it must also generate a few
+    tokens, because it has failed requests that may be at fault themselves.
     """
 
     engine: str
@@ -104,15 +103,14 @@ class Verify(Command, frozen=True):
 
 
 class Release(Command, frozen=True):
-    """Release the memory of `tags`, which goes to the trainer. The engine is paused. The answer is
-    Released."""
+    """Release the memory of `tags` of a paused engine for the trainer. The answer is Released."""
 
     engine: str
     tags: tuple[str, ...]
 
 
 class Wake(Command, frozen=True):
-    """Take the memory of `tags` back. The answer is Woken."""
+    """Reclaim the memory of `tags`. The answer is Woken."""
 
     engine: str
     tags: tuple[str, ...]
@@ -128,14 +126,16 @@ class Continue(Command, frozen=True):
 
 
 def context_mark(input_ids: Int32Array) -> tuple[int, int]:
-    """What a context, int32 [n], is known by within one process."""
+    """Return a fingerprint of a context, int32 [n], that is valid within one process."""
     return len(input_ids), hash(input_ids.tobytes())
 
 
 class StartEpisode(Command, frozen=True, eq=False):
-    """Start the coroutine of an episode. `known` has the marks of the contexts of its turns that
-    are known from before the run was resumed, and `begun` that of the one of which only the first
-    tokens may be known."""
+    """Start the coroutine of an episode.
+
+    In a resumed run `known` contains the marks (:func:`context_mark`) of the contexts of turns that
+    are already known, and `begun` the mark of a turn of which only the first tokens may be known.
+    """
 
     rollout_id: int
     index: int
@@ -146,7 +146,7 @@ class StartEpisode(Command, frozen=True, eq=False):
 
 
 class ResolveTurn(Command, frozen=True, eq=False):
-    """Give an episode the answer to its turn.
+    """Return the answer of a turn to its episode.
 
     Attributes:
         token_ids: int32 [n].
@@ -154,7 +154,7 @@ class ResolveTurn(Command, frozen=True, eq=False):
         versions: int32 [n].
         withdrawn: the episode withdrew the turn, and these are the tokens generated until then.
         companions: the rows of the whole context up to the turn's last token, by name.
-        refused: why the engines refuse the request, which then has no tokens; empty if they do not.
+        refused: why the engines refuse the request, which then has no tokens; empty if accepted.
     """
 
     rollout_id: int
@@ -168,20 +168,20 @@ class ResolveTurn(Command, frozen=True, eq=False):
 
 
 class ScoreRollout(Command, frozen=True, eq=False):
-    """Ask the reward function about one rollout. The answer is Rewarded or RewardFailed."""
+    """Score one rollout with the reward function. The answer is Rewarded or RewardFailed."""
 
     rollout: Rollout
     prompt: Prompt
 
 
 class ScoreGroup(Command, frozen=True, eq=False):
-    """Ask the reward function about a whole group. The answer is GroupRewarded or RewardFailed."""
+    """Score a group with the reward function. The answer is GroupRewarded or RewardFailed."""
 
     group: Group
 
 
 class Filter(Command, frozen=True, eq=False):
-    """Ask the user's accept function about a scored group.
+    """Filter a scored group with the user's accept function.
 
     The answer is Filtered or RewardFailed.
     """
@@ -190,7 +190,7 @@ class Filter(Command, frozen=True, eq=False):
 
 
 class GiveUp(Command, frozen=True):
-    """Tell the caller that the run is given up, because too many groups failed in a row."""
+    """Report to the caller that the run is given up, because too many groups failed in a row."""
 
     error: RunGivenUp
 
@@ -199,39 +199,38 @@ class Plan(Command, frozen=True, eq=False):
     """Choose a schedule on this evidence. The answer is Planned.
 
     Attributes:
-        batch_groups: the number of groups that a batch is expected to take.
-        group_size: the number of rollouts of each prompt; None if prompts differ in that, as those
-            of the lengths do.
-        ended: lengths of the groups that have ended and were launched last.
-        open: lengths so far of the groups that are being generated.
-        prompt_tokens: the mean length of the prompts of the last responses.
-        spare_tokens: the mean number of tokens that these responses could have had beyond their
-            ends; None where the engines keep no room for what requests may generate.
+        batch_groups: the expected number of groups in a batch.
+        group_size: the number of rollouts of each prompt; None if it varies between prompts, as in
+            the lengths.
+        ended: lengths of the ended groups that were launched last.
+        open: lengths so far of the groups that still generate.
+        prompt_tokens: the mean prompt length of the latest responses.
+        spare_tokens: the mean number of tokens left to the limit when these responses ended; None
+            if the engines do not reserve room for a request's limit.
         engines: the number of engines in use.
-        kv_tokens: the tokens that all their KV pools hold; None if an engine does not report it.
+        kv_tokens: the total size of their KV pools in tokens; None if an engine does not report it.
         current: the schedule in force.
-        paces: the paces that a schedule may have, where the pace is chosen too; empty where it is
-            the configured one.
-        places: whether a schedule may name the placement too.
-        train_seconds: the mean time for which the trainer trains on a batch, over the last ones,
-            without its waits for batches, groups, updates and evaluations; None while it is
-            unknown.
+        paces: the paces that a schedule may have, if the pace is chosen too; empty if it is the
+            configured one.
+        places: whether a schedule may choose the placement too.
+        train_seconds: the trainer's mean training time per batch, over the latest batches, without
+            its waits for batches, groups, updates and evaluations; None while unknown.
         train_spread: the standard deviation of these times, in seconds.
-        train_early: the share of that time for which the trainer trains before it has the last
-            group of the batch, 0 to 1; 0 where it takes whole batches.
-        refit_seconds: the mean time from the moment in which the engines are ready for new weights
-            until all have them, over the last updates, and until one has them with rolling refits;
-            None while it is unknown.
-        most_tokens: the most tokens that any response so far may have; None if that is not known.
+        train_early: the share of that time before the trainer has the last group of the batch, 0
+            to 1; 0 if it takes whole batches.
+        refit_seconds: the mean time from engines ready for new weights until all have them, over
+            the latest updates; with rolling refits, until one engine has them. None while unknown.
+        most_tokens: the largest number of tokens that any response so far may have; None if
+            unknown.
         remembered: the share of the variance common to a prompt's log lengths that earlier epochs
-            are expected to explain, as a mean over the groups in flight; 0 where they say nothing.
-        reward_seconds: times from the end of a group's last response until the group is accepted
-            or refused, in seconds: the means of equal parts of those of the last groups, in
-            ascending order; empty where all are 0.
-        accepted: a number of tokens of a group, the share of the groups with at most so many that
-            is accepted, and the share of the longer ones; 0, 1 and 1 where all are.
+            are expected to explain, as a mean over the groups in flight; 0 without earlier epochs.
+        reward_seconds: times in seconds from a group's last response until the group is accepted
+            or rejected: means of equal parts of the latest groups, in ascending order; empty if all
+            are 0.
+        accepted: a number of tokens, the acceptance rate of groups with at most that number, and
+            the rate of longer groups; 0, 1 and 1 if all groups are accepted.
         gaps: the mean number of gaps between the turns of a response.
-        gap_seconds: the times of such gaps, as `reward_seconds`; empty where there are none.
+        gap_seconds: the times of such gaps, in the form of `reward_seconds`; empty without gaps.
         end_seconds: the times from the last turn of a response until its episode returns, likewise.
     """
 
@@ -263,16 +262,17 @@ class Plan(Command, frozen=True, eq=False):
 
 
 class Offer(Command, frozen=True, eq=False):
-    """Save the batch, then let the trainer take it. The answer is BatchTaken. No other batch is
-    offered before that, unless this one is withdrawn. A part of a batch that is not ``complete``
-    need not be saved."""
+    """Save the batch, then let the trainer take it. The answer is BatchTaken.
+
+    No other batch is offered before the answer, unless this one is withdrawn. A part of a batch
+    that is not ``complete`` need not be saved.
+    """
 
     offered: Batch
 
 
 class WithdrawOffer(Command, frozen=True):
-    """Take the offer back: the trainer must not take the batch any more, because a new version
-    comes."""
+    """Withdraw the offer, so that the trainer cannot take the batch before a new version."""
 
     index: int
 
@@ -282,17 +282,17 @@ class Deliver(Command, frozen=True, eq=False):
 
     batch: Batch
     unsaved: bool = False
-    """It was taken group by group and has ended early, so no offer of it as a whole was saved."""
+    """Whether the batch was taken group by group and ended early, so no whole offer was saved."""
 
 
 class EndOfPrompts(Command, frozen=True):
-    """Tell the trainer that the prompts have ended, and how the run has gone."""
+    """Report to the trainer that the prompts have ended, with the outcome of the run."""
 
     error: RunEnded
 
 
 class DeliverEvaluation(Command, frozen=True, eq=False):
-    """Give the caller the answers to its evaluation."""
+    """Return the responses of an evaluation to the caller."""
 
     evaluation_id: int
     batch: Batch

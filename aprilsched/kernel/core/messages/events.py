@@ -1,4 +1,4 @@
-"""Events: what has happened. The shell makes one of every answer, error and call of the trainer."""
+"""Events: the inputs of the core. The shell turns every answer, error and trainer call into one."""
 
 from __future__ import annotations
 
@@ -29,27 +29,28 @@ ControlCall: TypeAlias = Literal["pause", "flush", "refit", "release", "wake", "
 
 
 class Event(Struct, frozen=True, kw_only=True):
-    """Something that has happened.
+    """An input of the core.
 
-    Events, commands and facts are msgspec structs, which are made in a quarter of a frozen
-    dataclass's time.
+    Events, commands and facts are msgspec structs, because the construction of one takes a quarter
+    of the time of a frozen dataclass.
     """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
-    """What the core knows of an engine when it joins, running and, where a refit flushes its
-    cache, flushed.
+    """The properties of an engine when it joins.
+
+    It must be running and, if a refit flushes its cache, flushed.
 
     Attributes:
         version: the version of its weights; None if they are inconsistent.
         holds_stragglers: it can release memory while requests wait in a pause.
-        keeps_weights: weights that it released come back as they were.
-        kv_tokens: the size of its KV pool, in tokens; None if it does not report it.
+        keeps_weights: released weights are unchanged when it wakes.
+        kv_tokens: the size of its KV pool in tokens; None if it does not report it.
         reserves: a request waits until there is room for all that it may still generate.
-        max_running: the number of requests that it runs at the same time; None if it does not
-            report it.
-        stores_kv: cached KV may survive its flush.
+        max_running: the largest number of requests that it runs at once; None if it does not report
+            it.
+        stores_kv: cached KV may survive a flush.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Opened(Event, frozen=True):
 
 
 class BatchRequested(Event, frozen=True):
-    """The trainer wants its next batch, or goes on with one that it takes group by group."""
+    """The trainer requests its next batch, or the rest of one that it takes group by group."""
 
     streamed: bool = False
     """The trainer takes the groups of the batch one by one, as soon as they are accepted."""
@@ -90,8 +91,8 @@ class BatchWithdrawn(Event, frozen=True):
 
 
 class BatchTaken(Event, frozen=True):
-    """The trainer has taken the batch that was offered. It is delivered from now on. A part of a
-    streamed batch that is not the last one is only noted."""
+    """The trainer has taken the offered batch, which is now delivered. A part of a streamed batch
+    that is not the last one is only recorded."""
 
     index: int
 
@@ -103,11 +104,12 @@ class BatchesAcknowledged(Event, frozen=True):
 
 
 class TrainerReturned(Event, frozen=True):
-    """A trainer that had lost its connection to the scheduler has it again, or another trainer has
-    taken its place. Of the batches that are not acknowledged it has these, and the others are
-    delivered to it again. Without a store there are none of which the scheduler knows.
+    """The trainer has reconnected, or another trainer has replaced it.
 
-    Of a batch that it takes group by group it has the groups `groups`, and gets the others."""
+    It has `batches` of the unacknowledged batches, and the others are delivered to it again.
+    Without a store the scheduler knows of none. If it takes a batch group by group, it has the
+    groups `groups` and gets the others.
+    """
 
     batches: tuple[int, ...]
     groups: tuple[int, ...] = ()
@@ -126,12 +128,12 @@ class LogprobDifferences(Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class LogprobComparison(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """The trainer's log-probabilities of a batch, computed with the weights of `version`, against
-    those of the engines. `by_engine` and `by_position` are of the tokens of staleness 0, `by_age`
-    of all. Entry i of `by_position` is of the positions 2**i to 2**(i + 1) - 1 in the response,
-    counted from 1. The last entry of `by_age` is of all older tokens. Tokens are `skipped` where
-    their version is not certain or they attend to keys of older weights, and `not_finite` where a
-    log-probability is NaN or infinite. `bound` is a magnitude in nats, see
+    """Comparison of the trainer's log-probabilities of a batch, computed with the weights of
+    `version`, with the engines'. `by_engine` and `by_position` cover the tokens of staleness 0,
+    `by_age` all tokens. Entry i of `by_position` covers the positions 2**i to 2**(i + 1) - 1 in the
+    response, counted from 1. The last entry of `by_age` covers all older tokens. Tokens are
+    `skipped` if their version is uncertain or they attend to keys of older weights, and
+    `not_finite` if a log-probability is NaN or infinite. `bound` is a magnitude in nats, see
     :class:`LogprobDifferences`."""
 
     batch: int
@@ -151,8 +153,8 @@ class LogprobsReported(Event, frozen=True):
 
 
 class EvaluationRequested(Event, frozen=True):
-    """The trainer wants the responses to these prompts. They are generated to their end, and are
-    neither over-provisioned nor carried."""
+    """The trainer requests responses to these prompts. All are finished, and none is
+    over-provisioned or carried."""
 
     evaluation_id: int
     prompts: tuple[Prompt, ...]
@@ -160,7 +162,7 @@ class EvaluationRequested(Event, frozen=True):
 
 
 class EvaluationWithdrawn(Event, frozen=True):
-    """Nobody waits for the evaluation any more, because the call was cancelled."""
+    """The trainer no longer waits for the evaluation, because its call was cancelled."""
 
     evaluation_id: int
 
@@ -170,12 +172,12 @@ class UpdateRequested(Event, frozen=True):
 
     Attributes:
         adapter: the version is an adapter, which is loaded while the engines run.
-        external: somebody else has brought the version into the engines already. They are only
-            asked for it, and are not paused.
-        labelled: with `external`, the engines named the version from its first token on. Otherwise
-            nobody can tell which version sampled the tokens in flight.
-        republishable: as long as it is the fleet's version, it can be published again to an engine
-            that comes back.
+        external: another process has already loaded the version into the engines. They are only
+            queried for it, and not paused.
+        labelled: with `external`, engines reported the version from its first token on. Otherwise
+            it is unknown which version sampled the tokens in flight.
+        republishable: while it is the fleet's version, it can be published again to an engine that
+            rejoins.
         acknowledges: batches that the trainer has learned from. After the update they need not be
             delivered again.
     """
@@ -201,33 +203,32 @@ class UpdateWithdrawn(Event, frozen=True):
 
 
 class SleepRequested(Event, frozen=True):
-    """The trainer wants the engines' memory of these `tags`."""
+    """The trainer requests the engines' memory of these `tags`."""
 
     tags: tuple[str, ...]
 
 
 class WakeRequested(Event, frozen=True):
-    """The trainer gives the engines' memory back."""
+    """The trainer returns the engines' memory."""
 
 
 class HoldChanged(Event, frozen=True):
-    """The trainer wants the engines to be paused (`held`), with requests waiting inside them, or to
-    generate again. Updates are carried out meanwhile. Saying it twice changes nothing."""
+    """The trainer wants the engines paused (`held`), with requests waiting inside them, or running
+    again. Updates are still carried out while held. A repeated event changes nothing."""
 
     held: bool
 
 
 class GroupWithdrawn(Event, frozen=True):
-    """Nobody wants the group any more. It is ignored if the group has left flight, or is offered in
-    a batch already."""
+    """The group is no longer needed. Ignored if the group has left flight or is in an offered
+    batch."""
 
     group_id: int
     cause: str
 
 
 class Planned(Event, frozen=True):
-    """The answer to Plan. With None the schedule in force stays; `cause` says what went wrong, if
-    something did."""
+    """The answer to Plan. With None the schedule in force stays; `cause` is the error, if any."""
 
     schedule: Schedule | None
     cause: str = ""
@@ -254,8 +255,8 @@ class Progress(Event, frozen=True, eq=False, gc=False):
         label: the version that the engine reported with them; None if it reported none, or if the
             spans at the attempt's end report the version of each token.
         rows: the rows of these tokens, for each companion of tokens.
-        prompt_tokens: what the context that was sent became with its media expanded, in tokens;
-            None without media.
+        prompt_tokens: the length of the attempt's context with its media expanded, in tokens; None
+            without media.
     """
 
     request_id: int
@@ -268,9 +269,14 @@ class Progress(Event, frozen=True, eq=False, gc=False):
 
 
 class Finished(Event, frozen=True, gc=False):
-    """An attempt ran to its end. `spans` has the versions of the attempt's own output, as reported
-    by the engine, `rows` the new rows of each companion of the context, and `answer` what else of
-    the engine's answer is kept."""
+    """An attempt has finished.
+
+    Attributes:
+        spans: the versions of the attempt's output, as the engine reports them; None if it does
+            not.
+        rows: the new rows of each companion of the context.
+        answer: other fields of the engine's answer that are kept.
+    """
 
     request_id: int
     attempt: int
@@ -281,9 +287,11 @@ class Finished(Event, frozen=True, gc=False):
 
 
 class Interrupted(Event, frozen=True, gc=False):
-    """An attempt came back before its end: it was aborted, or never sent. Its tokens are known.
-    `spans`, `rows` and `answer` are as in :class:`Finished`. `busy` is what the engine said if it
-    has no room for the request now, and `retry_after_s` how many seconds it asks to wait."""
+    """An attempt ended early: it was aborted, or never sent. Its tokens are known.
+
+    `spans`, `rows` and `answer` are as in :class:`Finished`. `busy` is the engine's message if it
+    has no room for the request now, and `retry_after_s` its Retry-After in seconds.
+    """
 
     request_id: int
     attempt: int
@@ -295,9 +303,14 @@ class Interrupted(Event, frozen=True, gc=False):
 
 
 class Failed(Event, frozen=True):
-    """An attempt failed. `final`: the engine refused the request itself, so that repeating it there
-    cannot help. `unsent`: nothing of the attempt has reached the engine. `answered`: the engine
-    said that it failed (HTTP 500 and above), which the request may have caused."""
+    """An attempt failed.
+
+    Attributes:
+        final: the engine refused the request itself, so a retry there cannot help.
+        unsent: no part of the attempt has reached the engine.
+        answered: the engine answered with an error of its own (HTTP 500 and above), which the
+            request may have caused.
+    """
 
     request_id: int
     attempt: int
@@ -311,9 +324,14 @@ class Failed(Event, frozen=True):
 
 
 class TurnRequested(Event, frozen=True, eq=False):
-    """An episode asks for a turn. `input_ids`, int32 [n], is the whole context, and `media` all
-    that it shows; None for those of the prompt. It continues the turn before, unless `branch` says
-    that it may continue any branch of the rollout, or begin one."""
+    """An episode requests a turn.
+
+    Attributes:
+        input_ids: the whole context, int32 [n].
+        media: all media of the context; None for those of the prompt.
+        branch: the turn may continue any branch of the rollout, or start a new one. Otherwise it
+            continues the previous turn.
+    """
 
     rollout_id: int
     input_ids: Int32Array
@@ -323,8 +341,8 @@ class TurnRequested(Event, frozen=True, eq=False):
 
 
 class TurnWithdrawn(Event, frozen=True):
-    """An episode withdrew its turn. The answer is ResolveTurn with the tokens generated until then,
-    once the request is back. Until then the episode asks for nothing else."""
+    """An episode withdrew its turn. Once the request has ended, the answer is ResolveTurn with the
+    tokens generated so far. The episode requests nothing else before the answer."""
 
     rollout_id: int
 
@@ -336,9 +354,14 @@ class TurnKept(Event, frozen=True):
 
 
 class EpisodeFinished(Event, frozen=True):
-    """An episode returned, with its score if it gave one. `branches` says which of several are
-    kept, and `keeps_known` whether turns that are known from before a restart are kept if it has
-    not asked for them again."""
+    """An episode returned.
+
+    Attributes:
+        score: its score; None if it returned none.
+        branches: which of several branches are kept.
+        keeps_known: turns known from before a restart are kept even if the episode has not
+            requested them again.
+    """
 
     rollout_id: int
     score: Score | None = None
@@ -347,7 +370,7 @@ class EpisodeFinished(Event, frozen=True):
 
 
 class EpisodeFailed(Event, frozen=True):
-    """An episode raised. `lost`: it said that the rollout is lost (MemberLost)."""
+    """An episode raised. `lost`: it raised MemberLost."""
 
     rollout_id: int
     cause: str
@@ -369,8 +392,8 @@ class GroupRewarded(Event, frozen=True):
 
 
 class RewardFailed(Event, frozen=True):
-    """The reward or the accept function raised for this group. `lost` is the rollout that the
-    reward function said is lost (MemberLost), if it did."""
+    """The reward or the accept function raised for this group. `lost` is the rollout named by
+    MemberLost, if the reward function raised that."""
 
     group_id: int
     cause: str
@@ -378,14 +401,14 @@ class RewardFailed(Event, frozen=True):
 
 
 class EpisodeWaits(Event, frozen=True):
-    """What an episode waits for from now on, until it asks for a turn."""
+    """An episode starts to wait for `what`, until it requests a turn."""
 
     rollout_id: int
     what: EpisodeWait
 
 
 class TeardownFailed(Event, frozen=True):
-    """What an episode had registered for its end raised, or did not end in time."""
+    """A teardown function of an episode raised or timed out."""
 
     rollout_id: int
     cause: str
@@ -439,11 +462,11 @@ class Verified(Event, frozen=True):
 
 
 class LoadSeen(Event, frozen=True):
-    """What an engine reports of its KV pool once a second, where requests move from full pools. No
+    """An engine's report about its KV pool, once a second if requests move from full pools. No
     listener sees this event.
 
     Attributes:
-        used: number of tokens in the pool, those of other clients included.
+        used: number of tokens in the pool, including other clients' tokens.
         queued: number of requests that wait for room.
     """
 
@@ -453,12 +476,12 @@ class LoadSeen(Event, frozen=True):
 
 
 class VersionSeen(Event, frozen=True):
-    """What a watched engine reports once a second, where somebody else moves the weights. No
-    listener sees this event.
+    """A watched engine's report, once a second, if another process loads the weights. No listener
+    sees this event.
 
     Attributes:
         version: None if its weights are inconsistent.
-        paused: whether it is paused, by whomever; None if it was not asked, or cannot tell.
+        paused: whether it is paused, by any client; None if not queried, or if it cannot report it.
     """
 
     engine: str
@@ -501,7 +524,7 @@ class EngineJoined(Event, frozen=True):
 
 
 class EngineLost(Event, frozen=True):
-    """An engine is gone: it is unreachable, crashed, or was taken out of the fleet."""
+    """An engine is gone: it is unreachable, has crashed, or was removed from the fleet."""
 
     engine: str
     cause: str

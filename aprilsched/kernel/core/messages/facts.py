@@ -1,15 +1,14 @@
-"""Facts: what has become true in a run, for everything that watches, counts or records a run.
+"""Facts: the state changes of a run, for everything that watches, counts or records it.
 
-Events and commands are the protocol between the core and the shell that drives it. Facts are their
-outcome: an attempt was sent, tokens were received, a rollout was finished, an engine changed its
-mode. A fact on which the shell acts is a command too
-(:class:`Order`). The core emits facts with its commands, in the
-order in which they come true, so that no listener has to work out again what the core knew.
+Events and commands are the protocol between the core and the shell that drives it. Facts are the
+outcome: an attempt was sent, tokens were received, a rollout finished, an engine changed its mode.
+A fact on which the shell acts is a command too (:class:`Order`). The core emits facts with its
+commands, in the order in which they become true, so no listener has to derive them again.
 
-A fact has counts and names only. Tokens, log-probabilities and prompt keys are added where a
-listener asks for them (:attr:`~aprilsched.kernel.core.state.state.SchedulerState.tells_tokens`).
-What the core ignores (an answer to an attempt that is closed, a reward for a group that was
-dropped) is no fact. A fact has no time of its own: listeners get it with the time of its event.
+A fact contains counts and names only. Tokens, log-probabilities and prompt keys are added if a
+listener requires them (:attr:`~aprilsched.kernel.core.state.state.SchedulerState.tells_tokens`).
+Input that the core ignores (an answer to a closed attempt, a reward for a dropped group) produces
+no fact. A fact has no timestamp: listeners get it with the time of its event.
 
 The names of the facts and of their fields are the format of events.jsonl.
 """
@@ -28,17 +27,17 @@ from aprilsched.kernel.core.policies.schedule import Forecast, Pace
 from aprilsched.types import NO_VERSION, Batch, EpisodeWait, FinishReason, Rollout
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "busy", "failed", "engine_lost"]
-"""How an attempt ended: it ran to its end, it came back before that (aborted or never sent), it
-failed, or its engine went out of use."""
+"""How an attempt ended: it finished, it ended early (aborted or never sent), its engine was busy,
+it failed, or its engine was lost."""
 
 
 class Fact(
     Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False, tag_field="fact", tag=True
 ):
-    """Something that has become true.
+    """A state change of the run.
 
-    Facts are msgspec structs because a run has a million of them: a struct is made in a third of
-    the time that a frozen dataclass takes, and is encoded directly.
+    Facts are msgspec structs because a run has a million of them: the construction of one takes a
+    third of the time of a frozen dataclass, and it is encoded directly.
     """
 
 
@@ -50,8 +49,8 @@ class Order(Fact, Command, frozen=True):
 
 
 class RunOpened(Fact, frozen=True):
-    """The fleet is up. In a `resumed` run everything that was in flight is gone, except the groups
-    that are launched as restored next. `version` is the run's policy version."""
+    """The fleet is up, and `version` is the run's policy version. In a `resumed` run everything in
+    flight is gone, except the restored groups that are launched next."""
 
     engines: tuple[EngineInfo, ...]
     version: int
@@ -118,10 +117,10 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
 
 class BatchDelivered(Fact, frozen=True):
-    """The trainer has taken the batch. `again`: it was delivered before the run was resumed,
-    too. `distance`: Kolmogorov's distance of its lengths from the law that all lengths are drawn
-    from, as it was known then; `iid_distance`: the one expected of as many groups drawn at random.
-    None if unknown."""
+    """The trainer has taken the batch. `again`: it was also delivered before the run was resumed.
+    `distance`: the Kolmogorov distance of its lengths from the law of all lengths, as estimated at
+    the time. `iid_distance`: the distance expected of the same number of groups drawn at random.
+    Both are None if unknown."""
 
     batch: int
     version: int
@@ -138,7 +137,7 @@ class BatchesAcknowledged(Fact, frozen=True):
 
 
 class LogprobsCompared(Fact, frozen=True):
-    """The trainer's log-probabilities of a batch were compared with those of the engines."""
+    """The trainer's log-probabilities of a batch were compared with the engines'."""
 
     comparison: LogprobComparison
 
@@ -148,20 +147,20 @@ class PromptsEnded(Fact, frozen=True):
 
 
 class PromptsRequested(Order, frozen=True):
-    """The source is asked for `count` prompts. The answer is PromptsArrived."""
+    """The source must supply `count` prompts. The answer is PromptsArrived."""
 
     count: int
 
 
 class PromptsReceived(Fact, frozen=True):
     """`prompts` prompts arrived from the source. `last`: the source has ended. `partial`: the rest
-    of what was asked for follows later."""
+    of the requested prompts follows later."""
 
     prompts: int
     last: bool = False
     partial: bool = False
     asked: list[dict[str, Any]] | None = None
-    """Key and token ids of each prompt, where a listener asks for tokens."""
+    """Key and token ids of each prompt, if a listener requires tokens."""
 
 
 class EvaluationRequested(Fact, frozen=True):
@@ -173,7 +172,7 @@ class EvaluationRequested(Fact, frozen=True):
 
 
 class EvaluationWithdrawn(Fact, frozen=True):
-    """Nobody waits for the evaluation any more, or it is abandoned."""
+    """The trainer no longer waits for the evaluation, or it is abandoned."""
 
     evaluation_id: int
 
@@ -187,15 +186,15 @@ class EvaluationDelivered(Fact, frozen=True):
 
 
 class ScheduleChanged(Fact, frozen=True):
-    """A schedule is in force: automatic scheduling has chosen it, and it may be the one that was in
-    force, or a resumed run goes on with the one that it had.
+    """A schedule is now in force: automatic scheduling has chosen it, possibly again, or a resumed
+    run continues with its saved one.
 
     Attributes:
         schedule: the schedule and the reason of its choice, in words.
-        forecast: what is expected of its batches; None if that is not known.
+        forecast: the forecast for its batches; None if unknown.
         refill: the name of its refill rule.
-        kept: whether it is the schedule that was in force, with another forecast.
-        pace: its pace, where that is chosen during the run.
+        kept: whether it is the previous schedule with a new forecast.
+        pace: its pace, if that is chosen during the run.
     """
 
     schedule: str
@@ -206,11 +205,11 @@ class ScheduleChanged(Fact, frozen=True):
 
 
 class ScheduleRefused(Fact, frozen=True):
-    """A schedule that was chosen cannot be put into force, so the present one stays.
+    """A chosen schedule cannot be used, so the current one stays in force.
 
     Attributes:
         schedule: the schedule and the reason of its choice, in words.
-        cause: what is wrong with it.
+        cause: why it cannot be used.
     """
 
     schedule: str
@@ -221,8 +220,8 @@ class ScheduleRefused(Fact, frozen=True):
 
 
 class RestoredLengths(Struct, frozen=True, kw_only=True, gc=False):
-    """For each member of a restored group: the tokens of its response, the number of them that were
-    sampled, and whether the response is generated to its end."""
+    """For each member of a restored group: the number of response tokens, the number of sampled
+    ones, and whether the response is finished."""
 
     tokens: tuple[int, ...]
     sampled: tuple[int, ...]
@@ -232,8 +231,8 @@ class RestoredLengths(Struct, frozen=True, kw_only=True, gc=False):
 class GroupLaunched(Fact, frozen=True):
     """The group is in flight; `rollout_ids` are its members in their order.
 
-    `restored` has the members' lengths where the group is in flight again after the run was
-    resumed. `again` is the group of the same prompt whose tokens were thrown away for staleness.
+    `restored` contains the members' lengths if the group was restored in a resumed run. `again` is
+    the previous group of the same prompt, whose tokens were discarded for staleness.
     """
 
     group_id: int
@@ -247,8 +246,8 @@ class GroupLaunched(Fact, frozen=True):
 
 
 class MemberLaunched(Fact, frozen=True):
-    """A rollout of the group is in flight in the place of a lost one, which has left the group and
-    was dropped."""
+    """A replacement is in flight for a lost member of the group, which has left the group and was
+    dropped."""
 
     group_id: int
     rollout_id: int
@@ -263,7 +262,7 @@ class EpisodeStarted(Fact, frozen=True):
 
 
 class TurnBegun(Fact, frozen=True):
-    """An episode asks for a turn. `environment` tokens were added to the response before it;
+    """An episode requests a turn. `environment` tokens were added to the response before it;
     `prompt_tokens` is the length of the first turn's context."""
 
     rollout_id: int
@@ -272,24 +271,24 @@ class TurnBegun(Fact, frozen=True):
 
 
 class EpisodeWaiting(Fact, frozen=True):
-    """An episode that has no turn says what it waits for: its tools, which is also so after each
-    turn, an agent that drives it, or its score."""
+    """An episode between turns reports what it waits for: its tools (the default after each turn),
+    an agent that drives it, or its score."""
 
     rollout_id: int
     what: EpisodeWait
 
 
 class TeardownFailed(Fact, frozen=True):
-    """What an episode had registered for its end raised, or did not end in time."""
+    """A teardown function of an episode raised or timed out."""
 
     rollout_id: int
     cause: str
 
 
 class TurnEnded(Fact, frozen=True):
-    """An episode has the answer to its turn. `withdrawn`: the episode withdrew the turn, and
-    `tokens` had been generated until then. `refused`: why the engines refuse the turn; the episode
-    goes on without it."""
+    """An episode has the answer to its turn. `withdrawn`: the episode withdrew the turn after
+    `tokens` tokens. `refused`: why the engines refuse the turn, without which the episode
+    continues."""
 
     rollout_id: int
     tokens: int
@@ -299,8 +298,8 @@ class TurnEnded(Fact, frozen=True):
 
 
 class TokensDiscarded(Fact, frozen=True):
-    """The last tokens of the response are discarded: `sampled` ones, which the ledger counts under
-    `reason`, and `environment` ones. The rollout goes on."""
+    """The last tokens of the response are discarded, and the rollout continues. `sampled` of them
+    are counted in the ledger under `reason`; `environment` of them come from the environment."""
 
     rollout_id: int
     sampled: int
@@ -309,24 +308,22 @@ class TokensDiscarded(Fact, frozen=True):
 
 
 class RolloutFinished(Fact, frozen=True):
-    """The response is generated to its end: the request of a single turn has ended, or the whole
-    episode."""
+    """The response is finished: the request of a single turn has ended, or the whole episode."""
 
     rollout_id: int
     group_id: int
 
 
 class RewardRequested(Fact, frozen=True):
-    """The reward function is asked about one rollout, or about the whole group (`rollout_id` is
-    None)."""
+    """The reward function is called for one rollout, or for the group if `rollout_id` is None."""
 
     group_id: int
     rollout_id: int | None = None
 
 
 class RolloutScored(Fact, frozen=True):
-    """The rollout has its reward, which is None where no reward function is given. `reward_parts`
-    and `info` are those of the caller's :class:`~aprilsched.types.Score`."""
+    """The rollout has its reward, which is None without a reward function. `reward_parts` and
+    `info` come from the caller's :class:`~aprilsched.types.Score`."""
 
     rollout_id: int
     group_id: int
@@ -336,7 +333,7 @@ class RolloutScored(Fact, frozen=True):
 
 
 class VerdictRequested(Fact, frozen=True):
-    """The user's accept function is asked about the group."""
+    """The user's accept function is called for the group."""
 
     group_id: int
 
@@ -356,8 +353,7 @@ class DroppedRollout(Struct, frozen=True, kw_only=True, gc=False):
 
 
 class GroupDropped(Order, frozen=True):
-    """The group was dropped. `culprit` is the rollout whose failure took the others along, if one
-    did."""
+    """The group was dropped. `culprit` is the rollout whose failure caused the drop, if any."""
 
     group_id: int
     reason: str
@@ -371,7 +367,7 @@ class GroupDropped(Order, frozen=True):
 
 
 class PromptRefused(Order, frozen=True):
-    """A prompt of the source cannot be used. It has one entry in the ledger, like a rollout that is
+    """A prompt of the source is unusable. It gets one entry in the ledger, like a rollout that is
     launched and dropped at once."""
 
     rollout_id: int
@@ -391,7 +387,7 @@ class GroupsFailed(Fact, frozen=True):
 
 class AttemptSent(Fact, frozen=True):
     """A request was sent to an engine, for the `attempt`-th time. A request has at most one open
-    attempt. `tokens` is its context: the prompt and the response so far."""
+    attempt. `tokens` is the length of its context: the prompt and the response so far."""
 
     engine: str
     request_id: int
@@ -406,15 +402,15 @@ class AttemptSent(Fact, frozen=True):
 
 
 class AttemptCalledBack(Fact, frozen=True):
-    """The engine is told to abort the open attempt."""
+    """The engine is asked to abort the open attempt."""
 
     request_id: int
 
 
 class TokensReceived(Fact, frozen=True):
     """New tokens of the open attempt. Before them the engine recomputed `recomputed` context
-    tokens, after an interruption. `dropped`: the rollout was dropped for this reason before the
-    tokens arrived, so they are discarded.
+    tokens, after an interruption. `dropped`: the reason for which the rollout was dropped before
+    the tokens arrived, so they are discarded.
     """
 
     request_id: int
@@ -426,10 +422,10 @@ class TokensReceived(Fact, frozen=True):
 
 
 class AttemptEnded(Fact, frozen=True):
-    """The attempt is closed. "busy": the engine has no room for it now, so its request waits.
-    `retried`: it failed, and its request will be sent again. `spans` (version, start, end) has the
-    versions of its tokens, as the engine reports them. `answers` has the size in bytes of what else
-    the engine answered and the request keeps, by name."""
+    """The attempt is closed. The outcome "busy" means that the engine has no room now, so the
+    request waits. `retried`: it failed, and its request will be sent again. `spans` (version,
+    start, end) contains the versions of its tokens, as the engine reports them. `answers` contains
+    the sizes in bytes of other fields of the engine's answer that are kept, by name."""
 
     request_id: int
     outcome: Outcome
@@ -443,21 +439,21 @@ class AttemptEnded(Fact, frozen=True):
 
 
 class EngineJoined(Fact, frozen=True):
-    """The engine is connected. It is in use once it is admitted."""
+    """The engine is connected. It comes into use when it is admitted."""
 
     info: EngineInfo
 
 
 class EngineAdmitted(Order, frozen=True):
-    """The engine is in use from now on, because it has the fleet's version."""
+    """The engine comes into use, because it has the fleet's version."""
 
     engine: str
     version: int
 
 
 class EngineLost(Order, frozen=True):
-    """The engine is out of use. `standby`: it answers, and comes back into use with the next refit
-    that reaches it. `last`: no engine is left, neither in use nor on standby."""
+    """The engine is out of use. `standby`: it still answers, and the next refit that reaches it
+    brings it back into use. `last`: no engine is left, neither in use nor on standby."""
 
     engine: str
     cause: str
@@ -466,9 +462,9 @@ class EngineLost(Order, frozen=True):
 
 
 class EngineModeChanged(Fact, frozen=True):
-    """The engine's control mode (:class:`~aprilsched.kernel.core.state.engine_control.Mode`) went
-    from `start` to `finish`. `pause` is the kind of a pause that begins. `tags` is the memory that
-    is being released or taken back."""
+    """The engine's control mode (:class:`~aprilsched.kernel.core.state.engine_control.Mode`)
+    changed from `start` to `finish`. `pause` is the kind of a new pause. `tags` is the memory that
+    is being released or reclaimed."""
 
     engine: str
     start: str
@@ -478,11 +474,11 @@ class EngineModeChanged(Fact, frozen=True):
 
 
 class RefitBegun(Order, frozen=True):
-    """These engines get the version. `adapter`: it is an adapter, for which no engine is paused.
-    `external`: somebody else loads it, and the engines are only asked for it, running or not.
-    `followed`: it is external, and nobody has asked for it: some engine has shown it. `catch_up`:
-    it is the fleet's version already, published again for an engine on standby. Each engine
-    answers with Refitted."""
+    """These engines load the version, and each answers with Refitted. `adapter`: the version is an
+    adapter, for which no engine is paused. `external`: another process loads it, and the engines,
+    running or not, are only queried. `followed`: it is external, and was seen on an engine without
+    a report by the trainer. `catch_up`: it is already the fleet's version, published again for an
+    engine on standby."""
 
     version: int
     engines: tuple[str, ...]
@@ -493,8 +489,8 @@ class RefitBegun(Order, frozen=True):
 
 
 class EngineRefitted(Fact, frozen=True):
-    """The engine reports that it has `version` after a refit; None means inconsistent weights.
-    `cause` says what failed."""
+    """The engine reports `version` after a refit; None means inconsistent weights. `cause` is the
+    error, or empty."""
 
     engine: str
     version: int | None
@@ -503,22 +499,22 @@ class EngineRefitted(Fact, frozen=True):
 
 
 class AdapterRetired(Order, frozen=True):
-    """An adapter is unloaded from the engine, because nothing samples with it there any more."""
+    """An adapter is unloaded from the engine, because no request there uses it any longer."""
 
     engine: str
     version: int
 
 
 class EngineSlow(Order, frozen=True):
-    """The engine is slow, and stays in use because there is no other engine to compare it with."""
+    """The engine is slow, but stays in use because no other engine is left to compare it with."""
 
     engine: str
     cause: str
 
 
 class EngineBusy(Order, frozen=True):
-    """The engine has no room for all `in_flight` requests that it was sent. It gets fewer, and the
-    others wait. This is reported once for each engine."""
+    """The engine has no room for its `in_flight` requests. It gets fewer from now on, and the
+    others wait. This is reported once per engine."""
 
     engine: str
     in_flight: int
@@ -534,7 +530,7 @@ class ControlCallFailed(Fact, frozen=True):
 
 
 class FleetAwaited(Order, frozen=True):
-    """No engine is left, and one is waited for. `lost` has those that were lost last, with
+    """No engine is left, and the run waits for one. `lost` contains the engines lost last, with
     causes."""
 
     lost: tuple[tuple[str, str], ...]
@@ -543,31 +539,30 @@ class FleetAwaited(Order, frozen=True):
 
 
 class FleetGivenUp(Order, frozen=True):
-    """No engine came back in time, so the fleet is given up."""
+    """No engine rejoined in time, so the fleet is given up."""
 
     lost: tuple[tuple[str, str], ...]
     waited_s: float
 
 
 class UpdateWanted(Order, frozen=True):
-    """Only `engines` are left, and none of them has the fleet's weights. The calls that wait for a
-    batch (if `batch`) or for `evaluations` end with an error that says to publish a version."""
+    """Only `engines` are left, and none of them has the fleet's weights. Calls that wait for a
+    batch (if `batch`) or for `evaluations` raise an error that asks for a new version."""
 
     engines: tuple[str, ...]
     version: int
     batch: bool
     evaluations: tuple[int, ...]
     base: int | None = None
-    """The version of the full model that the fleet's adapters belong to; None if its weights are no
-    adapter."""
+    """Version of the full model that the fleet's adapters belong to; None without adapters."""
 
 
 # --- updates and sleep -------------------------------------------------------------------------
 
 
 class UpdateBegun(Fact, frozen=True):
-    """An update to a new version has begun. `adapter`: the version is an adapter. `external`:
-    somebody else has brought the version into the engines already."""
+    """An update to a new version has started. `adapter`: the version is an adapter. `external`:
+    another process has already loaded the version into the engines."""
 
     version: int
     adapter: bool = False
@@ -576,15 +571,15 @@ class UpdateBegun(Fact, frozen=True):
 
 class UpdateWithdrawn(Fact, frozen=True):
     """The update ends because the trainer's call was cancelled before any weights were loaded.
-    UpdateFinished follows. If weights are being loaded when the call is cancelled, the update goes
-    on and this fact is not told."""
+    UpdateFinished follows. If weights are already being loaded, the update continues and this fact
+    is not emitted."""
 
     version: int
 
 
 class UpdateFinished(Order, frozen=True):
-    """The update is over. `failed` has the engines that did not take the version, with causes. If
-    `cause` is not empty, no engine took it, and the fleet goes on under the old version."""
+    """The update is over. `failed` contains the engines without the version, with causes. If
+    `cause` is not empty, no engine has it, and the fleet continues under the old version."""
 
     version: int
     failed: tuple[tuple[str, str], ...] = ()
@@ -610,7 +605,7 @@ class SleepEnded(Order, frozen=True):
 
 
 def delivered_rollouts(batch: Batch, *, tokens: bool = False) -> tuple[DeliveredRollout, ...]:
-    """The rollouts of a batch, as facts describe them; with their `tokens` if asked for."""
+    """Return the rollouts of a batch in the form of facts, with their tokens if `tokens`."""
     return tuple(
         _delivered(rollout, group.prompt.key if tokens else None, tokens=tokens)
         for group in batch.groups
@@ -619,7 +614,7 @@ def delivered_rollouts(batch: Batch, *, tokens: bool = False) -> tuple[Delivered
 
 
 def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> DeliveredRollout:
-    """A rollout as one sequence: after its own tokens come those that each branch has alone."""
+    """Return a rollout as one sequence: its own tokens, then the unshared ones of each branch."""
     segments: list[tuple[int, int, int, str | None]] = []
     sequences = (rollout, *rollout.branches)
     sampled = trained = size = 0
@@ -630,7 +625,7 @@ def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> Deli
                 continue
             moved = size - each.shared
             segments.append((start + moved, end + moved, part.version, part.engine))
-            # Tokens of the environment are known by the version of their segment.
+            # The version of a segment identifies tokens of the environment.
             if part.version != NO_VERSION:
                 sampled += end - start
         trained += int(np.count_nonzero(each.loss_mask))
@@ -664,13 +659,16 @@ def _joined(parts: Sequence[np.ndarray]) -> list[Any]:
 
 
 def group_ids(rollouts: Iterable[DeliveredRollout]) -> list[int]:
-    """The ids of the groups of these rollouts, each once, in their order."""
+    """Return the ids of the groups of these rollouts, each once, in their order."""
     return list(dict.fromkeys(rollout.group_id for rollout in rollouts))
 
 
 def by_delivery(facts: Sequence[Fact]) -> Iterator[Sequence[Fact]]:
-    """Split the facts of one event into parts that end with a delivery, so that a listener that
-    reads the state of the run at a delivery does not see what followed in the same event."""
+    """Split the facts of one event after each delivery.
+
+    Otherwise a listener that reads the state of the run at a delivery would see later changes of
+    the same event.
+    """
     begin = 0
     for end, fact in enumerate(facts, start=1):
         if fact.__class__ is BatchDelivered:

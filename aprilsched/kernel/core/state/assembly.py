@@ -1,4 +1,4 @@
-"""Makes the immutable data that users and listeners get from the records."""
+"""Build the immutable data for users and listeners from the mutable records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aprilsched.types import Batch, FinishReason, Group, Int32Array, Rollout
 
 
 def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> Rollout:
-    """The rollout as it is now. Tokens older than version `oldest_unmasked` are masked."""
+    """Return the rollout so far, with tokens older than version `oldest_unmasked` masked."""
     if not record.branches:
         return _sequence(record, record.prompt_ids, record.log, oldest_unmasked)
     ends: dict[int, FinishReason] = {branch: why for _, _, why, branch in record.answered}
@@ -50,7 +50,7 @@ def _sequence(
     shared: int = 0,
     branches: tuple[Rollout, ...] = (),
 ) -> Rollout:
-    """One token sequence of a rollout, whose first `shared` tokens another one has too."""
+    """Return one token sequence of a rollout; an earlier one contains its first `shared` tokens."""
     versions = log.versions()
     mask = log.sampled()
     mask[:shared] = False
@@ -77,7 +77,7 @@ def _sequence(
         finish_reason=finish_reason or record.finish_reason,
         reward=record.reward,
         reward_parts=dict(record.reward_parts),
-        # A copy, so that nothing that the caller does to a rollout changes what is saved of it.
+        # A copy, so that the caller cannot change the saved state through the rollout.
         info=deepcopy(record.info) if record.info else {},
         turns=record.turns,
         companions=companions,
@@ -89,7 +89,7 @@ def _sequence(
 
 
 def group_of(record: GroupRecord, *, oldest_unmasked: int | None = None) -> Group:
-    """A whole group, with its members in the order of their index."""
+    """Return a whole group, with its members in the order of their index."""
     return Group(
         group_id=record.group_id,
         prompt=record.prompt,
@@ -106,8 +106,10 @@ def batch_of(
     redelivered: bool = False,
     made: Mapping[int, Group] | None = None,
 ) -> Batch:
-    """A batch of whole groups, which the trainer consumes at `version`. Groups that are in `made`,
-    by id, are those that the trainer has already."""
+    """Return a batch of whole groups that the trainer consumes at `version`.
+
+    `made` contains, by id, the groups that the trainer already has; they are reused.
+    """
     made = made or {}
     return Batch(
         index=index,
@@ -121,7 +123,7 @@ def batch_of(
 
 
 def batch_again(record: DeliveredBatch) -> Batch:
-    """A batch that was delivered before, to be delivered once more."""
+    """Return a delivered batch for another delivery."""
     return batch_of(
         record.groups,
         index=record.index,
@@ -134,8 +136,7 @@ def batch_again(record: DeliveredBatch) -> Batch:
 def launched(
     record: GroupRecord, *, restored: bool = False, tokens: bool = False
 ) -> facts.GroupLaunched:
-    """The fact that the group is in flight, with the prompt's `tokens` if a listener asks for
-    them."""
+    """Return the fact that the group is in flight; with `tokens` it contains the prompt."""
     lengths = None
     if restored:
         members = record.members

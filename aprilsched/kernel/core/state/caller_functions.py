@@ -10,12 +10,13 @@ import numpy as np
 from aprilsched.kernel.core.state.durations import Durations
 
 _LAST_CALLS = 256
-"""Number of calls of the caller's functions that count."""
+"""Number of calls over which the times and verdicts are taken."""
 _PRIOR_GROUPS = 8.0
-"""Number of groups, accepted as all of them, with which the share of a half of them begins."""
+"""Prior weight, in groups: the acceptance rate of each half of the groups is shrunk towards the
+overall rate."""
 _LEAST_ACCEPTED = 0.05
-"""The least share that is planned for, because a trial takes as much longer as the share is
-smaller."""
+"""Lower bound of a planned acceptance rate, because a trial takes time in proportion to its
+inverse."""
 
 
 def _calls() -> Durations:
@@ -24,31 +25,31 @@ def _calls() -> Durations:
 
 @dataclass(slots=True)
 class CallerTimes:
-    """How long the caller's rewards and tools take, and what its accept function says. Steps:
-    ``turns``, ``replan``. A resumed run measures them again."""
+    """Durations of the caller's rewards and tools, and the verdicts of its accept function.
+
+    Steps: ``turns``, ``replan``. A resumed run measures them again.
+    """
 
     rewards: Durations = field(default_factory=_calls)
-    """For each group, the time from the end of its last response until it was accepted or
-    refused."""
+    """For each group, the time from its last response until it was accepted or rejected."""
     verdicts: deque[tuple[int, bool]] = field(default_factory=lambda: deque(maxlen=_LAST_CALLS))
-    """The tokens of each group that the accept function was asked about, and what it said."""
+    """Tokens of each group passed to the accept function, and whether it was accepted."""
     gaps: Durations = field(default_factory=_calls)
-    """The times between the turns of episodes."""
+    """Times between two turns of an episode."""
     ends: Durations = field(default_factory=_calls)
-    """The times from the last turn of an episode until it returned."""
+    """Times from the last turn of an episode until it returned."""
     turns: deque[int] = field(default_factory=lambda: deque(maxlen=_LAST_CALLS))
-    """Numbers of turns of episodes that have returned."""
+    """Number of turns of each finished episode."""
 
     @property
     def reward_seconds(self) -> tuple[float, ...]:
-        """The times of rewards, from the shortest to the longest; empty where all are 0."""
+        """Reward times in ascending order; empty if all are 0."""
         parts = self.rewards.parts
         return parts if any(parts) else ()
 
     @property
     def accepted(self) -> tuple[float, float, float]:
-        """The median of the tokens of a group, the share that is accepted of the groups up to it,
-        and that of the longer ones."""
+        """Median tokens of a group, and the acceptance rates of the groups up to it and above."""
         if all(accepted for _, accepted in self.verdicts):
             return 0.0, 1.0, 1.0
         tokens, accepted = np.array(self.verdicts, dtype=np.float64).T
@@ -62,5 +63,5 @@ class CallerTimes:
 
     @property
     def gaps_of_response(self) -> float:
-        """The mean number of gaps between the turns of a response."""
+        """Mean number of gaps between the turns of a response."""
         return float(np.mean(self.turns)) - 1 if self.turns else 0.0

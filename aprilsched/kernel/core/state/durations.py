@@ -1,8 +1,8 @@
-"""How long the trainer trains, and how long new weights take, measured from the run's own events.
+"""Durations of training and of refits, measured from the events of the run.
 
-The first duration in a process is left out, because it has the compilation of the trainer and
-the setting up of connections in it. Of the others the last ones count, without those that are
-far above the median, such as a batch after which the trainer wrote a checkpoint.
+The first duration in a process is left out, because it includes the trainer's compilation and the
+setup of connections. Only the latest of the others count. Outliers far above the median, such as a
+batch with a checkpoint, are excluded.
 """
 
 from __future__ import annotations
@@ -16,37 +16,39 @@ from numpy.typing import NDArray
 _LAST = 8
 """Number of durations that count."""
 _FAR = 3.0
-"""A duration above this many times the median of those that count is left out."""
+"""Ratio to the median of the latest durations above which a duration is excluded."""
 
 
 @dataclass(slots=True)
 class Durations:
-    """The last durations of something, in seconds."""
+    """The latest durations of one activity, in seconds."""
 
     begun: bool = False
-    """Whether the first one, which is left out, was seen."""
+    """Whether the first duration, which is left out, has passed."""
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
 
     def add(self, seconds: float) -> None:
-        """Note the next duration."""
+        """Add the next duration."""
         if self.begun:
             self.last.append(seconds)
         self.begun = True
 
     @property
     def mean(self) -> float | None:
-        """The mean of those that count; None while there is none."""
+        """Mean without outliers; None before the first duration."""
         return float(self._usual().mean()) if self.last else None
 
     @property
     def spread(self) -> float:
-        """The standard deviation of those that count; 0 while there are fewer than two."""
+        """Standard deviation without outliers; 0 while there are fewer than two durations."""
         return float(self._usual().std()) if self.last else 0.0
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """The means of up to 32 equal parts of all of them, from the shortest to the longest. They
-        have the mean of all, and the tail."""
+        """Means of up to 32 equal parts of all durations, in ascending order; empty if none.
+
+        They preserve the overall mean and the tail.
+        """
         if not self.last:
             return ()
         ordered = np.sort(np.array(self.last, dtype=np.float64))
@@ -59,48 +61,48 @@ class Durations:
 
 @dataclass(slots=True)
 class TrainerTimes:
-    """The trainer's times. It trains while it has a batch, or groups of one, and none of its calls
-    is open: it waits for no batch, no group, no update and no evaluation. Steps: ``replan``,
-    ``refit``, ``batch``."""
+    """The trainer's times. Steps: ``replan``, ``refit``, ``batch``.
+
+    The trainer counts as training while it has a batch, or groups of one, and none of its calls is
+    open: neither for a batch or group, nor for an update or evaluation.
+    """
 
     training: Durations = field(default_factory=Durations)
-    """For each batch, the time for which the trainer trained on it."""
+    """Training time of each batch."""
     early: Durations = field(default_factory=Durations)
-    """For each batch, how much of that time was before the trainer had its last group."""
+    """Training time of each batch before the trainer had its last group."""
     steps: Durations = field(default_factory=Durations)
-    """The times from the end of one training to the end of the next."""
+    """Times from the end of one batch's training to the end of the next."""
     refits: Durations = field(default_factory=Durations)
-    """For each update, the time for which weights were loaded; with rolling refits, for each engine
-    that took one."""
+    """Loading time of each update; with rolling refits, of each engine that took one."""
     trained: float | None = None
-    """For how long the trainer has trained on the batch that it took last, or takes group by group,
-    up to `since`; None if it has asked for another batch since then."""
+    """Training time, up to `since`, on the batch that the trainer took last or takes group by
+    group; None once it has asked for another batch."""
     trained_early: float = 0.0
-    """How much of that time was before it had the last of the groups that it has."""
+    """Part of `trained` before the trainer had the latest of its groups."""
     since: float | None = None
-    """Since when it trains without a pause; None while it does not."""
+    """Start of the current stretch of training; None while the trainer does not train."""
     ended: float | None = None
-    """When it last ended its training on a batch."""
+    """End of the training on the previous batch; None before the first."""
 
     @property
     def early_share(self) -> float:
-        """The share of the trainer's time for a batch that is before it has the batch's last group;
-        0 while none is known."""
+        """Share of a batch's training time before its last group arrives; 0 while unknown."""
         training, early = self.training.mean, self.early.mean
         return min(1.0, early / training) if training and early else 0.0
 
     def take(self) -> None:
-        """Note that the trainer, which has waited for it, has taken a batch or a group of one."""
+        """Record that the waiting trainer has taken a batch, or a group of one."""
         self.trained = self.trained_early = self.trained or 0.0
 
     def follow(self, *, trains: bool, now: float) -> None:
-        """Note whether the trainer trains from `now` on."""
+        """Record whether the trainer trains from `now` on."""
         if self.trained is not None and self.since is not None:
             self.trained += now - self.since
         self.since = now if trains else None
 
     def end(self, now: float) -> None:
-        """Note that the trainer has ended its training on a batch, as it asks for the next one."""
+        """Record the end of a batch's training, when the trainer requests the next one."""
         if self.trained is None:
             return
         self.training.add(self.trained)

@@ -1,15 +1,15 @@
 """The control state of every engine, and the next control call towards a goal.
 
-The scheduler never runs a sequence such as "pause, flush, refit". After each event it says which
-goal the fleet has, and :meth:`FleetControl.reconcile` gives the next call for every engine that has
-not reached it. So a pause is always followed by a continue, whatever was raised or cancelled in
-between: as soon as the goal is to run, that is the next call of every paused engine. Memory is
+The scheduler never runs a sequence such as "pause, flush, refit". After each event it sets the goal
+of the fleet, and :meth:`FleetControl.reconcile` returns the next call for every engine that has not
+reached the goal. So a pause is always followed by a continue, whatever is raised or cancelled in
+between: once the goal is to run, Continue is the next call of every paused engine. Memory is
 released only on a paused and flushed engine, and an engine continues only with all its memory.
-Weights are loaded by :mod:`aprilsched.kernel.core.steps.refit`, which asks
-:meth:`FleetControl.refittable` first.
+:mod:`aprilsched.kernel.core.steps.refit` loads the weights, after a check of
+:meth:`FleetControl.refittable`.
 
 The order around a refit neither kills a server nor leaves stale keys (hazard 3): pause, flush until
-that is done, load with the cache untouched, continue.
+it succeeds, load with the cache untouched, continue.
 
 An engine is *in use*, or *on standby*: connected, but without the fleet's version. Nothing is
 generated on standby. The next refit that reaches such an engine brings it into use. With rolling
@@ -45,14 +45,14 @@ class Mode(StrEnum):
     WAKING = "waking"
     CONTINUING = "continuing"
     VERIFYING = "verifying"
-    """It runs, and is asked for its version before anything more is sent to it."""
+    """The engine runs, but gets no request before it has reported its version."""
 
 
 CHANGES: dict[Mode, frozenset[Mode]] = {
     Mode.RUNNING: frozenset({Mode.PAUSING, Mode.VERIFYING}),
     Mode.PAUSING: frozenset({Mode.PAUSED}),
-    # Every other call is given to a paused engine, one at a time. Only Continue ends the pause. An
-    # engine that somebody else may have continued is paused once more.
+    # A paused engine gets all other calls, one at a time. Only Continue ends the pause. An engine
+    # that another client may have continued is paused once more.
     Mode.PAUSED: frozenset(
         {
             Mode.FLUSHING,
@@ -70,8 +70,8 @@ CHANGES: dict[Mode, frozenset[Mode]] = {
     Mode.CONTINUING: frozenset({Mode.RUNNING}),
     Mode.VERIFYING: frozenset({Mode.RUNNING}),
 }
-"""The modes that may follow each mode. An engine whose control call fails is lost in whatever mode
-it is, and begins in RUNNING when it joins again."""
+"""The modes that may follow each mode. An engine whose control call fails is lost in any mode, and
+starts in RUNNING when it rejoins."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class Goal:
 
     Attributes:
         kind: "refit" is a pause in which weights can be loaded.
-        away: memory that should be released; empty unless the engines should pause.
+        away: tags of the memory to release; empty unless the engines should pause.
     """
 
     kind: Literal["run", "pause", "refit"]
@@ -99,61 +99,60 @@ class EngineControl:
     name: str
     mode: Mode = Mode.RUNNING
     consecutive_failures: int = 0
-    """Failures in a row. Failures of attempts that were open at the same time count as one."""
+    """Number of consecutive failures. Failures of attempts open at the same time count as one."""
     last_failure: int = 0
-    """The number of attempts that had been sent, to any engine, at the last counted failure."""
+    """Number of attempts sent, to any engine, at the last counted failure."""
     flushed: bool = False
-    """The KV was flushed in this pause, so the engine recomputes its requests afterwards."""
+    """Whether the KV was flushed in this pause, so the engine recomputes its requests."""
     paused_by: PauseKind = "retract"
     """The kind of the latest pause."""
     continued_elsewhere: bool = False
-    """Somebody else may have continued it since then, so a pause has to be made again."""
+    """Whether another client may have ended the pause since then, so it has to be repeated."""
     released: frozenset[str] = frozenset()
-    """Memory that the trainer has."""
+    """Tags of the memory that the trainer has."""
     inconsistent: bool = False
-    """Its weights are neither the old nor the new ones, or were released and not kept."""
+    """Whether the weights are neither old nor new, or were released and not preserved."""
     keeps_weights: bool = False
-    """Weights that it released come back as they were."""
+    """Whether released weights are unchanged when the engine wakes."""
     holds_stragglers: bool = False
-    """It can release memory while requests wait in a pause."""
+    """Whether the engine can release memory while requests wait in a pause."""
     base: int = 0
-    """The version of its full model, to which any adapter belongs."""
+    """Version of the full model, to which any adapter belongs."""
     kv_tokens: int | None = None
-    """The number of tokens that its KV pool holds; None if it does not report it."""
+    """Size of the KV pool in tokens; None if the engine does not report it."""
     reserves: bool = False
-    """A request waits until there is room for all that it may still generate."""
+    """Whether a request waits until there is room for all that it may still generate."""
     stores_kv: bool = False
-    """Cached KV may survive its flush."""
+    """Whether cached KV may survive a flush."""
     catching_up: bool = False
-    """It is being brought to the fleet's version alone: it is on standby, or it is in use with an
-    older version and gets no more requests (rolling refits)."""
+    """Whether the engine is refitted separately to the fleet's version: it is on standby, or it is
+    in use with an older version and gets no more requests (rolling refits)."""
     loading: int = -1
-    """The version that it was last told to load alone."""
+    """Version of the engine's last separate refit; -1 before the first."""
     loading_since: float = 0.0
-    """When it was told."""
+    """Start of the engine's last separate refit."""
     failed_version: int = -1
-    """The version that it failed to catch up with; -1 if it did not fail."""
+    """Version that the engine failed to catch up with; -1 for none."""
     not_followed: int = -1
-    """The newer version that it showed and to which too few other engines moved; -1 for none."""
+    """Newer version that the engine showed and too few other engines moved to; -1 for none."""
     paused_elsewhere: float | None = None
-    """When it was first seen to be paused by somebody else; None while it is not."""
+    """Time when a pause by another client was first seen; None while there is none."""
     version_seen_at: float = 0.0
-    """When it last showed that it has the fleet's version: by an answer, or by a finished
-    response."""
+    """Time when the engine last showed the fleet's version, in an answer or a finished response."""
     broken_connection: str = ""
-    """How a connection to it broke, after which it may have been restarted; empty if none broke."""
+    """How a connection broke, after which the engine may have restarted; empty if none broke."""
     suspect: bool = False
-    """It failed too many requests in a row that may be at fault themselves, so it has to generate
-    something before it gets another one."""
+    """Whether the engine has to generate a few tokens before its next request, because it failed
+    too many requests in a row that may be at fault themselves."""
 
     @property
     def keeps_keys(self) -> bool:
-        """Whether requests that wait in this pause go on with the KV that they had before."""
+        """Whether requests that wait in this pause continue with their previous KV."""
         return not self.flushed and KV_CACHE not in self.released
 
 
 class FleetControl:
-    """The engines in use and the engines on standby; not those that are lost."""
+    """The engines in use and on standby, without lost engines."""
 
     def __init__(
         self,
@@ -171,12 +170,12 @@ class FleetControl:
         self._goal: Goal | None = None
         """The goal of the last :meth:`reconcile`."""
         self._touched: set[str] = set()
-        """Engines whose record has changed since then. In a fleet of thousands, looking at every
+        """Engines whose record has changed since then. In a fleet of thousands, a scan of every
         engine after every event would take longer than everything else."""
         self._changed = {} if changed is None else changed
 
     def join(self, engine: ev.EngineInfo, *, standby: bool, now: float) -> EngineControl:
-        """Add an engine, which is connected. Without `standby` it must have the fleet's version."""
+        """Add a connected engine, which must have the fleet's version unless on `standby`."""
         control = EngineControl(
             name=engine.name,
             inconsistent=engine.version is None,
@@ -195,10 +194,10 @@ class FleetControl:
     def enter(
         self, control: EngineControl, mode: Mode, *, pause: str = "", tags: tuple[str, ...] = ()
     ) -> None:
-        """Change the mode of an engine, and tell listeners.
+        """Change the mode of an engine, and notify listeners.
 
         Raises:
-            InvariantViolation: if :data:`CHANGES` does not have this change.
+            InvariantViolation: if :data:`CHANGES` does not contain this change.
         """
         if mode not in CHANGES[control.mode]:
             raise InvariantViolation(
@@ -217,28 +216,27 @@ class FleetControl:
         self._changed[control.name] = None
 
     def touch(self, engine: str) -> None:
-        """Let the next :meth:`reconcile` look at the engine, because its record has changed."""
+        """Mark the engine as changed, so that the next :meth:`reconcile` includes it."""
         self._touched.add(engine)
         self._changed[engine] = None
 
     def note_broken_connection(self, control: EngineControl, cause: str) -> None:
-        """Note that a connection to the engine broke, so that it is asked for its version before it
-        gets another request."""
+        """Record a broken connection, so that the engine is verified before its next request."""
         control.broken_connection = control.broken_connection or cause
         self._changed[control.name] = None
 
     def of(self, engine: str) -> EngineControl | None:
-        """The record of an engine in use or on standby; None if it is lost."""
+        """Return the record of an engine in use or on standby; None if the engine is lost."""
         return self.engines.get(engine) or self.standby.get(engine)
 
     def all(self) -> Iterator[EngineControl]:
-        """Engines in use, then engines on standby."""
+        """Yield the engines in use, then the engines on standby."""
         yield from self.engines.values()
         yield from self.standby.values()
 
     @property
     def kv_tokens(self) -> int | None:
-        """The tokens that the KV pools of all engines in use hold; None if one is unknown."""
+        """Tokens that fit into the KV pools of all engines in use; None if one is unknown."""
         total = 0
         for control in self.engines.values():
             if control.kv_tokens is None:
@@ -248,19 +246,18 @@ class FleetControl:
 
     @property
     def reserves(self) -> bool:
-        """Whether any engine in use keeps room for what requests may still generate."""
+        """Whether any engine in use reserves room for all tokens of a request's limit."""
         return any(control.reserves for control in self.engines.values())
 
     def runs(self, engine: str) -> bool:
-        """Whether a request may be sent to the engine now."""
+        """Return whether a request may be sent to the engine now."""
         control = self.engines.get(engine)
         return control is not None and control.mode is Mode.RUNNING
 
     def reconcile(self, goal: Goal, *, idle: Callable[[str], bool]) -> list[do.Command]:
-        """The next control call of each engine that has not reached the goal.
+        """Return the next control call of each engine that has not reached the goal.
 
-        `idle` says whether an engine has no requests; such an engine is not paused for the sake of
-        a pause alone.
+        `idle` returns whether an engine has no requests; a plain pause skips such an engine.
         """
         if goal == self._goal:
             if not self._touched:
@@ -282,20 +279,20 @@ class FleetControl:
             rests = goal.kind == "pause" and not goal.away and control.mode is Mode.RUNNING
             if rests and idle(control.name):
                 return None
-            # Requests that are held in place would lose their KV with the memory.
+            # Requests paused in place would lose their KV with the memory.
             pause = "retract" if goal.away else self._pause_mode
             return self._next_call(control, goal, pause, flush=flush)
         if control.mode is Mode.RUNNING and not idle(control.name):
-            # Its requests are on their way to another engine, and end before any pause.
+            # Its requests are moving to another engine, and end before any pause.
             return None
-        # An engine on standby is only made ready for a refit.
+        # An engine on standby is only prepared for a refit.
         if goal.kind != "refit" and not alone:
             return None
         refit = goal if goal.kind == "refit" else Goal(kind="refit")
         return self._next_call(control, refit, "retract", flush=flush)
 
     def refittable(self, control: EngineControl) -> bool:
-        """Whether the engine is paused and prepared for weights."""
+        """Return whether the engine is paused and prepared for weights."""
         return (
             control.mode is Mode.PAUSED
             and not control.continued_elsewhere
@@ -303,12 +300,14 @@ class FleetControl:
         )
 
     def prepared(self, control: EngineControl) -> bool:
-        """Whether the engine is flushed, if that is needed, and has the memory of its weights."""
+        """Return whether the engine is flushed, if necessary, and has its weight memory."""
         return not self._flushes(control) and WEIGHTS not in control.released
 
     def confirm(self, engine: str, doing: Mode, done: Mode) -> EngineControl | None:
-        """Note the answer to a control call. Returns the engine's record; None if it was lost
-        meanwhile, or does something else by now."""
+        """Record the answer to a control call.
+
+        Return the engine's record; None if the engine is lost or in another mode by now.
+        """
         control = self.of(engine)
         if control is None or control.mode is not doing:
             return None
@@ -322,8 +321,10 @@ class FleetControl:
     def _next_call(
         self, control: EngineControl, goal: Goal, pause: PauseKind, *, flush: bool
     ) -> do.Command | None:
-        """The next call that brings the engine nearer to the goal, and its change of mode; None
-        while a call is under way or nothing is to be done. It never loads weights."""
+        """Enter the next mode towards the goal and return its call; never load weights.
+
+        Return None while a call is in flight or none is necessary.
+        """
         name = control.name
         again = control.mode is Mode.PAUSED and control.continued_elsewhere
         if (control.mode is Mode.RUNNING or again) and goal.kind != "run":
@@ -339,8 +340,8 @@ class FleetControl:
             self.enter(control, Mode.WAKING, tags=tags)
             return do.Wake(engine=name, tags=tags)
         if goal.kind == "run" or (goal.away and control.paused_by != "retract"):
-            # Memory is released only under a retract, so an engine that was paused in place when
-            # its memory was asked for continues first.
+            # Memory is released only under a retract, so an engine that is paused in place
+            # continues first.
             control.continued_elsewhere = False
             self.enter(control, Mode.CONTINUING)
             return do.Continue(engine=name)

@@ -1,24 +1,24 @@
-"""Finds silent and slow engines; an engine is judged only by the tokens that arrive from it.
+"""Detection of silent and slow engines, based only on the tokens that arrive from them.
 
-A server that answers ``/health`` may decode nothing, and a paused server is well although no token
-comes. So an engine is judged only while it should run and has open requests. Pauses, refits and
-sleep do not count.
+A server that answers ``/health`` may still decode nothing, and a paused server is healthy although
+it streams no tokens. So an engine is judged only while it should run and has open requests. Pauses,
+refits and sleep do not count.
 
-An engine is *silent* while no token of any open request arrives. Silence is counted by ticks. A
-late tick counts for two seconds at most, so that time in which the trainer blocked the event loop
-does not count: the tokens of that time are read afterwards. The caller decides how long silence may
+An engine is *silent* while no token of any open request arrives. Silence is counted in ticks. A
+late tick counts for at most two seconds, so time in which the trainer blocks the event loop does
+not count: the tokens of that time are read afterwards. The caller decides how long silence may
 last.
 
 An engine is *slow* if its token rate (tokens per request and second, over a window of
 :data:`WINDOW` seconds of work) is too low :data:`SLOW_WINDOWS` times in a row. Too low means below
-a share of two rates: the engine's usual rate under such a load, and the median of the other
-engines' latest rates. So a change of the load, or a slowness of the whole fleet, is not held
-against one engine. Usual rates are kept for each octave of the number of running requests, because
-the rate is lower under a heavier load. Context that was sent for prefill in the window is allowed
-for at :data:`PREFILL_TOKENS_PER_S`.
+a share of two rates: the engine's usual rate under a similar load, and the median of the other
+engines' latest rates. So neither a change of the load nor a slowdown of the whole fleet marks one
+engine as slow. Usual rates are recorded for each octave of the number of running requests, because
+the rate falls under a heavier load. Context sent for prefill in the window is allowed for at
+:data:`PREFILL_TOKENS_PER_S`.
 
 Invariants: a token costs a look-up and two additions. The usual rates of an engine are kept when it
-is lost; otherwise an engine that comes back as slow as before would pass for a usual one.
+is lost; otherwise an engine that rejoins just as slow would set its own standard.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from dataclasses import dataclass, field
 import numpy as np
 
 WINDOW = 15.0
-"""Seconds of work in a window. A request at 5 tokens/s, a tenth of 50, still streams a chunk of 64
-tokens in it."""
+"""Seconds of work in a window. Even at 5 tokens/s, a tenth of a usual 50, a request streams a chunk
+of 64 tokens in it."""
 SLOW_WINDOWS = 2
-"""Windows in a row with a low rate after which an engine is slow."""
+"""Number of consecutive windows with a low rate after which an engine is slow."""
 PREFILL_TOKENS_PER_S = 4_000.0
-"""Context tokens that any server prefills in a second: about half of what a 70B model does on four
-H100. An engine that recomputes everything after the flush of a refit is busy and not hung."""
+"""Prefill rate that every server reaches, in tokens per second: about half the rate of a 70B model
+on four H100. An engine that recomputes everything after the flush of a refit is busy, not hung."""
 _LATE_TICK_S = 2.0
-"""Seconds that a late tick counts for at most."""
+"""Largest number of seconds that a late tick counts for."""
 _FRESH_S = 60.0
-"""Seconds after which another engine's window is no longer compared with."""
+"""Age in seconds beyond which a window of another engine is not compared."""
 _LEAST_ALLOWANCE = 0.1
-"""Least share of a window that prefill must leave for its rate to count."""
+"""Smallest share of a window that prefill must leave for its rate to count."""
 _NEW = 0.25
 """Weight of the latest window in the usual rate."""
 
@@ -66,16 +66,16 @@ class EngineHealth:
     """The token rates of one engine."""
 
     max_running: int | None = None
-    """Number of requests that it runs at the same time, while others wait in it; None if
+    """Largest number of requests that the engine runs at once; others wait in its queue. None if
     unknown."""
     silence: float = 0.0
     """Seconds since the last token."""
     at: float = 0.0
-    """The time up to which its work is counted."""
+    """Time up to which the work is counted."""
     tokens: int = 0
-    """Tokens that arrived in the window."""
+    """Number of tokens received in the window."""
     pending_prefill: int = 0
-    """Context tokens that were sent for prefill in the window."""
+    """Number of context tokens sent for prefill in the window."""
     worked: float = 0.0
     """Seconds of work in the window."""
     busy: float = 0.0
@@ -83,17 +83,16 @@ class EngineHealth:
     rate: float = 0.0
     """The rate of the latest window."""
     rated_at: float | None = None
-    """When the latest window ended; None if none has."""
+    """End of the latest window; None before the first."""
     usual: dict[int, float] = field(default_factory=dict[int, float])
     """Usual rates by octave."""
     slow: int = 0
-    """Windows in a row in which the engine was slow."""
+    """Number of consecutive slow windows."""
     reported: bool = False
-    """Whether the engine was reported as slow, while there is no other one to compare it with."""
+    """Whether the engine is reported as slow while it is the only one and cannot be compared."""
 
     def advance(self, now: float, open_requests: int) -> None:
-        """Count the work since the last call, with so many open requests; 0 while the engine was
-        not meant to run."""
+        """Count the work of `open_requests` since the last call; 0 if the engine should not run."""
         if open_requests:
             running = open_requests
             if self.max_running is not None:
@@ -104,7 +103,7 @@ class EngineHealth:
         self.at = now
 
     def window(self, now: float) -> Window | None:
-        """The window, if it has ended; the next one begins then. None otherwise."""
+        """Return the window and start the next, if it has ended; None otherwise."""
         if self.worked < WINDOW:
             return None
         rate = self.tokens / self.busy
@@ -119,11 +118,11 @@ class EngineHealth:
         return seen
 
     def usual_at(self, octave: int) -> float | None:
-        """The usual rate under such a load or a heavier one; None if there is none yet."""
+        """Return the usual rate under this load or a heavier one; None if unknown."""
         return max((rate for at, rate in self.usual.items() if at >= octave), default=None)
 
     def learn(self, window: Window) -> None:
-        """Let a window count towards the usual rate."""
+        """Add a window to the usual rate."""
         known = self.usual.get(window.octave, window.rate)
         self.usual[window.octave] = known + _NEW * (window.rate - known)
 
@@ -146,13 +145,13 @@ class FleetHealth:
         self._ticked: float | None = None
 
     def join(self, engine: str, max_running: int | None, now: float) -> None:
-        """Begin to judge an engine, which is connected."""
+        """Start to judge a connected engine."""
         health = self._engines.setdefault(engine, EngineHealth())
         health.max_running = max_running
         health.forget(now)
 
     def of(self, engine: str) -> EngineHealth:
-        """The token rates of an engine that has joined."""
+        """Return the token rates of an engine that has joined."""
         return self._engines[engine]
 
     def tokens_arrived(self, engine: str, tokens: int) -> None:
@@ -162,20 +161,20 @@ class FleetHealth:
         health.tokens += tokens
 
     def sent(self, engine: str, context: int, *, alone: bool) -> None:
-        """Count context that was sent to an engine; `alone` if it had no other request."""
+        """Count context sent to an engine; `alone` if the engine has no other request."""
         health = self._engines[engine]
         health.pending_prefill += context
         if alone:
             health.silence = 0.0
 
     def tick(self, now: float) -> float:
-        """The seconds that count since the last tick."""
+        """Return the seconds that count since the last tick."""
         seconds = 0.0 if self._ticked is None else min(now - self._ticked, _LATE_TICK_S)
         self._ticked = now
         return seconds
 
     def median(self, engines: Iterable[str], now: float) -> float | None:
-        """The median of the latest rates of these engines; None if there is no recent one."""
+        """Return the median of the engines' latest rates; None if no rate is recent."""
         rates = [
             health.rate
             for health in map(self._engines.__getitem__, engines)

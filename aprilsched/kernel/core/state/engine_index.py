@@ -1,8 +1,8 @@
-"""The engines in use by what a decision asks of them: their version, mode and requests.
+"""An index of the engines in use by version, mode and load.
 
-In a fleet of a thousand, looking at every engine after every event would take longer than
-everything else. So an engine is filed again only after something of it has changed. That is noted
-in :attr:`EngineIndex.changed` by the fleet control, the policy versions and the records in flight.
+In a fleet of a thousand, a scan of every engine after every event would take longer than everything
+else. So an engine is filed again only after it has changed. The fleet control, the policy versions
+and the records in flight note its name in :attr:`EngineIndex.changed`.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from aprilsched.kernel.core.state.engine_control import EngineControl, Mode
 
 
 class Kind(NamedTuple):
-    """What an engine in use is filed under."""
+    """The key that an engine in use is filed under."""
 
     version: int
     leaves: bool
-    """It gets no more requests, because it is brought to the newest version alone."""
+    """Whether the engine gets no more requests, because it is refitted separately."""
     mode: Mode
     idle: bool
-    """It has no open request."""
+    """Whether the engine has no open request."""
 
     @property
     def generates(self) -> bool:
-        """It has open requests, and keeps them."""
+        """Whether the engine has open requests and keeps them."""
         return not (self.idle or self.leaves or self.mode is Mode.REFITTING)
 
 
 class EngineIndex:
-    """Files the engines in use.
+    """Index of the engines in use.
 
     Args:
-        engines: their records.
-        versions: the version of each.
-        opened: the number of open attempts on each.
+        engines: the record of each engine.
+        versions: the version of each engine.
+        opened: the number of open attempts on each engine.
         changed: names of engines whose record, version or number of attempts has changed since the
-            last :meth:`refresh`; whoever changes one adds it.
+            last :meth:`refresh`. Code that changes one must add its name.
     """
 
     def __init__(
@@ -53,17 +53,17 @@ class EngineIndex:
         self._changed = changed
         self._filed: dict[str, tuple[Kind, int]] = {}
         self.kinds: dict[Kind, dict[str, EngineControl]] = {}
-        """The engines of each kind that there is, by name."""
+        """Engines of each kind, by name; no kind is empty."""
         self.requests: Counter[tuple[int, bool]] = Counter()
-        """Number of open attempts on the engines of each version, by whether these leave."""
+        """Number of open attempts by the engine's version and whether the engine leaves."""
         self.disconnected: dict[str, EngineControl] = {}
-        """Those to which a connection broke."""
+        """Engines to which a connection broke."""
         self._left_out = set[str]()
         self._accepting: dict[int, EngineLoads] = {}
         self._busy: dict[int, EngineLoads] = {}
 
     def leave_out(self, names: set[str]) -> None:
-        """Keep these engines, and no others, out of :meth:`accepting` from now on."""
+        """Exclude these engines, and no others, from :meth:`accepting`."""
         before, self._left_out = self._left_out, names & self._filed.keys()
         for name in self._left_out - before:
             self.accepting(self._versions[name]).put(name, None)
@@ -72,7 +72,7 @@ class EngineIndex:
                 self._note_load(name, self._filed[name][0])
 
     def refresh(self) -> None:
-        """File every engine again that has changed."""
+        """File every changed engine again."""
         for name in self._changed:
             control, before = self._engines.get(name), self._filed.get(name)
             if control is None:
@@ -120,11 +120,11 @@ class EngineIndex:
         self.busy(kind.version).put(name, None)
 
     def accepting(self, version: int) -> EngineLoads:
-        """The running engines of a version that take requests, with their loads."""
+        """Return the running engines of a version that take requests, with their loads."""
         return self._of_version(self._accepting, version)
 
     def busy(self, version: int) -> EngineLoads:
-        """The engines of a version that do not leave and have open attempts, with their number."""
+        """Return the staying engines of a version with open attempts, with their loads."""
         return self._of_version(self._busy, version)
 
     @staticmethod
@@ -136,7 +136,7 @@ class EngineIndex:
         return by_version[version]
 
     def in_order(self, controls: list[EngineControl]) -> list[EngineControl]:
-        """Some engines in the order in which they came into use."""
+        """Return the given engines in the order in which they came into use."""
         if len(controls) < 2:
             return controls
         names = {control.name for control in controls}

@@ -1,20 +1,21 @@
-"""How many further tokens a response is expected to need.
+"""Expected remaining length of responses.
 
-The law of lengths is estimated from the run so far, with unfinished responses as censored ones. A
-group's finished members are evidence for the others, and so is what is remembered of earlier epochs
-of its prompt (:mod:`aprilsched.kernel.core.lengths.observed`). On the scale of log lengths, let a
-share w of the variance s be common to a group, and let k finished siblings have a mean log length
-that is d above the law's. Then the expected log length of a member is w * k / (w * k + 1 - w) * d
-above the law's, which is the posterior mean of a normal random effect. If earlier epochs say that
-it is m above the law's, with variance v, it is (m / v + k * d / ((1 - w) s)) / (1 / v + k / ((1 -
-w) s)) above it. The law is stretched by the exponential of that.
+The length distribution ("law") is estimated from the run so far, with unfinished responses as
+censored observations. A group's finished members are evidence for the others, and so are the
+lengths of its prompt in earlier epochs (:mod:`aprilsched.kernel.core.lengths.observed`).
 
-:meth:`Expectations.rest` gives the expected number of steps to the end of each of some groups,
-whether they have tokens or not. Whatever orders groups by length uses it, for example
-``state.expectations.rest(list(state.in_flight.training_groups()))`` in a step.
+The model is a normal random effect on log lengths. A share w of the variance s is common to a
+group. If k finished siblings have a mean log length of d above the law's mean, the posterior mean
+of a member is w * k / (w * k + 1 - w) * d above it. If earlier epochs estimate the group's level at
+m above the law's mean, with variance v, the posterior mean is (m / v + k * d / ((1 - w) s)) / (1 /
+v + k / ((1 - w) s)) above it. The law is stretched by the exponential of that shift.
 
-A request's own limit is not used: workloads with lengths drawn beforehand give each request its
-length as its limit, and a policy that used it would know what no policy can know.
+:meth:`Expectations.rest` returns the expected number of steps to the end of each group, with or
+without tokens. Steps that order groups by length use it, for example
+``state.expectations.rest(list(state.in_flight.training_groups()))``.
+
+A request's own limit is not used: workloads with lengths drawn in advance set each request's limit
+to its length, and a policy that used it would see the future.
 """
 
 from __future__ import annotations
@@ -42,45 +43,46 @@ _SHARED = 0.5
 
 
 class Expectations:
-    """The lengths seen in the run, and what they say about responses that still generate.
+    """The lengths seen in the run, and the expected rest of responses that still generate.
 
     Args:
-        version: gives the policy version in force, by which the age of what is remembered counts.
+        version: returns the policy version in force, which determines the age of earlier lengths.
     """
 
     def __init__(self, version: Callable[[], int] = int) -> None:
         self.observed = ObservedLengths()
         self.memory = LengthMemory()
-        """The lengths of earlier epochs, by the key of the prompt."""
+        """Lengths of earlier epochs, by the key of the prompt."""
         self.prompt_tokens: float | None = None
-        """The mean length of the prompts of the last responses; None before the first group has
-        ended. What is in flight does not say it: after a batch that was waited for, that is
-        nothing."""
+        """Mean prompt length of the latest responses; None before the first group has ended. The
+        groups in flight cannot replace it: after a synchronous batch there may be none."""
         self.spare_tokens = 0.0
-        """The mean number of tokens by which these responses ended before their limits."""
+        """Mean number of tokens left to the limit when these responses ended."""
         self._prompts = 0
-        """Number of responses behind it, up to as many as lengths are kept of."""
+        """Number of responses in these means, at most `DEFAULT_WINDOW`."""
         self._version = version
         self._law: KaplanMeier | None = None
         self._mean_log = 0.0
         self._deviation_log = 1.0
         self._limit = 1
-        """The most tokens that any response may have."""
+        """Largest number of tokens that any response may have."""
         self._shared = _SHARED
         self._stale = True
 
     @property
     def limit(self) -> int:
-        """The most tokens that any response launched so far may have."""
+        """Largest number of tokens that any response launched so far may have."""
         return self._limit
 
     def note_limit(self, tokens: int) -> None:
-        """Note that a response with this limit was launched."""
+        """Record the limit of a launched response."""
         self._limit = max(self._limit, tokens)
 
     def note_prompts(self, group: GroupRecord) -> None:
-        """Note the lengths of the prompts in a group, since episodes may have different ones, and
-        what its responses leave of their limits."""
+        """Add a group's prompt lengths and the tokens left to the limits of its responses.
+
+        Prompts are counted per member, because those of episodes may differ.
+        """
         members, prompts, spare = group.members, self.prompt_tokens or 0.0, self.spare_tokens
         self._prompts = min(self._prompts + len(members), DEFAULT_WINDOW)
         more = sum(len(member.prompt_ids) - prompts for member in members)
@@ -90,12 +92,12 @@ class Expectations:
         self.spare_tokens = spare + sum(max(0, tokens) - spare for tokens in left) / self._prompts
 
     def log_law(self) -> LogLaw:
-        """The law of log lengths, for :mod:`~aprilsched.kernel.core.lengths.laws`."""
+        """Return the law of log lengths, for :mod:`~aprilsched.kernel.core.lengths.laws`."""
         self._fresh_law()
         return self._log_law()
 
     def _log_law(self) -> LogLaw:
-        """The law as it was last estimated."""
+        """Return the law as last estimated."""
         if self._law is None:
             return LogLaw()
         return LogLaw.estimated(
@@ -106,30 +108,34 @@ class Expectations:
         )
 
     def renew(self) -> None:
-        """Estimate the law again when it is next needed, because a batch was delivered."""
+        """Mark the law as out of date after a delivery; the next use estimates it again."""
         self._stale = True
 
     def remember(self, group: GroupRecord) -> Remembered | None:
-        """Remember the lengths of a group that has ended, under the key of its prompt. Returns the
-        new record; None if the prompt has no key."""
+        """Remember the lengths of an ended group under the key of its prompt.
+
+        Return the new record; None if the prompt has no key.
+        """
         if group.prompt.key is None:
             return None
-        # The law is not estimated for this: it would stay that of the first group until the first
+        # No new estimate here: the law of the first group alone would stay in force until the first
         # batch is full.
         return self.memory.note(
             group.prompt.key, group_lengths(group), self._log_law(), self._version()
         )
 
     def levels(self, groups: Sequence[GroupRecord]) -> Levels:
-        """What earlier epochs say of the level of each group."""
+        """Return each group's level of log lengths as estimated from earlier epochs."""
         keys = [group.prompt.key for group in groups]
         return self.memory.levels(keys, self.log_law(), self._version())
 
     def explained(self, groups: Sequence[GroupRecord]) -> float:
-        """The share of the variance common to a prompt's log lengths that earlier epochs are
-        expected to explain, as a mean over the groups; 0 where they say nothing."""
-        # The law is not estimated for this: the decisions of the next batch are made with the law
-        # that is estimated when the first of them is made.
+        """Return the share of the prompts' common log variance that earlier epochs explain.
+
+        It is an expected value, and a mean over the groups; 0 without earlier epochs.
+        """
+        # No new estimate here: the first decision of the next batch makes the estimate that all its
+        # decisions use.
         law = self._log_law()
         common = law.shared * law.deviation**2
         if not groups or common <= 0:
@@ -139,23 +145,24 @@ class Expectations:
         return 1 - float(levels.variance.mean()) / common
 
     def rest(self, groups: Sequence[GroupRecord]) -> NDArray[np.float64]:
-        """Expected number of steps to the end of the longest member of each group, float64 [G]; 0
-        for a complete group.
+        """Return the expected steps to the end of each group's longest member, float64 [G].
 
-        The evidence is the run's law, the members so far, finished or not, and the same prompt's
-        lengths in earlier epochs, which count for less the older they are. A group that has no
-        token and whose prompt was not seen before has the expectation of the law.
+        A complete group has 0. The evidence is the law of the run, the members so far, finished or
+        not, and the same prompt's lengths in earlier epochs, with a weight that falls with their
+        age. A group without tokens whose prompt is new has the law's expectation.
         """
         tokens, finished = member_tokens(groups)
         return rest_of_groups(tokens, finished, self.log_law(), self.levels(groups))
 
     def remaining(self, request: RequestRecord) -> float:
-        """Expected number of tokens to the end of the response; 0 while no length is known."""
+        """Return the expected tokens to the end of the response; 0 while no length is known."""
         return 0.0 if self._fresh_law() is None else float(self.work([request])[0])
 
     def work(self, requests: Sequence[RequestRecord]) -> NDArray[np.float64]:
-        """Expected number of tokens to the end of each response, float64 [n], as
-        :meth:`remaining` gives it; 1 for each while no length is known."""
+        """Return the expected tokens to the end of each response, float64 [n].
+
+        It equals :meth:`remaining`, but is 1 for each response while no length is known.
+        """
         law = self._fresh_law()
         if law is None:
             return np.ones(len(requests))
@@ -168,15 +175,16 @@ class Expectations:
     def distances(
         self, delivered: Sequence[GroupRecord], flight: Iterable[GroupRecord]
     ) -> tuple[float, float] | None:
-        """How far the lengths of a batch are from the law that all lengths are drawn from, as
-        Kolmogorov distances: that of the batch, and the one that is expected of a batch of groups
-        drawn at random. None for a batch of less than two groups, which is no sample of a law.
+        """Return the Kolmogorov distance of a batch's lengths from the law of all lengths.
+
+        The second number is the distance expected of a batch of groups drawn at random. None for a
+        batch of fewer than two groups, which is too small a sample, and while no length is known.
 
         Args:
             delivered: the groups of the batch.
             flight: all groups in flight. Incomplete ones with tokens are censored observations.
         """
-        # A stream delivers single groups; asking all groups in flight for each is quadratic.
+        # A stream delivers single groups; a scan of all groups in flight for each is quadratic.
         if len(delivered) < 2:
             return None
         groups = [group_lengths(group) for group in flight if not group.complete]
@@ -206,8 +214,7 @@ class Expectations:
         return math.exp((mean / variance + above / own) / (1 / variance + len(finished) / own))
 
     def _fresh_law(self) -> KaplanMeier | None:
-        """The law, estimated again if a batch was delivered since; None while no length is
-        known."""
+        """Return the law, re-estimated if out of date; None while no length is known."""
         if self._stale:
             self._estimate()
         return self._law
@@ -223,5 +230,5 @@ class Expectations:
         variance = float((mass * (logs - self._mean_log) ** 2).sum() / mass.sum())
         self._deviation_log = variance**0.5
         shared = self.observed.shared_log_variance()
-        # Below 1, because at 1 a single sibling would decide everything.
+        # Below 1, because at 1 a single sibling would determine the expectation.
         self._shared = _SHARED if shared is None else min(shared, 0.95)

@@ -1,7 +1,7 @@
 """Everything in flight: groups, their rollouts, their requests, and the queue.
 
-Every rollout is in exactly one group here, or it is delivered, or it is in the ledger. The methods
-carry out the moves of the life cycle and keep the counts. They decide nothing.
+Every rollout is in exactly one group here, is delivered, or is in the ledger. The methods carry out
+the moves of the life cycle and maintain the counts. They make no decisions.
 """
 
 from __future__ import annotations
@@ -38,13 +38,18 @@ from aprilsched.types import (
 )
 
 _MAX_AFFINITIES = 4096
-"""Affinities of prompts that are remembered; those that were used last are kept."""
+"""Largest number of prompt affinities that are remembered; the least recently used one goes."""
 
 
 class InFlight:
-    """The records in flight by id, and their counts. `place` orders the requests that wait, and
-    `version` says whose engines alone may take one of them. Engines whose number of open attempts
-    has changed are noted in `changed`."""
+    """The records in flight by id, and their counts.
+
+    Args:
+        place: the sort key of a waiting request.
+        version: the version whose engines alone may take a request; None for the newest.
+        changed: gets the names of engines whose number of open attempts changes.
+        companions: data that engines return in addition to the tokens.
+    """
 
     def __init__(
         self,
@@ -58,33 +63,33 @@ class InFlight:
         self.groups: dict[int, GroupRecord] = {}
         self.rollouts: dict[int, RolloutRecord] = {}
         self.requests: dict[int, RequestRecord] = {}
-        """The current requests, and those of dropped rollouts until their attempt comes back."""
+        """Current requests, and the requests of dropped rollouts until their attempt ends."""
         self.queue = Waiting(place, version)
-        """Requests that wait to be sent."""
+        """Waiting requests."""
         self.ready = Ready()
         """Complete training groups, in the order of their completion."""
         self.training = 0
         """Number of training groups."""
         self.generating = 0
-        """Number of rollouts of training groups that are not generated to their end."""
+        """Number of unfinished rollouts in training groups."""
         self.open: Counter[str] = Counter()
         """Number of open attempts on each engine."""
         self.affinity_engines: dict[str, str] = {}
-        """For each affinity of prompts the engine that the latest attempt was sent to."""
+        """Engine of the latest attempt with each prompt affinity."""
         self.open_attempts = 0
-        """Number of open attempts, including those of dropped rollouts and of evaluations."""
+        """Number of open attempts, including dropped rollouts and evaluations."""
         self.held_on: Counter[str] = Counter()
-        """Prompt and response tokens of the open attempts on each engine: what its KV pool should
-        hold."""
+        """Prompt and response tokens of the open attempts on each engine: the expected content of
+        its KV pool."""
         self._open_on: dict[str, dict[int, RequestRecord]] = {}
         self.called_back = 0
-        """Number of open attempts that were told to abort."""
+        """Number of open attempts that are being aborted."""
         self.ledger = Ledger()
         self.counters = Counters()
         self.last_id = 0
-        """The last id of a group, rollout or request. No id is given twice."""
+        """Last id of a group, rollout or request. Ids are never reused."""
         self.journal = Journal()
-        """The changes that the next snapshot has to save."""
+        """Changes for the next snapshot."""
 
     # --- opening ---------------------------------------------------------------------------
 
@@ -99,8 +104,10 @@ class InFlight:
         size: int,
         deferred: bool = False,
     ) -> GroupRecord:
-        """Launch a group with one rollout for each of `samplings`, waiting or `deferred`. It
-        delivers `size` of them."""
+        """Launch a group with one rollout, waiting or `deferred`, for each of `samplings`.
+
+        The group delivers `size` rollouts.
+        """
         group = GroupRecord(
             group_id=self._next_id(),
             prompt=prompt,
@@ -133,7 +140,7 @@ class InFlight:
     def add_again(
         self, group: GroupRecord, lost: RolloutRecord, *, episodes: bool
     ) -> RolloutRecord:
-        """Launch a rollout in a group in the place of a member that has left it."""
+        """Launch a replacement for a member that has left its group."""
         rollout_id = self._next_id()
         rollout = RolloutRecord(
             rollout_id=rollout_id,
@@ -156,7 +163,7 @@ class InFlight:
         return rollout
 
     def _enter_flight(self, rollout: RolloutRecord, *, episodes: bool) -> None:
-        """Let a new rollout begin; an episode asks for its turns itself."""
+        """Start a new rollout; an episode requests its turns itself."""
         self.carry_companions(rollout)
         self.rollouts[rollout.rollout_id] = rollout
         if not episodes:
@@ -165,7 +172,7 @@ class InFlight:
             self.journal.change(rollout)
 
     def carry_companions(self, rollout: RolloutRecord) -> None:
-        """Let the rollout keep the rows of the companions that its prompt is to have."""
+        """Set up the logs of the companions that the rollout's prompt requires."""
         if self._companions:
             asked = of_prompt(self._companions, rollout.group.prompt.companions)
             rollout.log.companions = {each.name: CompanionLog(each) for each in asked}
@@ -179,14 +186,21 @@ class InFlight:
         media: tuple[Media, ...] | None = None,
         output_start: int | None = None,
     ) -> RequestRecord:
-        """Begin a rollout's next turn; `input_ids` is its whole context, and `media` all of its
-        media, or None for the prompt's. With `output_start`, the output from there on is known
-        already."""
+        """Start a rollout's next turn.
+
+        Args:
+            rollout: the rollout.
+            input_ids: the whole context.
+            sampling: the sampling parameters of the turn.
+            media: all media of the context; None for those of the prompt.
+            output_start: the position in the log from which on the turn's output is already known;
+                None if none of it is.
+        """
         if not rollout.answered:
             log = rollout.log
             if log.companions and not log.size and any(e.held for e in log.companions.values()):
-                # Rows of another prompt, without a token. Those that were saved are void: a resumed
-                # run would take them for the rows of this prompt.
+                # Rows of another prompt, without a token. Saved ones are void: a resumed run would
+                # mistake them for rows of this prompt.
                 log.truncate(0, prompt=0)
                 rollout.rewritten = True
                 self.journal.change(rollout)
@@ -215,7 +229,7 @@ class InFlight:
 
     @staticmethod
     def _is_plain(rollout: RolloutRecord, ids: Int32Array, sampling: SamplingParams) -> bool:
-        """Whether the rollout is as its group says, so that it need not be saved for itself."""
+        """Return whether the saved group already describes the rollout, so it needs no save."""
         as_launched = ids is rollout.group.prompt.input_ids and sampling is rollout.sampling
         return as_launched and rollout.eligible and not rollout.turns
 
@@ -224,7 +238,7 @@ class InFlight:
         return self.last_id
 
     def refuse(self, reason: Reason, cause: str, *, now: float) -> Entry:
-        """Enter a prompt that cannot be used into the ledger."""
+        """Enter an unusable prompt into the ledger."""
         self.counters.launched += 1
         entry = self.enter(self._next_id(), self._next_id(), reason, cause, tokens=0, now=now)
         self.journal.refuse(entry)
@@ -251,7 +265,7 @@ class InFlight:
     def open_attempt(
         self, request: RequestRecord, engine: str, *, version: int, adapter: int | None
     ) -> None:
-        """Begin an attempt: the request is sent to `engine`, and sampled under `version`."""
+        """Start an attempt: the request is sent to `engine`, and sampled under `version`."""
         self.queue.discard(request)
         rollout = request.rollout
         rollout.move(Move.SEND)
@@ -285,8 +299,8 @@ class InFlight:
     def context_engine(self, rollout: RolloutRecord) -> str:
         """Return the engine that caches the rollout's context; empty if no engine does.
 
-        That is the context of earlier turns, or the prompt of its group, or the context of the
-        prompts with its affinity.
+        The context is that of its earlier turns, or the prompt of its group, or the context shared
+        by prompts with its affinity.
         """
         group = rollout.group
         affinity = group.prompt.affinity
@@ -297,8 +311,7 @@ class InFlight:
         return self.affinity_engines.get(affinity, "")
 
     def attempt(self, request_id: int, attempt: int) -> RequestRecord | None:
-        """The request, if this attempt of it is open. Late answers to other attempts are
-        ignored."""
+        """Return the request if this attempt is open; None for a late answer to another one."""
         request = self.requests.get(request_id)
         if request is None or not request.open or request.attempt != attempt:
             return None
@@ -311,9 +324,15 @@ class InFlight:
         rows: Mapping[str, Rows] | None = None,
         answer: Answer | None = None,
     ) -> None:
-        """End an attempt, which came back. `spans` has the versions of its tokens, as the engine
-        reports them, `rows` the rows of the companions of the context, and `answer` what else of
-        the engine's answer is kept."""
+        """Close an attempt that has ended.
+
+        Args:
+            request: the request.
+            spans: the versions of the attempt's tokens, as the engine reports them; None if it
+                does not.
+            rows: the rows of each companion of the context.
+            answer: other fields of the engine's answer that are kept.
+        """
         request.open = request.unsure = False
         self.open[request.engine] -= 1
         self._changed[request.engine] = None
@@ -322,7 +341,7 @@ class InFlight:
         del self._open_on[request.engine][request.request_id]
         self.called_back -= request.aborting
         log = request.rollout.log
-        # An engine reports the version of its base model, which says nothing of adapters.
+        # An engine reports the version of its base model, not of the adapter.
         if spans and request.adapter is None:
             log.assign(request.attempt_start, spans, engine=request.engine)
         elif request.crossed and log.size > request.attempt_start:
@@ -346,7 +365,7 @@ class InFlight:
         logprobs: Float32Array,
         rows: Mapping[str, Rows] | None = None,
     ) -> None:
-        """Add new tokens of an open attempt, and their rows of the companions of tokens."""
+        """Add new tokens of an open attempt, and their rows of each companion of tokens."""
         rollout, version, engine = request.rollout, request.version, request.engine
         self.held_on[engine] += len(ids)
         rollout.log.append(ids, logprobs, version=version, engine=engine)
@@ -356,7 +375,7 @@ class InFlight:
         if self.journal.active:
             self.journal.arrive(rollout, ids, logprobs, version=version, engine=engine)
         if request.crossed and not request.unsure:
-            # Saved, because a process that goes on from here never gets the engine's report.
+            # Saved, because a process that resumes from here never gets the engine's report.
             request.unsure = True
             self.journal.change(rollout)
         if request.kept_keys and not rollout.log.stale_keys:
@@ -364,16 +383,18 @@ class InFlight:
             self.journal.change(rollout)
 
     def expand(self, request: RequestRecord, added: int) -> None:
-        """Count `added` tokens that media became in the context of an open attempt, beside their
-        placeholders. The next attempts of the group are expected to hold as many, unless the media
-        are of a turn."""
+        """Count the `added` tokens that media expand to, in addition to their placeholders.
+
+        The group's next attempts are expected to have the same number, unless the media belong to
+        a turn.
+        """
         self.held_on[request.engine] += added - request.media_tokens
         request.media_tokens = added
         if request.media is None:
             request.rollout.group.media_tokens = added
 
     def requeue(self, request: RequestRecord) -> None:
-        """Let the rest of a request wait to be sent, with all tokens known so far."""
+        """Queue the rest of a request, with all tokens known so far."""
         request.rollout.move(Move.INTERRUPT)
         if request.rollout.eligible:
             self.queue.add(request)
@@ -382,17 +403,17 @@ class InFlight:
         self.requests.pop(request.request_id, None)
 
     def open_requests(self, engine: str | None = None) -> Iterator[RequestRecord]:
-        """Requests with an open attempt (on `engine`), including those of dropped rollouts."""
+        """Iterate over requests with an open attempt (on `engine`), dropped rollouts included."""
         engines = self._open_on if engine is None else (engine,)
         return iter([r for name in engines for r in self._open_on.get(name, {}).values()])
 
     def call_back(self, request: RequestRecord) -> None:
-        """Note that the open attempt is told to abort."""
+        """Mark the open attempt as being aborted."""
         request.aborting = True
         self.called_back += 1
 
     def finish(self, rollout: RolloutRecord) -> None:
-        """Note that the rollout is generated to its end."""
+        """Mark the rollout as finished; a complete training group becomes ready."""
         rollout.move(Move.FINISH)
         self.journal.finish(rollout)
         group = rollout.group
@@ -404,8 +425,7 @@ class InFlight:
             self.ready.add(group)
 
     def part(self, group: GroupRecord, leaving: list[RolloutRecord]) -> GroupRecord:
-        """Let members leave their group, which is not among the ready. They become a group of their
-        own, which the caller drops."""
+        """Move members of a group that is not ready into a new group, which the caller drops."""
         own = GroupRecord(
             group_id=self._next_id(),
             prompt=group.prompt,
@@ -425,7 +445,7 @@ class InFlight:
     # --- leaving ---------------------------------------------------------------------------
 
     def deliver(self, group: GroupRecord) -> None:
-        """Remove a group that is delivered."""
+        """Remove a delivered group from flight."""
         for member in group.members:
             member.move(Move.DELIVER)
             self.counters.delivered += 1
@@ -438,15 +458,17 @@ class InFlight:
 
     @staticmethod
     def release(group: GroupRecord) -> None:
-        """Free the members of a delivered group that nobody will ask for again."""
-        # Records refer to each other, and a ring of references waits for the garbage collector.
+        """Free the members of a delivered group that will not be delivered again."""
+        # Records refer to each other, and only the garbage collector frees a reference cycle.
         group.members = []
 
     def drop(
         self, group: GroupRecord, reason: Reason, cause: str, *, culprit: int | None, now: float
     ) -> list[Entry]:
-        """Move the group to the ledger; returns its entries. With a `culprit` the reason of the
-        other members is that their sibling failed."""
+        """Move the group to the ledger and return its entries.
+
+        With a `culprit` the other members get the reason SIBLING_FAILED.
+        """
         group.dropped = reason
         entries: list[Entry] = []
         for member in group.members:
@@ -483,8 +505,10 @@ class InFlight:
 
 
 def _seeded(sampling: SamplingParams, prompt: Prompt, *path: int, size: int) -> SamplingParams:
-    """Return the parameters with a seed derived for `path`, if others share them: with one seed,
-    engines would sample the same response for the whole group, and again in each epoch."""
+    """Return the parameters with a seed derived for `path`, if other rollouts share them.
+
+    With one seed, engines would sample the same response for the whole group, and in each epoch.
+    """
     own = isinstance(prompt.sampling, tuple) or (size == 1 and prompt.sampling is not None)
     if sampling.sampling_seed is None or own:
         return sampling

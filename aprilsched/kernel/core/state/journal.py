@@ -1,8 +1,8 @@
-"""The changes since the last snapshot, for the store. They are noted where they happen.
+"""The changes since the last snapshot, for the store. They are recorded where they happen.
 
-Looking at every rollout in flight for each snapshot would cost more than the snapshot itself.
-Rollouts of evaluations are never noted, because an evaluation ends with the call that asked for it,
-and neither is what comes back for a dropped group, which belongs to nobody.
+A scan of every rollout in flight for each snapshot would cost more than the snapshot itself.
+Rollouts of evaluations are never recorded, because an evaluation ends with the call that requested
+it. Late tokens of a dropped group are not recorded either, because nothing refers to them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _NO_ENGINE = -1
 
 
 class PageBuilder:
-    """Lays tokens out as a page at once, as they arrive between two snapshots.
+    """Writes tokens straight into a page as they arrive between two snapshots.
 
-    Keeping the arrays as they come and joining them at the snapshot costs several times as much,
-    because each of a thousand small arrays is a cache miss by then.
+    A list of small arrays, joined at the snapshot, would cost several times as much, because each
+    of the thousand arrays is a cache miss by then.
     """
 
     def __init__(self, room: int = _ROOM) -> None:
@@ -39,7 +39,7 @@ class PageBuilder:
         self._places: dict[str | None, int] = {None: _NO_ENGINE}
 
     def __len__(self) -> int:
-        """Number of tokens on the page."""
+        """Return the number of tokens on the page."""
         return self._size
 
     def add(
@@ -51,8 +51,7 @@ class PageBuilder:
         version: int,
         engine: str | None,
     ) -> None:
-        """Add tokens of one rollout, from position `start` of its response on, which one engine
-        sampled under one version."""
+        """Add tokens of one rollout, engine and version, from `start` in the response on."""
         begin, count = self._size, len(ids)
         end = begin + count
         if end > len(self._ids):
@@ -70,7 +69,7 @@ class PageBuilder:
         )
 
     def forget(self, rollouts: Collection[int]) -> None:
-        """Take the tokens of these rollouts off the page."""
+        """Remove the tokens of these rollouts from the page."""
         if not rollouts or not self._size:
             return
         slices = self._table()
@@ -84,7 +83,7 @@ class PageBuilder:
         self._slices = array("i", slices[~out].tobytes())
 
     def page(self) -> TokenPage | None:
-        """The finished page, to which nothing is added any more; None if it has no tokens."""
+        """Return the finished page, which gets no more tokens; None if it has no tokens."""
         if not self._size:
             return None
         return TokenPage(
@@ -99,40 +98,39 @@ class PageBuilder:
 
 
 class Journal:
-    """The changes since the last snapshot. Nothing is noted unless `active`, which is set where the
-    run has a store."""
+    """The changes since the last snapshot, recorded only while `active`: if the run has a store."""
 
     def __init__(self, room: int = 0) -> None:
         self.active = False
         self.launched: dict[int, GroupRecord] = {}
-        """Groups that were launched."""
+        """Launched groups."""
         self.arrived = PageBuilder(room)
-        """Tokens that arrived."""
+        """New tokens."""
         self.rows_from: dict[int, tuple[RolloutRecord, dict[str, int]]] = {}
-        """Rollouts whose companions have new rows, and the first of these by name."""
+        """Rollouts whose companions have new rows, and the first new row by name."""
         self.changed: dict[int, RolloutRecord] = {}
-        """Rollouts that changed in something other than their tokens."""
+        """Rollouts with changes other than new tokens."""
         self.changed_groups: dict[int, GroupRecord] = {}
-        """Groups that changed in something other than their members."""
+        """Groups with changes other than changes of their members."""
         self.delivered: dict[int, DeliveredBatch] = {}
-        """Batches that were offered. The trainer may have them by the time the snapshot is read."""
+        """Offered batches. The trainer may have them by the time the snapshot is read."""
         self.acknowledged: list[int] = []
-        """Batches that were acknowledged or withdrawn."""
+        """Acknowledged or withdrawn batches."""
         self.removed: dict[int, None] = {}
-        """Groups that left, in the order in which they did."""
+        """Groups that left flight, in that order."""
         self.gone: set[int] = set()
-        """Rollouts of the groups that left."""
+        """Rollouts of these groups."""
         self.dropped: list[Entry] = []
         """New entries of the ledger."""
         self.lengths: list[GroupLengths] = []
-        """Lengths of the groups that ended."""
+        """Lengths of ended groups."""
         self.remembered: dict[str | int, Remembered] = {}
-        """What is now remembered of the lengths of their prompts, by key."""
+        """Updated memory of prompt lengths, by key."""
         self.finished = False
-        """A rollout was finished or scored, so the snapshot should not wait long."""
+        """Whether a rollout has finished or has its score, so the snapshot should be soon."""
 
     def clear(self) -> None:
-        """Begin again: a snapshot was taken."""
+        """Start over after a snapshot."""
         # The last page belongs to the snapshot now. The next one will be about as large.
         active, room = self.active, len(self.arrived)
         self.__init__(room)
@@ -151,13 +149,13 @@ class Journal:
         version: int,
         engine: str | None,
     ) -> None:
-        """Note tokens that were just appended to the rollout's log."""
+        """Record tokens just appended to the rollout's log."""
         if self.active and len(ids) and rollout.group.in_training:
             start = rollout.log.size - len(ids)
             self.arrived.add(rollout, start, ids, logprobs, version, engine)
 
     def expect_rows(self, rollout: RolloutRecord) -> None:
-        """Note that rows of companions are about to be added to the rollout's log."""
+        """Record that rows of companions are about to be added to the rollout's log."""
         if self.active and rollout.rollout_id not in self.rows_from and rollout.group.in_training:
             held = {name: each.held for name, each in rollout.log.companions.items()}
             self.rows_from[rollout.rollout_id] = rollout, held
@@ -176,20 +174,19 @@ class Journal:
             self.changed_groups[group.group_id] = group
 
     def drop(self, group: GroupRecord, entries: Iterable[Entry]) -> None:
-        """Note a dropped group and its entries in the ledger. A group of an evaluation has entries
-        too."""
+        """Record a dropped group, of training or an evaluation, and its ledger entries."""
         if not self.active:
             return
         self.dropped.extend(entries)
         self._forget(group.group_id, group.members)
 
     def refuse(self, entry: Entry) -> None:
-        """Note a refused prompt, for which no group was launched."""
+        """Record a refused prompt, which launches no group."""
         if self.active:
             self.dropped.append(entry)
 
     def drop_saved(self, entry: Entry) -> None:
-        """Note a rollout that was saved and does not go on in the resumed run."""
+        """Record a saved rollout that the resumed run does not continue."""
         if self.active:
             self.dropped.append(entry)
             self.removed[entry.group_id] = None
@@ -199,7 +196,7 @@ class Journal:
             self.delivered[batch.index] = batch
 
     def withdraw(self, batch: DeliveredBatch) -> None:
-        """Note an offer that was withdrawn. Another batch may get its index."""
+        """Record a withdrawn offer. Another batch may get its index."""
         if self.active:
             self.delivered.pop(batch.index, None)
             self.acknowledged.append(batch.index)
@@ -212,11 +209,11 @@ class Journal:
             self._forget(group.group_id, group.members)
 
     def note_lengths(self, group: GroupLengths, remembered: Remembered | None) -> None:
-        """Note the lengths of a group that ended, and what is now remembered of its prompt."""
+        """Record the lengths of an ended group, and the updated memory of its prompt."""
         if self.active:
             self.lengths.append(group)
             if remembered is not None:
-                # The newest last, because a store keeps those that were noted last.
+                # The newest last, because a store keeps the last ones.
                 self.remembered.pop(remembered.key, None)
                 self.remembered[remembered.key] = remembered
 

@@ -1,7 +1,7 @@
-"""Counters, and the ledger of all rollouts that were dropped.
+"""Counters, and the ledger of all dropped rollouts.
 
 Every rollout that is neither delivered nor in flight has an entry in the ledger, with the reason,
-the cause and its number of tokens. Counts are kept for ever, and the latest entries up to a bound.
+the cause and its number of tokens. Counts cover the whole run; only the latest entries are kept.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from enum import StrEnum
 from aprilsched.errors import PromptsExhausted, RunEnded, RunGivenUp
 
 REFUSED = "refused at attempt"
-"""How the cause begins where an engine has refused the request itself (:data:`Reason.FAILED`)."""
+"""Prefix of the cause if an engine refused the request itself (:data:`Reason.FAILED`)."""
 BUSY = "busy for too long"
-"""What the cause contains where an engine had no room for the request, and none for any other."""
+"""Part of the cause if an engine had no room for this request or any other."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Counters:
-    """Counts since the run began. Rollouts of evaluations count like any other."""
+    """Counts since the start of the run, including rollouts of evaluations."""
 
     launched: int = 0
     delivered: int = 0
@@ -29,20 +29,20 @@ class Counters:
     tokens_generated: int = 0
     """Tokens that arrived from engines."""
     tokens_delivered: int = 0
-    """Sampled tokens in delivered rollouts. Tokens of environments do not count."""
+    """Sampled tokens in delivered rollouts, without tokens of environments."""
     tokens_discarded: int = 0
     """Sampled tokens of dropped rollouts, including those that arrive after the drop."""
     tokens_reprefilled: int = 0
     """Context tokens recomputed after an interruption."""
     tokens_masked: int = 0
-    """Tokens delivered with loss mask 0 because they are older than the staleness bound."""
+    """Tokens delivered with loss mask 0 because they are beyond the staleness bound."""
     retries: int = 0
     regenerated: int = 0
-    """Rollouts that were launched in the place of a lost member of their group."""
+    """Rollouts launched to replace a lost member of their group."""
     turns_refused: int = 0
     """Turns of episodes that engines refused, such as one beyond the context of the model."""
     teardowns_failed: int = 0
-    """Functions for the end of an episode (``Turn.on_end``) that raised or did not end in time."""
+    """Teardown functions of episodes (``Turn.on_end``) that raised or timed out."""
 
 
 _KEPT_ENTRIES = 10_000
@@ -55,40 +55,39 @@ class Reason(StrEnum):
     """The user's accept function rejected its group (dynamic sampling)."""
     FAILED = "failed"
     """Its request failed too often, or was refused by the engine. Also tokens of a turn that was
-    refused on its way from one engine to another; their episode goes on."""
+    refused while it moved between engines; the episode continues."""
     SIBLING_FAILED = "sibling_failed"
-    """Another rollout of its group failed, and its group was dropped with it."""
+    """Another rollout of its group failed, so the whole group was dropped."""
     MEMBER_LOST = "member_lost"
-    """It was lost by the infrastructure. Its group goes on without it, or with another rollout in
-    its place."""
+    """The infrastructure lost it. Its group continues without it, or with a replacement."""
     BAD_PROMPT = "bad_prompt"
-    """The prompt cannot be used. It has one entry, and nothing was generated."""
+    """The prompt is unusable. It has one entry, and nothing was generated."""
     REWARD_FAILED = "reward_failed"
     EPISODE_FAILED = "episode_failed"
     STALE = "stale"
-    """Evicted at an update because it would pass the staleness bound. This censors lengths."""
+    """Evicted at an update because it would exceed the staleness bound. This censors lengths."""
     BEGUN_AGAIN = "begun_again"
-    """Its tokens were thrown away at an update, because they would pass the staleness bound. Its
-    prompt is generated again, as another group."""
+    """Its tokens were discarded at an update, because they would exceed the staleness bound. The
+    prompt is generated again in a new group."""
     RESTARTED = "restarted"
-    """The scheduler was resumed: the rollout belonged to an evaluation, or its tokens to an episode
-    that took another way this time."""
+    """The scheduler was resumed, and the rollout belongs to an evaluation. Also tokens of an
+    episode that took a different path after the restart."""
     ABANDONED = "abandoned"
-    """Its evaluation was abandoned: its engines are gone, and only an update leads on."""
+    """Its evaluation was abandoned: its engines are gone, and only an update can help."""
     WITHDRAWN = "withdrawn"
-    """The caller gave it up: a rollout of an evaluation whose call was cancelled, or of a client of
-    the gateway that has disconnected or aborted it. Also tokens of a turn that an episode withdrew
-    and did not keep; their rollout goes on."""
+    """The caller cancelled it: the call of its evaluation was cancelled, or its client of the
+    gateway disconnected or aborted it. Also tokens of a turn that an episode withdrew and did not
+    keep; the rollout continues."""
     OTHER_VERSION = "other_version"
     """An engine sampled some tokens of its evaluation under another version. The prompt is
     generated again."""
     VERSION_LOST = "version_lost"
-    """Rolling refits: no engine has the version any more that sampled these tokens, or an engine
-    had another one. Their rollout begins again; an episode is dropped."""
+    """Rolling refits: no engine has the version of these tokens any longer, or an engine sampled
+    under a wrong one. The rollout restarts; an episode is dropped."""
     OTHER_BRANCH = "other_branch"
-    """Tokens of a branch that its episode does not keep; their rollout goes on."""
+    """Tokens of a branch that its episode does not keep; the rollout continues."""
     DAMAGED = "damaged"
-    """The store cannot read it any more."""
+    """The store can no longer read it."""
 
 
 FAILURES = frozenset(
@@ -101,7 +100,7 @@ FAILURES = frozenset(
         Reason.DAMAGED,
     }
 )
-"""Reasons of groups that the user did not ask to drop, and that nothing generates again."""
+"""Reasons for which a group is lost although the user did not drop it, and is not regenerated."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,26 +129,26 @@ class Ledger:
         self.entries.append(entry)
 
     def late_tokens(self, reason: Reason, tokens: int) -> None:
-        """Count tokens that arrived for a rollout after it was dropped."""
+        """Count tokens that arrive for a rollout after its drop."""
         self.tokens[reason] += tokens
 
     @property
     def total(self) -> int:
-        """Number of rollouts dropped."""
+        """Number of dropped rollouts."""
         return sum(self.rollouts.values())
 
 
 _CAUSES = 32
-"""Largest number of causes that are counted one by one."""
+"""Largest number of causes with a count of their own."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What became of the prompts of a run, in groups."""
+    """The outcome of the prompts of a run, in groups."""
 
     delivered: int = 0
     causes: Counter[str] = field(default_factory=Counter[str])
-    """Failed groups, and prompts that cannot be used, by cause."""
+    """Numbers of failed groups and unusable prompts, by cause."""
 
     def fail(self, cause: str) -> None:
         """Count a failed group."""
@@ -157,7 +156,7 @@ class Outcome:
         self.causes[cause if known else "of other causes"] += 1
 
     def given_up(self, groups: int, cause: str) -> RunGivenUp:
-        """The error for a run of which `groups` groups in a row failed, the last for `cause`."""
+        """Return the error for `groups` failed groups in a row, the last one for `cause`."""
         return RunGivenUp(
             f"{groups} groups in a row failed and none was accepted, the last because {cause}; "
             f"correct that, or raise retries.failed_groups (in all {self.delivered} groups were "
@@ -167,7 +166,7 @@ class Outcome:
         )
 
     def all_rejected(self, groups: int) -> RunGivenUp:
-        """The error for a run whose `accept` refused `groups` groups in a row."""
+        """Return the error for `groups` groups in a row rejected by `accept`."""
         return RunGivenUp(
             f"accept rejected {groups} groups in a row; correct it, the reward or the prompts, or "
             f"raise retries.rejected_groups (in all {self.delivered} groups were delivered).",
@@ -176,8 +175,10 @@ class Outcome:
         )
 
     def end(self, prompts: int, share: float) -> RunEnded:
-        """The error for a trainer that waits for a batch after the last of `prompts` prompts, of
-        which the share `share` may fail."""
+        """Return the error for a trainer that waits for a batch after the last prompt.
+
+        The run had `prompts` prompts, of which the share `share` may fail.
+        """
         kind: type[RunEnded] = RunGivenUp
         failed = self.causes.total()
         why = f"most often because {self.causes.most_common(1)[0][0]}" if failed else ""

@@ -1,8 +1,7 @@
-"""Collections: complete groups, waiting requests, groups that a batch must contain, and what is
-waited for.
+"""Collections of ready groups, waiting requests, due groups, and things that block a decision.
 
-The core asks them after every event, which must cost the same with sixteen thousand rollouts as
-with one thousand. So each keeps its answers beside what they follow from, and
+The core queries them after every event, and a query must cost the same with sixteen thousand
+rollouts as with one thousand. So each collection maintains its answers together with its data, and
 :mod:`aprilsched.kernel.core.invariants` compares the two.
 """
 
@@ -21,21 +20,20 @@ from aprilsched.kernel.core.state.records import GroupRecord, RequestRecord
 T = TypeVar("T")
 
 _QueueKey: TypeAlias = tuple[bool, int | None]
-"""Whether a request is one of training, and the version whose engines may take it."""
+"""Whether a request belongs to training, and the version whose engines may take it."""
 
 
 class Unmet(Generic[T]):
-    """Things that did not meet a condition when they were last looked at.
+    """Things that did not meet a condition at their last check.
 
-    Whether all things meet it is asked after every event, and answered by the last of these alone
-    until that one meets it.
+    The query after each event checks only the last of them, until that one meets the condition.
     """
 
     def __init__(self) -> None:
         self._left: list[T] = []
 
     def none(self, things: Callable[[], Iterable[T]], met: Callable[[T], bool]) -> bool:
-        """Whether all `things` meet the condition; one that is not there any more does."""
+        """Return whether all `things` meet the condition; things that are gone must meet it."""
         while self._left and met(self._left[-1]):
             self._left.pop()
         if not self._left:
@@ -45,7 +43,7 @@ class Unmet(Generic[T]):
 
 @dataclass(slots=True)
 class Counted:
-    """What some complete groups count together."""
+    """The size of some complete groups, in groups, samples and tokens."""
 
     groups: int = 0
     samples: int = 0
@@ -54,7 +52,7 @@ class Counted:
     """Number of tokens in these groups."""
 
     def count(self, group: GroupRecord, times: int) -> None:
-        """Count a group that comes (1) or goes (-1). A complete group does not grow."""
+        """Add (1) or subtract (-1) a complete group, which no longer grows."""
         self.groups += times
         self.samples += times * len(group.members)
         self.tokens += times * group.tokens
@@ -70,19 +68,19 @@ class Ready(Counted):
         super().__init__()
         self._groups: dict[int, GroupRecord] = {}
         self.accepted = Counted()
-        """Those that are accepted."""
+        """The accepted groups among them."""
 
     def add(self, group: GroupRecord) -> None:
         self._groups[group.group_id] = group
         self._count(group, 1)
 
     def accept(self, group: GroupRecord) -> None:
-        """Count a group as accepted from now on."""
+        """Count a ready group as accepted."""
         if group in self:
             self.accepted.count(group, 1)
 
     def put_back(self, groups: Sequence[GroupRecord]) -> None:
-        """Put groups back in front, after the offer of their batch was withdrawn."""
+        """Put groups back in front after a withdrawn offer."""
         self._groups = {group.group_id: group for group in groups} | self._groups
         for group in groups:
             self._count(group, 1)
@@ -104,11 +102,12 @@ class Ready(Counted):
 
 
 class Waiting:
-    """Requests that wait to be sent, ordered by the `place` of each. Requests of evaluations can
-    be taken alone, and so can those of some versions.
+    """Waiting requests in the order of their `place`.
+
+    Requests of evaluations, or of some versions, can be taken separately.
 
     Args:
-        place: the sort key of a request that begins to wait.
+        place: the sort key of a request, when it starts to wait.
         version: the version whose engines alone may take a request; None for the newest version.
     """
 
@@ -122,7 +121,7 @@ class Waiting:
         self._waiting: dict[int, tuple[RequestRecord, _QueueKey]] = {}
         self._heaps: dict[_QueueKey, list[tuple[Place, int]]] = {}
         self._of: Counter[int | None] = Counter()
-        """Number of requests that wait for each version."""
+        """Number of waiting requests of each version."""
 
     def add(self, request: RequestRecord) -> None:
         key = (request.rollout.group.evaluation_id is None, self._version(request))
@@ -133,7 +132,7 @@ class Waiting:
         heapq.heappush(heap, (self._place(request), request.request_id))
 
     def discard(self, request: RequestRecord) -> None:
-        """Remove a request. It leaves the inside of the heap later, when it comes to the top."""
+        """Remove a request. Its heap entry is removed later, when it reaches the top."""
         if request.request_id not in self._waiting:
             return
         _, key = self._waiting.pop(request.request_id)
@@ -149,8 +148,10 @@ class Waiting:
     def first(
         self, *, training: bool, versions: Collection[int | None] | None = None
     ) -> RequestRecord | None:
-        """The request to send next; without `training` the next one of an evaluation. With
-        `versions` it is one of theirs."""
+        """Return the next request to send; None without one.
+
+        Without `training` it is one of an evaluation; with `versions`, one of these versions.
+        """
         tops = [
             heap[0]
             for (trains, version), heap in self._heaps.items()
@@ -159,19 +160,19 @@ class Waiting:
         return self._waiting[min(tops)[1]][0] if tops else None
 
     def versions(self) -> set[int | None]:
-        """The versions whose engines are waited for."""
+        """Return the versions whose engines have waiting requests."""
         return {version for _, version in self._heaps}
 
     def version_of(self, request: RequestRecord) -> int | None:
-        """The version whose engines the waiting request waits for."""
+        """Return the version whose engines alone may take this waiting request."""
         return self._waiting[request.request_id][1][1]
 
     def count_of(self, version: int | None) -> int:
-        """Number of requests that only engines of this version may take."""
+        """Return the number of requests that only engines of this version may take."""
         return self._of[version]
 
     def of_version(self, version: int | None) -> list[RequestRecord]:
-        """The requests that only engines of this version may take, in the order of their ids."""
+        """Return the requests that only engines of this version may take, in order of id."""
         if version not in self.versions():
             return []
         found = [request for request, (_, of) in self._waiting.values() if of == version]
@@ -184,11 +185,11 @@ class Waiting:
         return request_id in self._waiting
 
     def __iter__(self) -> Iterator[RequestRecord]:
-        """Every request, in no particular order."""
+        """Iterate over the requests in no particular order."""
         return (request for request, _ in self._waiting.values())
 
     def places(self) -> Iterator[tuple[Place, RequestRecord]]:
-        """Every request with its place, for the check of the invariants."""
+        """Yield every request with its place, to check the invariants."""
         for key, heap in self._heaps.items():
             for place, request_id in heap:
                 if self._waits_under(request_id, key):
@@ -200,41 +201,41 @@ class Waiting:
 
 
 class MustDeliver:
-    """Groups that the next batch must contain. It is empty under every other staleness rule."""
+    """Groups that the next batch must contain; empty unless the staleness rule is "finish"."""
 
     def __init__(self, gate: Staleness) -> None:
         self._gate = gate
         self._version: int | None = None
         self._growing: dict[int, GroupRecord] = {}
-        """Those that were not complete when they were last looked at."""
+        """Groups that were incomplete at their last check."""
         self._waiting: dict[int, GroupRecord] = {}
-        """Those that were not accepted then."""
+        """Groups that were not accepted at their last check."""
 
     def has(self, group: GroupRecord, version: int) -> bool:
-        """Whether the group must be in the batch that `version` consumes."""
+        """Return whether the batch that `version` consumes must contain the group."""
         if not self._gate.finishes or group.evaluation_id is not None:
             return False
         return self._gate.due(group.oldest_version, version)
 
     def note(self, group: GroupRecord, version: int) -> None:
-        """Look at a group whose tokens or versions have changed."""
+        """Check a group whose tokens or versions have changed."""
         if not group.accepted and self.has(group, version):
             self._waiting[group.group_id] = group
             if not group.complete:
                 self._growing[group.group_id] = group
 
     def grows(self, groups: Mapping[int, GroupRecord], version: int) -> bool:
-        """Whether one of the `groups` in flight that the batch must contain is not complete."""
+        """Return whether one of the `groups` in flight that is due is incomplete."""
         self._follow(groups, version)
         return self._any(self._growing, groups, lambda group: not group.complete)
 
     def waits(self, groups: Mapping[int, GroupRecord], version: int) -> bool:
-        """Whether one of them is not accepted."""
+        """Return whether one of the `groups` in flight that is due is not accepted."""
         self._follow(groups, version)
         return self._any(self._waiting, groups, lambda group: not group.accepted)
 
     def waiting(self, groups: Mapping[int, GroupRecord], version: int) -> list[GroupRecord]:
-        """Those of them that are not accepted."""
+        """Return the due groups in flight that are not accepted."""
         self._follow(groups, version)
         noted = [group for group_id, group in self._waiting.items() if group_id in groups]
         return [group for group in noted if not group.accepted and self.has(group, version)]
@@ -256,6 +257,6 @@ class MustDeliver:
             group_id, group = next(reversed(noted.items()))
             if group_id in groups and lacks(group) and self.has(group, self._version or 0):
                 return True
-            # A group whose oldest tokens are gone is noted again when it gets such tokens.
+            # A group without its oldest tokens is noted again if it gets tokens that old.
             noted.popitem()
         return False

@@ -1,9 +1,8 @@
-"""The states of a rollout, the table of its legal moves, and the mutable records of a group, its
-rollouts and their requests, and of a batch.
+"""The life cycle of a rollout, and the mutable records of groups, rollouts, requests and batches.
 
-A rollout has at most one request at a time; a rollout of several turns has one request after the
-other. A request may take several attempts: each time that it is sent is one attempt. "Carried" is
-not a state: a rollout is carried when a batch was delivered while it was queued, running or held.
+A rollout has at most one request at a time; a rollout with several turns has a sequence of them. A
+request may need several attempts, one for each time that it is sent. "Carried" is not a state: a
+rollout is carried if it was queued, running or held when a batch was delivered.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ class State(StrEnum):
     QUEUED = "queued"
     """Its request waits to be sent, for the first time or with the tokens known so far."""
     RUNNING = "running"
-    """Its request is with an engine."""
+    """Its request is in flight on an engine."""
     HELD = "held"
     """Its request is inside a paused engine."""
     RETURNING = "returning"
-    """The episode withdrew its turn, and the request is being called back from its engine."""
+    """The episode withdrew its turn, and the request is being aborted on its engine."""
     THINKING = "thinking"
     """Its episode runs tools or an environment between two requests."""
     SCORING = "scoring"
-    """It is generated to its end, and its reward is being computed."""
+    """Its response is finished, and its reward is being computed."""
     DONE = "done"
     """It is scored, and waits for its siblings or for its batch."""
     DELIVERED = "delivered"
@@ -47,7 +46,7 @@ class State(StrEnum):
 
 
 class Move(StrEnum):
-    """What can happen to a rollout."""
+    """A transition of a rollout's state."""
 
     SEND = "send"
     HOLD = "hold"
@@ -69,13 +68,13 @@ MOVES: dict[tuple[State, Move], State] = {
     (State.QUEUED, Move.SEND): State.RUNNING,
     (State.RUNNING, Move.HOLD): State.HELD,
     (State.HELD, Move.CONTINUE): State.RUNNING,
-    # A request that was aborted, that failed, or whose engine was lost comes back with its tokens.
+    # An aborted or failed request, or one whose engine is lost, is requeued with its tokens.
     (State.RUNNING, Move.INTERRUPT): State.QUEUED,
     (State.HELD, Move.INTERRUPT): State.QUEUED,
-    # The last tokens of a request may still be on their way when the pause is confirmed.
+    # The last tokens of a request may still be in transit when the pause is confirmed.
     (State.RUNNING, Move.END_TURN): State.THINKING,
     (State.HELD, Move.END_TURN): State.THINKING,
-    # A request that waits is taken out of the queue. One that is with an engine has to come back.
+    # A waiting request leaves the queue at once. One on an engine must first be aborted there.
     (State.QUEUED, Move.WITHDRAW): State.THINKING,
     (State.RUNNING, Move.WITHDRAW): State.RETURNING,
     (State.HELD, Move.WITHDRAW): State.RETURNING,
@@ -84,18 +83,18 @@ MOVES: dict[tuple[State, Move], State] = {
     (State.THINKING, Move.FINISH): State.SCORING,
     (State.SCORING, Move.SCORE): State.DONE,
     (State.DONE, Move.DELIVER): State.DELIVERED,
-    # From every state but the two last ones.
+    # From every state but the two terminal ones.
     **{(state, Move.DROP): State.DROPPED for state in State if state not in TERMINAL},
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """An engine refused a request. If another engine takes it, the fault is the engine's."""
+    """An engine's refusal of a request; if another engine takes it, the engine is at fault."""
 
     engine: str
     sent: int
-    """The number of the refused attempt among all attempts, in the order of sending."""
+    """Number of the refused attempt among all attempts, in the order of sending."""
     cause: str
 
 
@@ -107,108 +106,106 @@ class RequestRecord:
     rollout: RolloutRecord
     sampling: SamplingParams
     output_start: int
-    """Where the output of the request begins in the rollout's token log."""
+    """Position of the request's output in the rollout's token log."""
     media: tuple[Media, ...] | None = None
-    """All media of the context; None for those of the prompt."""
+    """All media of the context; None for the prompt's media."""
     attempt: int = 0
     """Number of attempts so far."""
     attempt_start: int = 0
-    """Where the output of the latest attempt begins in the rollout's token log."""
+    """Position of the latest attempt's output in the rollout's token log."""
     open: bool = False
-    """An attempt is with an engine and has not come back."""
+    """Whether an attempt is in flight on an engine."""
     engine: str = ""
-    """The engine that the latest attempt was sent to."""
+    """Engine of the latest attempt."""
     sent: int = 0
-    """The number of the latest attempt among all attempts, in the order of sending."""
+    """Number of the latest attempt among all attempts, in the order of sending."""
     version: int = 0
-    """The version that the open attempt samples under now."""
+    """Version that the open attempt currently samples under."""
     sent_version: int = 0
-    """The version that the latest attempt was sent under."""
+    """Version that the latest attempt was sent under."""
     adapter: int | None = None
-    """The version of the adapter that the attempt samples with; None for the model itself."""
+    """Version of the adapter that the attempt samples with; None for the model itself."""
     crossed: bool = False
-    """The engine was refitted during the attempt."""
+    """Whether the engine was refitted during the attempt."""
     unsure: bool = False
-    """Tokens have arrived since a refit during the attempt. Until the engine reports the attempt's
-    versions, it is not known which of them were sampled before the refit."""
+    """Whether tokens have arrived since a refit during the attempt. Some of them may have been
+    sampled before the refit, until the engine reports the attempt's versions."""
     kept_keys: bool = False
-    """The attempt goes on with KV that older weights computed."""
+    """Whether the attempt continues with KV that older weights computed."""
     failures: int = 0
-    """Attempts in a row that failed without a new token."""
+    """Number of consecutive attempts that failed without a new token."""
     interruptions: int = 0
-    """Attempts that failed after new tokens, never reached their engine, or were on an engine that
-    was lost."""
+    """Number of attempts that failed after new tokens, never reached their engine, or lost it."""
     avoid: frozenset[str] = frozenset()
     """Engines on which the request failed since its last new token."""
     refusal: Refusal | None = None
     """The first engine's refusal or failure, while another engine may take the request."""
     aborting: bool = False
-    """The open attempt was told to abort and has not come back."""
+    """Whether the open attempt is being aborted."""
     destination: str = ""
-    """The engine that it is on its way to, because the KV pool of the other one is full."""
+    """Engine that the request is moving to, because the KV pool of its engine is full."""
     moved: bool = False
-    """It was moved once for that, so it stays from now on."""
+    """Whether the request has moved for that reason. It moves only once."""
     pending_prefill: int = 0
     """Context tokens that the engine recomputes before the attempt's next chunk."""
     media_tokens: int = 0
-    """Tokens of the latest attempt's context that media became, as far as that is known."""
+    """Tokens that the media in the latest attempt's context expand to, if known."""
 
     @property
     def generated(self) -> int:
-        """Tokens of the request's output so far."""
+        """Number of tokens of the request's output so far."""
         return self.rollout.log.size - self.output_start
 
     @property
     def gained(self) -> bool:
-        """Whether the latest attempt has brought new tokens."""
+        """Whether the latest attempt has produced new tokens."""
         return self.rollout.log.size > self.attempt_start
 
     @property
     def remaining(self) -> int:
-        """Tokens that the request may still generate."""
+        """Number of tokens that the request may still generate."""
         return self.sampling.max_new_tokens - self.generated
 
     def shun(self, engine: str) -> None:
-        """Note that the attempt that has just been closed failed on `engine`."""
+        """Record that the attempt just closed failed on `engine`."""
         before = frozenset[str]() if self.gained else self.avoid
         self.avoid = before | {engine}
 
 
 @dataclass(slots=True, kw_only=True)
 class Replay:
-    """How far an episode that was started again has asked for the turns that are known already."""
+    """Progress of a restarted episode through the turns that are already known."""
 
     known: int
-    """Number of turns that are known from before the restart."""
+    """Number of turns known from before the restart."""
     asked: list[int] = field(default_factory=list[int])
-    """The turns that the episode was given in this process, by their places among the answered
-    ones."""
+    """Turns that this process returned to the episode, as indexes into the answered turns."""
     partial: int | None = None
-    """Where the output of the unfinished turn begins; None if there is none."""
+    """Position of the unfinished turn's output; None without such a turn."""
     withdrawn: int | None = None
-    """The known turn that was given again and withdrawn, while nobody has said whether it is
-    kept."""
+    """The known turn that was replayed and withdrawn, until the episode decides whether to keep
+    it."""
 
 
 Answered: TypeAlias = tuple[int, int, FinishReason, int]
-"""A turn that an episode was given: where its output begins in the log, where it ends, why it
-ended, and the number of its branch."""
+"""A turn returned to an episode: start and end of its output in the log, finish reason, number of
+its branch."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Branch:
-    """One token sequence of a rollout that has several."""
+    """One of several token sequences of a rollout."""
 
     prompt_ids: Int32Array
     path: Path = ()
-    """Its response tokens in the log of the rollout."""
+    """Parts of the rollout's log that make up its response."""
     companions: dict[str, CompanionLog] = field(default_factory=dict[str, CompanionLog])
-    """Rows of its own prompt and path."""
+    """Rows of the branch's prompt and path."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RolloutRecord:
-    """One rollout in flight, or in a batch that is not acknowledged."""
+    """One rollout, in flight or in an unacknowledged batch."""
 
     rollout_id: int
     index: int
@@ -219,38 +216,36 @@ class RolloutRecord:
     log: TokenLog = field(default_factory=TokenLog)
     request: RequestRecord | None = None
     turns: int = 0
-    """Finished turns."""
+    """Number of finished turns."""
     engine: str = ""
-    """The engine that its latest attempt was sent to; empty before the first one of this
-    process."""
+    """Engine of the latest attempt; empty before the first attempt in this process."""
     eligible: bool = True
-    """The rollout may generate now; otherwise it is deferred until its group is chosen."""
+    """Whether the rollout may generate now; otherwise it is deferred until its group is chosen."""
     reward: float | None = None
-    # Literals, because `dict[str, float]()` takes ten times as long: it tries to note its types.
+    # Literals, because `dict[str, float]()` takes ten times as long: it tries to set the types.
     reward_parts: dict[str, float] = field(default_factory=lambda: {})
     info: dict[str, Any] = field(default_factory=lambda: {})
     finish_reason: FinishReason = "length"
     answered: list[Answered] = field(default_factory=lambda: [])
-    """The turns that an episode was given, in the order of their output."""
+    """Turns returned to the episode, in the order of their output."""
     branches: list[Branch] = field(default_factory=lambda: [])
-    """The branches, of which each began where its context left all others; empty for one. That of
-    the branch at work is as it was when another one was at work."""
+    """The branches, each created when its context diverged from all others; empty if there is only
+    one. The entry of the active branch is out of date until the next switch."""
     branch: int = 0
-    """Number of the branch at work, to which `prompt_ids` and the path of the log belong."""
+    """Number of the active branch, which `prompt_ids` and the path of the log belong to."""
     replay: Replay | None = None
-    """Set while an episode that was started again asks for turns that are known already."""
+    """Set while a restarted episode replays turns that are already known."""
     answered_at: float | None = None
-    """When its episode was given the answer to its last turn, in seconds; None while a turn is
-    open, before the first one, and where that was before a restart."""
+    """Time in seconds when the episode got the answer to its last turn; None while a turn is open,
+    before the first turn, and if the answer came before a restart."""
     undecided: int | None = None
-    """Where the tokens of a withdrawn turn begin, while the episode has not said whether it keeps
-    them."""
+    """Position of a withdrawn turn's tokens, until the episode decides whether to keep them."""
     refused: bool = False
-    """Engines refused its latest turn."""
+    """Whether engines refused the latest turn."""
     again: int = 0
-    """Number of times that this member of its group was generated or scored again."""
+    """Number of times that this member of its group was regenerated or scored again."""
     rewritten: bool = False
-    """Saved tokens of the rollout are void: the next snapshot saves all of its tokens again."""
+    """Whether saved tokens of the rollout are void, so the next snapshot saves all of them."""
 
     def move(self, move: Move) -> None:
         """Make a move of the life-cycle table.
@@ -264,31 +259,33 @@ class RolloutRecord:
             raise InvariantViolation(f"a {self.state} rollout cannot {move}") from None
 
     def attach(self, score: Score) -> None:
-        """Take a reward with its parts and info. Those of the episode stay where the score of the
-        reward function has no other value for a name."""
+        """Add a reward with its parts and info.
+
+        Values of the episode remain unless the reward function's score has the same name.
+        """
         if score.reward is not None:
             self.reward = score.reward
-        # New mappings, because facts and rollouts that were made before have the former ones.
+        # New mappings, because earlier facts and rollouts refer to the previous ones.
         self.reward_parts = {**self.reward_parts, **score.parts}
         self.info = {**self.info, **score.info}
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of prompt and response so far, of the branch at work."""
+        """Number of prompt and response tokens of the active branch so far."""
         return len(self.prompt_ids) + self.log.path_tokens
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens of the context inside an engine, where media are expanded."""
+        """Number of context tokens inside an engine, which expands media."""
         own = 0 if self.request is None else self.request.media_tokens
         return self.context_tokens + max(own, self.group.media_tokens)
 
     def context(self) -> Int32Array:
-        """Prompt and response so far, int32 [P + T], as the engine must see it."""
+        """Return prompt and response so far, int32 [P + T], as input of the engine."""
         return self.log.after(self.prompt_ids)
 
     def all_branches(self) -> list[Branch]:
-        """Every branch as it is now."""
+        """Return the current state of every branch."""
         now = Branch(prompt_ids=self.prompt_ids, path=self.log.path, companions=self.log.companions)
         branches = list(self.branches) or [now]
         branches[self.branch] = now
@@ -296,7 +293,7 @@ class RolloutRecord:
 
     @property
     def carried(self) -> bool:
-        """Whether the rollout was sent before. Carried rollouts go before those that were not."""
+        """Whether the rollout was sent before. Carried rollouts are sent before new ones."""
         return self.log.size > 0 or (self.request is not None and self.request.attempt > 0)
 
 
@@ -308,41 +305,41 @@ class GroupRecord:
     prompt: Prompt
     evaluation_id: int | None = None
     size: int = 0
-    """Number of members that the group delivers."""
+    """Number of members to deliver."""
     members: list[RolloutRecord] = field(default_factory=list["RolloutRecord"])
     lost: int = 0
     """Number of lost members by which the group has shrunk."""
     unfinished: int = 0
-    """Members that are still generating."""
+    """Number of members that still generate."""
     complete_at: float | None = None
-    """When its last response ended, in seconds; None before that, and where that was before a
+    """Time in seconds when the last response ended; None before that, and if it was before a
     restart."""
     accepted: bool | None = None
-    """Whether the group is accepted; None until that is known."""
+    """Whether the group is accepted; None until known."""
     engine: str = ""
-    """The engine that the latest attempt of a member was sent to: it caches the prompt's prefix."""
+    """Engine of a member's latest attempt, which caches the prompt's prefix."""
     opened: int = 0
-    """Number of batches before the one in work, when the group was launched."""
+    """Number of batches before the one in work at the launch."""
     again: int | None = None
-    """The group of the same prompt in whose place this one came; None for a prompt's first."""
+    """The group of the same prompt that this one replaces; None for the prompt's first group."""
     first_run: int | None = None
-    """Number of batches before the one in work, when a member was first chosen to run (length
+    """Number of batches before the one in work when a member was first chosen to run (length
     buckets); None until then."""
     dropped: Reason | None = None
-    """Why the group was dropped; None while it is in flight."""
+    """Reason of the drop; None while the group is in flight."""
     offered: bool = False
-    """The group is in the batch that is offered."""
+    """Whether the group is in the offered batch."""
     media_tokens: int = 0
-    """Tokens that the media of the prompt became inside an engine, beside their placeholders."""
+    """Tokens that the prompt's media expand to in an engine, in addition to their placeholders."""
 
     @property
     def in_training(self) -> bool:
-        """Whether it is a group of the trainer's batches, and was not dropped."""
+        """Whether the group is part of training, not of an evaluation, and is not dropped."""
         return self.evaluation_id is None and self.dropped is None
 
     @property
     def complete(self) -> bool:
-        """Whether every member is generated to its end."""
+        """Whether every member has finished its response."""
         return self.unfinished == 0
 
     @property
@@ -352,34 +349,35 @@ class GroupRecord:
 
     @property
     def oldest_version(self) -> int | None:
-        """The oldest version among all tokens of the group."""
+        """Oldest version among the sampled tokens of the group; None if there are none."""
         versions = [member.log.oldest_version for member in self.members]
         return min([v for v in versions if v is not None], default=None)
 
     @property
     def tokens(self) -> int:
-        """Response tokens of all members."""
+        """Number of response tokens of all members."""
         return sum([member.log.size for member in self.members])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeliveredBatch:
-    """A batch that the trainer has, or is offered, and has not acknowledged. Its groups keep their
-    members, so that a resumed run can deliver it again."""
+    """A batch that the trainer has, or is offered, and has not acknowledged.
+
+    Its groups keep their members, so that a resumed run can deliver it again.
+    """
 
     index: int
     version: int
     oldest_unmasked: int | None
-    """Tokens of older versions than this are masked; None if none are."""
+    """Version below which tokens are masked; None if no token is."""
     groups: tuple[GroupRecord, ...]
 
 
 def group_lengths(record: GroupRecord) -> GroupLengths:
-    """The response lengths of a group, as evidence for the law of lengths."""
+    """Return the response lengths of a group, as evidence for the law of lengths."""
     return GroupLengths(
         launched=record.group_id,
-        # A response that ended without a token counts as one of length 1, because the law of
-        # lengths begins there.
+        # A response that ended without a token counts as length 1, the least of the law.
         tokens=np.array(
             [max(m.log.size, m.state not in GENERATING) for m in record.members], dtype=np.int64
         ),
@@ -388,8 +386,10 @@ def group_lengths(record: GroupRecord) -> GroupLengths:
 
 
 def member_tokens(groups: Sequence[GroupRecord]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The tokens of each member so far, int64 [G, g], and whether it has finished, bool [G, g].
-    Where a smaller group has no member, it is 0 and True."""
+    """Return each member's token count so far, int64 [G, g], and completion, bool [G, g].
+
+    Smaller groups are padded with 0 and True.
+    """
     tokens = [[member.log.size for member in group.members] for group in groups]
     finished = [[member.state not in GENERATING for member in g.members] for g in groups]
     return padded(tokens, 0, np.int64), padded(finished, True, np.bool_)

@@ -1,9 +1,9 @@
-"""The data of a saved scheduler, for stores; without what only a process can hold (streams, calls).
+"""The data of a saved scheduler, for stores; without process state such as streams and calls.
 
 Records that a store writes field by field are msgspec structs.
 
-Invariant: a :class:`Snapshot` has everything that changed since the one before it, and is taken
-between two events. So all snapshots up to one of them give the scheduler as it was at that moment.
+Invariant: a :class:`Snapshot` contains every change since the previous one, and is taken between
+two events. So a prefix of the snapshots restores the scheduler at the time of its last one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SavedRun: TypeAlias = tuple[int, int, str | None]
 """A run of tokens of one version: its end, its version and its engine."""
 
 SavedTurn: TypeAlias = tuple[int, int, FinishReason, int]
-"""A finished turn of an episode: where its output begins and ends, why it ended, and the number of
-its branch."""
+"""A finished turn of an episode: start and end of its output, finish reason, number of its
+branch."""
 
 
 class Stage(StrEnum):
@@ -36,7 +36,7 @@ class Stage(StrEnum):
 
     GENERATING = "generating"
     GENERATED = "generated"
-    """The response is generated to its end, and its reward is not known."""
+    """The response is finished, and its reward is not known."""
     SCORED = "scored"
 
 
@@ -71,12 +71,12 @@ class SavedMember:
     index: int
     sampling: SamplingParams
     again: int = 0
-    """Number of times that it was generated again before."""
+    """Number of earlier regenerations of this member."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedGroup:
-    """A launched group. It changes only when a member is lost, and is saved again then."""
+    """A launched group. It changes only when a member is lost, and is then saved again."""
 
     group_id: int
     prompt: Prompt
@@ -107,9 +107,13 @@ class SavedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedBranch(msgspec.Struct, frozen=True, kw_only=True):
-    """One of several branches of a rollout: the parts of its response among the rollout's tokens,
-    and the context of its first one. `of` is an earlier branch with the same context, which is not
-    saved again."""
+    """One of several branches of a rollout.
+
+    Attributes:
+        path: the parts of its response in the rollout's tokens.
+        prompt_ids: the context of its first token.
+        of: an earlier branch with the same context, which is then not saved again.
+    """
 
     path: tuple[tuple[int, int], ...]
     prompt_ids: tuple[int, ...] = ()
@@ -120,16 +124,16 @@ class RolloutState(msgspec.Struct, frozen=True, kw_only=True):
     """The data of a rollout that changes, without its tokens.
 
     Attributes:
-        rewritten: all its tokens are saved again; those saved before are void.
-        runs: versions and engines of the tokens that it had at the time. For later tokens their
-            slices have them.
+        rewritten: all its tokens are saved again; earlier saved ones are void.
+        runs: versions and engines of its tokens at that time. Later tokens have them in their
+            slices.
         eligible: the rollout may generate; otherwise it is deferred.
-        prompt_ids: the context of its first token, where that is not the group's prompt.
+        prompt_ids: the context of its first token, if it is not the group's prompt.
         turns: the finished turns of an episode.
-        branches: all of its branches, if there are several, and `branch` the number of the one at
-            work, whose path goes on with later tokens.
+        branches: all of its branches, if there are several.
+        branch: the number of the active branch, which later tokens continue.
         foreign: for each companion of each branch (:func:`row_name`) the response tokens whose row
-            is of another pass.
+            comes from another forward pass.
     """
 
     rollout_id: int
@@ -168,12 +172,12 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         last_id: the last id of a group, rollout or request.
-        cursor: the number of the source's prompts that were launched.
+        cursor: the number of launched prompts of the source.
         ready: complete groups, in the order of their completion.
         version: the trainer's version.
         evaluating: rollout, group and number of tokens of each rollout of an evaluation. An
-            evaluation ends with the call that asked for it.
-        longest: the most tokens that any response may have.
+            evaluation ends with the call that requested it.
+        longest: the largest number of tokens that any response may have.
     """
 
     last_id: int
@@ -192,27 +196,29 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     longest: int
     batches_since_update: int
     accepts: bool
-    """Whether groups were filtered."""
+    """Whether the run filters groups."""
     seen_groups: tuple[int, ...] = ()
-    """Groups of the batch in work that the trainer may have already."""
+    """Groups of the batch in work that the trainer may already have."""
     in_parts: bool = False
-    """Whether engines may have parts of two versions."""
+    """Whether engines may have a mix of two versions."""
     delivered_groups: int = 0
     failed_groups: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Numbers of failed groups by cause."""
     remembered_well: tuple[float, float] = (0.0, 0.0)
-    """How well the remembered lengths have predicted: the sums of the regression."""
+    """Quality of predictions from earlier epochs: the sums of the regression."""
 
 
 def row_name(name: str, branch: int) -> str:
-    """What the rows of a companion are saved under, of a branch with this number."""
+    """Return the name under which a branch's rows of a companion are saved."""
     return f"{name}@{branch}" if branch else name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedRows:
-    """Rows of one companion of one branch of a rollout, from row `start` on; :func:`row_name` gives
-    the `name`."""
+    """Rows of one companion of one branch of a rollout, from row `start` on.
+
+    The `name` comes from :func:`row_name`.
+    """
 
     group_id: int
     rollout_id: int
@@ -223,17 +229,16 @@ class SavedRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Snapshot:
-    """Everything that changed since the snapshot before it, or everything that there is.
+    """All changes since the previous snapshot, or the full state.
 
     Attributes:
         full: this is a full snapshot, and everything saved before it is void.
         schedule: the schedule that automatic over-provisioning has chosen; None without it.
         batches: batches that the trainer has or may have.
-        acknowledged: indexes of batches to forget, before `batches` are taken in: a withdrawn
-            batch may be followed by another one with its index.
+        acknowledged: indexes of batches to forget. They are removed before `batches` are added,
+            because a new batch may reuse the index of a withdrawn one.
         removed: groups that were dropped, or delivered and acknowledged.
-        remembered: what is known of the lengths of prompts by their keys, as far as it changed;
-            those that were seen last come last.
+        remembered: changed entries of the memory of prompt lengths, the latest last.
     """
 
     full: bool
@@ -254,9 +259,10 @@ class Snapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedTokens:
-    """All tokens of one rollout, int32 [t] and float32 [t], with the runs that their slices
-    give. `cut` says that the store still has later ones, which are void: some before them are
-    damaged."""
+    """All tokens of one rollout, int32 [t] and float32 [t], with the runs of their slices.
+
+    With `cut` the store still has later tokens, which are void because earlier ones are damaged.
+    """
 
     token_ids: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     logprobs: Float32Array = field(default_factory=lambda: np.empty(0, dtype=np.float32))
@@ -268,8 +274,8 @@ class SavedTokens:
 class Saved:
     """A whole scheduler, as a store returns it.
 
-    `damaged` has the groups of which something cannot be read any more, each with the cause. Of a
-    rollout whose tokens are damaged from some position on, only the tokens before it are here.
+    `damaged` contains the groups with unreadable data, each with the cause. A rollout whose tokens
+    are damaged from some position on is cut off there.
     """
 
     run: RunState
@@ -285,4 +291,4 @@ class Saved:
     remembered: Sequence[Remembered] = ()
     companions: dict[int, list[SavedRows]] = field(default_factory=dict[int, list[SavedRows]])
     first_new_batch: int = 0
-    """Batches with a smaller index may be with the trainer, even if the store has lost them."""
+    """Index below which the trainer may have batches that the store has lost."""

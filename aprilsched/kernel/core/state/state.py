@@ -1,7 +1,7 @@
-"""Everything that a scheduler knows, in records with names.
+"""The whole state of a scheduler, in one record per subject.
 
-The steps (:mod:`aprilsched.kernel.core.steps`) are functions on :class:`SchedulerState`. Each
-record below belongs to one subject, and only the few steps that deal with the subject change it.
+The steps (:mod:`aprilsched.kernel.core.steps`) are functions on :class:`SchedulerState`. Only the
+few steps that deal with a subject change its record.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from aprilsched.types import NO_VERSION, Prompt, RefusedPrompt
 _WORKING = (Mode.RUNNING, Mode.PAUSING, Mode.VERIFYING)
 """Modes in which an engine generates."""
 _SIZES = 32
-"""Largest number of groups over which the mean of group sizes is taken: about a batch. A mean over
-more groups would follow a curriculum of group sizes too late."""
+"""Largest number of groups in the mean of group sizes: about a batch. A longer window would follow
+a curriculum of group sizes too late."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,50 +43,49 @@ class PromptSupply:
     """Prompts between their source and their launch. Steps: ``launch``."""
 
     stock: deque[Prompt | RefusedPrompt] = field(default_factory=deque["Prompt | RefusedPrompt"])
-    """Prompts that were read from the source and are not launched yet."""
+    """Prompts read from the source and not launched yet."""
     cursor: int = 0
-    """Number of the source's prompts that were launched."""
+    """Number of launched prompts of the source."""
     fetching: bool = False
-    """Prompts have been asked for and have not all arrived."""
+    """Whether a request for prompts is pending."""
     dry: bool = False
-    """The source has no prompt at the moment, and will have one at an unknown time."""
+    """Whether the source has no prompt at the moment, and will have one at an unknown time."""
     exhausted: bool = False
-    """The source has ended."""
+    """Whether the source has ended."""
     consecutive_failures: int = 0
-    """Groups dropped for a failure since a group was last accepted."""
+    """Number of failed groups since a group was last accepted."""
     consecutive_rejections: int = 0
-    """Groups refused by `accept` since a group was last accepted."""
+    """Number of groups rejected by `accept` since a group was last accepted."""
     outcome: Outcome = field(default_factory=Outcome)
-    """What became of those that were launched."""
+    """Outcome of the launched prompts."""
     usual_size: float
-    """Mean number of rollouts in the groups launched last."""
+    """Mean number of rollouts in the latest groups."""
     sizes_seen: int = 0
-    """Number of groups that the mean is over."""
+    """Number of groups in this mean."""
     sizes_vary: bool = False
-    """A group was launched whose size is not that of the configuration."""
+    """Whether a launched group had another size than the configured one."""
 
     @property
     def usable(self) -> int:
-        """Number of prompts at hand for which a group can be launched."""
+        """Number of prompts in stock for which a group can be launched."""
         return sum(isinstance(prompt, Prompt) for prompt in self.stock)
 
     def missing(self, count: int) -> int:
-        """How many prompts the source should still give, so that `count` groups can be launched."""
+        """Return the number of prompts to fetch, so that `count` groups can be launched."""
         return 0 if self.exhausted else max(0, count - self.usable)
 
     @property
     def waits(self) -> bool:
-        """Whether the prompts at hand wait for those that are missing, because a wave should reach
-        the engines together.
+        """Whether the prompts in stock wait for missing ones, so that a wave is sent as a whole.
 
-        Where the source has no more prompts at the moment, they must not wait for it: the wave
-        stays pending and is completed later. Bad prompts are not held either: a source of nothing
-        else would fill the stock without end.
+        They must not wait for a source that is dry: the wave stays pending and is completed later.
+        They do not wait if the stock contains bad prompts, because a source with nothing else would
+        fill the stock without limit.
         """
         return not self.dry and self.usable == len(self.stock)
 
     def note_size(self, size: int, configured: int) -> None:
-        """Note the size of a group that is launched, and that of the configuration."""
+        """Record the size of a launched group, next to the configured size."""
         self.sizes_seen = min(self.sizes_seen + 1, _SIZES)
         self.usual_size += (size - self.usual_size) / self.sizes_seen
         self.sizes_vary = self.sizes_vary or size != configured
@@ -94,36 +93,36 @@ class PromptSupply:
 
 @dataclass(slots=True)
 class Plan:
-    """How many groups to start and when. Steps: ``launch``, ``target``, ``replan``,
+    """When to start groups, and how many. Steps: ``launch``, ``target``, ``replan``,
     ``stragglers``."""
 
     schedule: Schedule
-    """The schedule that is in force."""
+    """The schedule in force."""
     usual_group: float
-    """What one group is expected to count towards a batch, in the unit of the stop rule."""
+    """Expected share of one group in a batch, in the unit of the stop rule."""
     wave_pending: bool
-    """The next wave of groups may be launched."""
+    """Whether the next wave of groups may be launched."""
     target_groups: int = 0
-    """Groups to keep open for the current batch."""
+    """Number of groups to keep open for the current batch."""
     choice_pending: bool = False
-    """The open groups that run in the next batch are to be chosen (length buckets)."""
+    """Whether the open groups to run in the next batch are still to be chosen (length buckets)."""
     tail_below: int = -1
-    """Number of generating rollouts, deferred ones included, from which on the tail of the batch in
-    work has begun; -1 if the refill rule is not asked about it, or was asked."""
+    """Number of generating rollouts, deferred ones included, at which the tail of the batch in work
+    starts; -1 if the refill rule does not need to know, or already knows."""
     requested: bool = False
-    """A new schedule has been asked for and has not arrived (automatic over-provisioning)."""
+    """Whether a new schedule is requested and has not arrived (automatic over-provisioning)."""
     planned_at: int = 0
-    """Batches that had been delivered when a schedule was last asked for."""
+    """Number of delivered batches at the last request for a schedule."""
     planned_for: float | None = None
-    """The median response length, in tokens, that it was asked for."""
+    """Median response length in tokens at that request; None without one."""
     planned_training: float | None = None
-    """The trainer's mean time for a batch, in seconds, that it was asked for; None if that was not
-    known. A resumed run does not know it any more."""
+    """The trainer's mean time for a batch, in seconds, at that request; None if unknown, as in a
+    resumed run."""
     planned_times: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """How much of that time was before the trainer had the last group of the batch, and the mean
-    times of a reward and of the gaps of a response that it was asked for."""
+    """At that request: the part of the training time before the last group of a batch, the mean
+    time of a reward, and the mean time of the gaps of a response."""
     checked_at: int = 0
-    """Batches that had been delivered when it was last checked whether to ask for a schedule."""
+    """Number of delivered batches at the last check whether to request a schedule."""
 
 
 @dataclass(slots=True)
@@ -134,10 +133,10 @@ class Stragglers:
     """Requests, each with its attempt, that are being aborted before the engines are paused (length
     buckets). The last one has not ended; others may have."""
     deferred: bool = True
-    """The stragglers of the current stop are deferred (length buckets)."""
+    """Whether the stragglers of the current stop are deferred (length buckets)."""
     looked: dict[int, float] = field(default_factory=dict[int, float])
-    """For each older version by how many engines those that have it were too many, when it was
-    last found not to be worth it to gather their requests (rolling refits)."""
+    """Surplus engines of each older version when gathering their requests was last found not worth
+    its cost (rolling refits)."""
 
 
 @dataclass(slots=True)
@@ -145,9 +144,9 @@ class Evaluations:
     """Evaluations by their id. Steps: ``launch``, ``batch``."""
 
     running: dict[int, list[GroupRecord]] = field(default_factory=dict[int, list[GroupRecord]])
-    """Groups of the evaluations that have begun, in the order of their prompts."""
+    """Groups of the running evaluations, in the order of their prompts."""
     waiting: list[ev.EvaluationRequested] = field(default_factory=list[ev.EvaluationRequested])
-    """Evaluations that were asked for during an update and begin after it."""
+    """Evaluations requested during an update, which start after it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -155,25 +154,25 @@ class Sleep:
     """One sleep, from the trainer's request until every engine has its memory back."""
 
     tags: frozenset[str]
-    """The kinds of memory that the trainer asked for."""
+    """Kinds of memory that the trainer requested."""
     inside: bool
-    """Stragglers stay inside the paused engines; otherwise they are called back first."""
+    """Whether stragglers stay inside the paused engines; otherwise they are aborted first."""
     may_pause: bool = False
-    """Everything that had to end before the sleep has ended, so the engines may be paused."""
+    """Whether all that the sleep waits for has ended, so the engines may be paused."""
     asleep: bool = False
-    """The trainer was told that the memory is its own."""
+    """Whether the trainer has been notified that the memory is released."""
     waking: bool = False
-    """The trainer has given the memory back."""
+    """Whether the trainer has returned the memory."""
 
     @property
     def away(self) -> frozenset[str]:
-        """The memory that should be released now."""
+        """Tags of the memory that should be released now."""
         return self.tags if self.may_pause and not self.waking else frozenset()
 
     @property
     def away_in_refit(self) -> frozenset[str]:
-        """The memory that should be released while weights are loaded: the weights, and the CUDA
-        graphs that were captured with them, must be awake then."""
+        """Tags of the memory to release during a refit, which needs the weights and the CUDA graphs
+        captured with them."""
         return self.away - {WEIGHTS, CUDA_GRAPH}
 
 
@@ -182,23 +181,23 @@ class Outage:
     """A time in which no engine is in use."""
 
     since: float | None = None
-    """When the last engine was gone; None while there was always one on standby."""
+    """Time when the last engine was lost; None while an engine has always been on standby."""
     said_at: float | None = None
-    """When the caller was last told that the fleet is waited for."""
+    """Time of the last report that the run waits for an engine; None before the first."""
     given_up: bool = False
-    """The caller was told that the fleet is lost."""
+    """Whether the loss of the fleet has been reported to the caller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolReport:
-    """What an engine has reported of its KV pool."""
+    """An engine's report about its KV pool."""
 
     used: int
     """Number of tokens in the pool."""
     queued: int
     """Number of requests that wait for room."""
     held: int
-    """Tokens of all open attempts on the engine at that time, as they are counted here."""
+    """Number of tokens of all open attempts on the engine at that time, by our own count."""
     at: float
 
 
@@ -213,35 +212,34 @@ class Fleet:
     health: FleetHealth = field(default_factory=FleetHealth)
     """Token rates, by which silent and slow engines are found."""
     attempts_sent: int = 0
-    """Number of attempts that were sent."""
+    """Number of attempts sent so far."""
     verifying_since: float | None = None
-    """When the engines were first asked for their version on behalf of the requests that wait now;
-    None if they were not."""
+    """Time of the first version check on behalf of the requests that wait now; None without one."""
     sleep: Sleep | None = None
-    """The sleep that is under way: the trainer has the engines' memory."""
+    """The current sleep, in which the trainer has the engines' memory; None without one."""
     lent: bool = False
-    """The trainer has asked for the engines' memory in this run, so nothing may be generated while
-    it trains."""
+    """Whether the trainer has used the engines' memory in this run, so nothing may be generated
+    while it trains."""
     held: bool = False
-    """The trainer wants the engines to be paused, with the requests inside them. Not known
-    to a resumed run."""
+    """Whether the trainer wants the engines paused, with the requests inside them. Unknown in a
+    resumed run."""
     outage: Outage | None = None
     """The outage, while no engine is in use."""
     crowded: set[str] = field(default_factory=set[str])
-    """Engines whose KV pool is nearly full, and that are to be looked at. Steps: ``migration``."""
+    """Engines with a nearly full KV pool that are due for a check. Steps: ``migration``."""
     moving: set[int] = field(default_factory=set[int])
-    """Requests that are on their way to another engine; others may have arrived."""
+    """Requests that are moving to another engine; some may have arrived."""
     looked_at: dict[str, float] = field(default_factory=dict[str, float])
-    """When each of them was last looked at."""
+    """Time of the last check of each crowded engine."""
     pools: dict[str, PoolReport] = field(default_factory=dict[str, PoolReport])
-    """What each engine last reported of its KV pool."""
+    """The latest KV pool report of each engine."""
     admissions: dict[str, Admission] = field(default_factory=dict[str, Admission])
-    """What is learned of the engines that have refused a request because they were busy. Steps:
+    """Admission limits of engines that have refused a request because they were busy. Steps:
     ``requests``, ``placement``."""
     lost: dict[str, str] = field(default_factory=dict[str, str])
-    """Causes by engine, for engines that were lost and have not come back."""
+    """Causes by engine, for lost engines that have not rejoined."""
     rejoin_expected_until: float = 0.0
-    """While no engine is in use, one with the fleet's version may come back until this time."""
+    """Time until which, while no engine is in use, one with the fleet's version may rejoin."""
 
 
 class SchedulerState:
@@ -249,16 +247,16 @@ class SchedulerState:
 
     Attributes:
         config: the settings; they never change.
-        caller: what is known of the caller's functions.
-        behaviour: how stragglers are treated.
-        cached_kv: what becomes of cached KV at a refit.
+        caller: the properties of the caller's functions.
+        behaviour: the treatment of stragglers.
+        cached_kv: the treatment of cached KV at a refit.
         rolling: whether each engine takes a new version alone, so that engines in use may have
             different versions, and a rollout has one.
         now: the time of the event that is being handled, in seconds.
-        commands: what the shell is to do, in order.
-        facts: what the event has made true, in order.
-        tells_tokens: facts have the tokens themselves and not only their number.
-        resumed: the run continues one that was saved.
+        commands: the commands to the shell, in order.
+        facts: the facts that follow from the event, in order.
+        tells_tokens: facts contain the tokens themselves, not only their number.
+        resumed: the run continues a saved one.
     """
 
     def __init__(self, config: SchedulerConfig, caller: Caller | None = None) -> None:
@@ -277,8 +275,8 @@ class SchedulerState:
         self.resumed = False
         changed: dict[str, None] = {}
         self.weights = Weights(versions=PolicyVersionTracker(changed))
-        # A method, because a scheduler in another process sends its state, and pickle takes no
-        # lambda.
+        # A method, because a scheduler in another process pickles its state, and a lambda cannot be
+        # pickled.
         self.expectations = Expectations(self._trainer_version)
         self.in_flight = InFlight(
             self._place,
@@ -323,7 +321,7 @@ class SchedulerState:
         return self.weights.versions.trainer
 
     def _place(self, request: RequestRecord) -> Place:
-        """Where the request goes among those that wait to be sent."""
+        """Return the request's sort key in the queue."""
         rollout = request.rollout
         return place_of(
             training=rollout.group.evaluation_id is None,
@@ -333,33 +331,38 @@ class SchedulerState:
         )
 
     def booked(self, request: RequestRecord) -> int | None:
-        """The version under which alone the request may be generated, with rolling refits: that of
-        the tokens of its rollout. None if it has no tokens; -1 if they are of several versions, so
-        that no engine may continue it."""
+        """Return the only version that may generate the request, with rolling refits.
+
+        It is the version of its rollout's tokens. None without tokens or without rolling refits; -1
+        if the tokens have several versions, so that no engine may continue the request.
+        """
         log = request.rollout.log
         if not self.rolling:
             return None
         return NO_VERSION if log.mixed else log.oldest_version
 
     def tell(self, fact: facts.Fact) -> None:
-        """Tell listeners that something has become true in this event."""
+        """Emit a fact to listeners."""
         self.facts.append(fact)
 
     def announce(self, fact: facts.Order) -> None:
-        """Tell listeners something on which the shell acts too."""
+        """Emit a fact to listeners that is also a command to the shell."""
         self.facts.append(fact)
         self.commands.append(fact)
 
     def note_lengths(self, group: GroupRecord) -> None:
-        """Let the lengths of a group count as evidence, because it is complete or dropped."""
+        """Add the lengths of a complete or dropped group to the evidence."""
         lengths = group_lengths(group)
         self.expectations.observed.add_group(lengths)
         self.expectations.note_prompts(group)
         self.in_flight.journal.note_lengths(lengths, self.expectations.remember(group))
 
     def note_work(self, engine: str) -> None:
-        """Count the work of an engine up to now. To be called before the number of its open
-        requests changes, and when it stops or continues."""
+        """Count the work of an engine up to now.
+
+        It must be called before the number of its open requests changes, and when it stops or
+        continues.
+        """
         control = self.fleet.control.engines.get(engine)
         if control is None:
             return
@@ -370,35 +373,34 @@ class SchedulerState:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether generation goes on while the trainer trains, by the schedule in force."""
+        """Whether engines generate while the trainer trains, under the schedule in force."""
         return (self.plan.schedule.pace or self.config.pace) == "asynchronous"
 
     @property
     def placement(self) -> Placement:
-        """Which engine a request goes to, by the settings or the schedule in force."""
+        """The placement rule, from the settings or the schedule in force."""
         configured = self.config.dispatch.placement
         return self.plan.schedule.placement or "prefix" if configured == "auto" else configured
 
     @property
     def collecting(self) -> bool:
-        """Whether a batch is in work that is not offered yet as a whole."""
+        """Whether the batch in work is requested and not yet offered as a whole."""
         offer = self.delivery.offer
         return self.delivery.batch_requested and (offer is None or not offer.part.last)
 
     @property
     def offered_groups(self) -> int:
-        """Number of groups in flight that are in the offered batch."""
+        """Number of groups in the offered batch."""
         return 0 if self.delivery.offer is None else len(self.delivery.offer.groups)
 
     @property
     def open_groups(self) -> int:
-        """Number of training groups of which something is still to be generated."""
+        """Number of incomplete training groups."""
         return self.in_flight.training - len(self.in_flight.ready) - self.offered_groups
 
     @property
     def begun(self) -> int:
-        """Number of batches before the one in work: those that were taken and the one that is
-        offered."""
+        """Number of batches before the one in work: the taken batches and the offered one."""
         return self.in_flight.counters.batches + (self.offered_groups > 0)
 
     @property
@@ -408,12 +410,12 @@ class SchedulerState:
 
     @property
     def ready_groups(self) -> int:
-        """The complete groups, as a number of groups of the expected size."""
+        """Number of ready groups, converted to groups of the expected size."""
         return self.stop.as_groups(self.in_flight.ready, self.plan.usual_group)
 
     @property
     def given_up(self) -> bool:
-        """Whether too many groups in a row failed or were refused to launch more."""
+        """Whether too many groups in a row failed or were rejected to launch more."""
         retries = self.config.retries
         return (
             self.prompts.consecutive_failures >= retries.failed_groups

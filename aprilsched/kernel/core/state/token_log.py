@@ -2,15 +2,15 @@
 
 Invariant: ids and logprobs have one length, and the runs cover it without gap or overlap.
 
-Tokens are only ever added at the end. Where a rollout has branches, each of them is a *path*: parts
-of the log one after the other, so that tokens which branches share are there once. The branch that
-is at work goes on at the end of the log. A response token has its place in the log, and another one
-on the path, which is the one that counts for an engine and for the rows of companions.
+Tokens are only ever appended. Each branch of a rollout is a *path*: a sequence of parts of the log,
+so that tokens shared by branches are stored once. The active branch continues at the end of the
+log. A response token has a position in the log and another one on the path. The position on the
+path is the one that matters to an engine and to the rows of companions.
 
-A token takes 8 bytes (int32 id, float32 logprob) and at most half of that in spare room. Versions
-are kept as runs, and are spread out only when the rollout is delivered. A long first chunk is kept
-as the array that arrived and is never written to: since there is no room behind it, further tokens
-move everything to a new array.
+A token takes 8 bytes (int32 id, float32 logprob), and spare room adds at most half of that.
+Versions are stored as runs, and expanded only when the rollout is delivered. A long first chunk is
+kept as the array that arrived and never written to: it has no spare room, so the next tokens move
+everything to a new array.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NO_LOGPROBS: Float32Array = np.empty(0, dtype=np.float32)
 _NO_COMPANIONS: dict[str, CompanionLog] = {}
 
 Path: TypeAlias = tuple[tuple[int, int], ...]
-"""Parts of a log, each from its first token to the one after its last, in the order of the log."""
+"""Parts of a log as (start, end), in the order of the log."""
 
 _T = TypeVar("_T", bound=np.generic)
 
@@ -72,41 +72,41 @@ class TokenLog:
         self._ids = _NO_IDS
         self._logprobs = _NO_LOGPROBS
         self.size = 0
-        """Number of response tokens, of all branches."""
+        """Number of response tokens of all branches."""
         self._runs: list[_Run] = []
         self._before: Path = ()
-        """The path of the branch at work, up to its last part."""
+        """The path of the active branch without its last part."""
         self._shift = 0
-        """How much later a token of its last part stands in the log than on the path."""
+        """Offset from the path to the log for tokens of the last part."""
         self.exact = True
         """False once the version of some token is unknown."""
         self.stale_keys = False
-        """True once tokens have arrived that attend to keys which older weights computed."""
+        """True once a token attends to keys computed by older weights."""
         self.companions: dict[str, CompanionLog] = _NO_COMPANIONS
-        """What engines return beside the tokens, by name."""
+        """Data that engines return in addition to the tokens, by name."""
         self.answers: tuple[Answer, ...] = ()
-        """What else they answered to the attempts, and is kept."""
+        """Other fields of the engines' answers that are kept."""
 
     # --- paths -----------------------------------------------------------------------------------
 
     @property
     def path(self) -> Path:
-        """The path of the branch at work; its last part ends with the log."""
+        """The path of the active branch, whose last part ends with the log."""
         *before, last = self.open_path
         return (*before, last) if last[0] < last[1] else tuple(before)
 
     @property
     def open_path(self) -> Path:
-        """The same, with its last part also where that has no token yet."""
+        """The path of the active branch, including a last part that has no token yet."""
         return (*self._before, (self._shift + _length(self._before), self.size))
 
     @property
     def path_tokens(self) -> int:
-        """Number of response tokens of the branch at work."""
+        """Number of response tokens of the active branch."""
         return self.size - self._shift
 
     def go_on(self, path: Path) -> None:
-        """Let the branch with this path be at work: what comes is added to it."""
+        """Make the branch with this path active, so that new tokens continue it."""
         if path and path[-1][1] == self.size:
             path, begin = path[:-1], path[-1][0]
         else:
@@ -115,11 +115,11 @@ class TokenLog:
         self._shift = begin - _length(path)
 
     def along(self, path: Path) -> Int32Array:
-        """The ids on a path, int32 [T]."""
+        """Return the ids on a path, int32 [T]."""
         return _along(self._ids, path)
 
     def part(self, path: Path) -> TokenLog:
-        """A log of the tokens on `path` alone, without companions."""
+        """Return a log of the tokens on `path` alone, without companions."""
         log = TokenLog()
         log._extend(_along(self._ids, path), _along(self._logprobs, path))
         at = 0
@@ -149,8 +149,7 @@ class TokenLog:
         exact: bool,
         stale_keys: bool = False,
     ) -> TokenLog:
-        """A log from saved data. `runs` are as :attr:`runs` returned them, and cover all of
-        `ids`."""
+        """Return a log from saved data; `runs` come from :attr:`runs` and cover all `ids`."""
         log = TokenLog()
         log._extend(ids, logprobs)
         log._runs = [_Run(*run) for run in runs]
@@ -164,21 +163,21 @@ class TokenLog:
         return tuple((run.end, run.version, run.engine) for run in self._runs)
 
     def since(self, start: int) -> tuple[Int32Array, Float32Array]:
-        """Ids and logprobs from `start` on: views, valid until the next token is added."""
+        """Return ids and logprobs from `start` on, as views valid until the next token."""
         return self._ids[start : self.size], self._logprobs[start : self.size]
 
     def truncate(self, size: int, *, prompt: int) -> None:
-        """Forget all tokens after the first `size`, of a response after `prompt` tokens."""
+        """Cut the response after its first `size` tokens; its prompt has `prompt` tokens."""
         path = clipped(self.path, size)
         self.size = min(self.size, size)
         self.go_on(path)
         self.answers = tuple([each for each in self.answers if each.start < self.size])
         for each in self.companions.values():
-            # A response that begins again may have another prompt.
+            # A restarted response may have another prompt.
             tokens = self.path_tokens
             context = prompt + tokens - 1 if tokens else 0
             each.truncate(context if each.companion.per == "context" else tokens, tokens)
-        # Copied, because the next tokens would overwrite the array, which may belong to others.
+        # Copied, because new tokens would overwrite the array, which other objects may share.
         self._ids = self._ids[: self.size].copy()
         self._logprobs = self._logprobs[: self.size].copy()
         self._runs = self._runs_before(self.size)
@@ -189,14 +188,16 @@ class TokenLog:
         return self._ids[: self.size].copy()
 
     def after(self, ids: Int32Array) -> Int32Array:
-        """int32 [len(ids) + T]: `ids` and then the tokens of the branch at work; `ids` itself while
-        there are no tokens."""
+        """Return `ids` followed by the active branch's tokens, int32 [len(ids) + T].
+
+        Without tokens it is `ids` itself.
+        """
         if not self._shift:
             return np.concatenate((ids, self._ids[: self.size])) if self.size else ids
         return np.concatenate((ids, self.along(self.path)))
 
     def tail(self, start: int) -> tuple[Int32Array, Float32Array, Int32Array]:
-        """Copies of ids, logprobs and versions from `start` on."""
+        """Return copies of ids, logprobs and versions from `start` on."""
         return (
             self._ids[start : self.size].copy(),
             self._logprobs[start : self.size].copy(),
@@ -204,11 +205,11 @@ class TokenLog:
         )
 
     def append(self, ids: Int32Array, logprobs: Float32Array, *, version: int, engine: str) -> None:
-        """Add tokens that `engine` sampled, under `version` as far as is known now."""
+        """Add tokens that `engine` sampled, presumably under `version`; see :meth:`assign`."""
         self._extend(ids, logprobs)
         last = self._runs[-1] if self._runs else None
         if last is not None and last.version == version and last.engine == engine:
-            # Nearly every chunk continues the last run, so it costs no further call.
+            # The fast path: nearly every chunk continues the last run.
             last.end = self.size
         elif len(ids):
             self._runs.append(_Run(self.size, version, engine))
@@ -223,7 +224,7 @@ class TokenLog:
                 each.fill(self.path_tokens)
 
     def add_token_rows(self, rows: Mapping[str, Rows]) -> None:
-        """Add the rows of the tokens that were added last."""
+        """Add the rows of the latest tokens."""
         for name, added in rows.items():
             each = self.companions.get(name)
             if each is not None:
@@ -233,18 +234,18 @@ class TokenLog:
     def add_context_rows(
         self, rows: Mapping[str, Rows], *, prompt: int, start: int, recomputed: bool
     ) -> None:
-        """Add the rows that an attempt brought at its end.
+        """Add the rows that an engine returned at the end of an attempt.
 
-        Which of them are of the pass that sampled their token follows from the versions: where an
-        attempt has tokens of several versions and the context was `recomputed` in between, an
-        engine returns the rows of the last pass over each position, so those of older tokens are
-        of other weights. The same holds for tokens of an earlier attempt whose rows were lost:
-        they were forwarded again under the weights that this attempt began with.
+        The versions show which rows come from the forward pass that sampled their token. If an
+        attempt has tokens of several versions and its context was `recomputed` in between, an
+        engine returns the rows of the last pass over each position, so rows of older tokens come
+        from other weights. The same holds for tokens of an earlier attempt whose rows were lost:
+        this attempt forwarded them again under the weights at its start.
 
         Args:
             rows: the new rows, by the name of their companion.
             prompt: number of prompt tokens.
-            start: where the tokens of the attempt begin in the log.
+            start: position of the attempt's tokens in the log.
             recomputed: whether a refit during the attempt made the engine compute its context
                 again.
         """
@@ -258,7 +259,7 @@ class TokenLog:
                 passes.fill(last)
             foreign = (passes != versions) & (versions != NO_VERSION)
         else:
-            # Nobody says under which weights an attempt without a token read its context.
+            # It is unknown under which weights an attempt without a token read its context.
             foreign = versions != NO_VERSION
         for name, added in rows.items():
             each = self.companions.get(name)
@@ -274,8 +275,11 @@ class TokenLog:
         *,
         prompt: int,
     ) -> None:
-        """Take saved rows back, after the tokens: names, first rows and rows, in the order in which
-        they were saved. A row of the context that is missing among them is asked for again."""
+        """Restore saved rows, after the tokens.
+
+        `saved` contains name, first row and rows, in the order in which they were saved. Missing
+        rows of the context are requested again.
+        """
         for name, start, rows in saved:
             each = self.companions.get(name)
             if each is not None and each.takes(rows) and start <= each.held:
@@ -292,8 +296,10 @@ class TokenLog:
             each.truncate(wanted, tokens)
 
     def companion_rows(self, *, prompt: int, end: int | None = None) -> dict[str, CompanionRows]:
-        """The rows of each companion, of a response after `prompt` tokens: of all tokens of the
-        branch at work, or of those before `end` in the log."""
+        """Return the rows of each companion for the active branch, or its part before `end`.
+
+        `prompt` is the number of prompt tokens, and `end` a position in the log.
+        """
         if not self.companions:
             return {}
         sampled = _along(self.sampled(), clipped(self.path, self.size if end is None else end))
@@ -305,9 +311,9 @@ class TokenLog:
     def assign(self, start: int, spans: tuple[VersionSpan, ...], *, engine: str) -> None:
         """Replace the versions of all tokens from `start` on by the engine's own report.
 
-        Spans count from `start`. They may reach beyond the tokens that arrived, because an abort
-        can cut the last tokens off, and they may have zero length. Tokens beyond the last span get
-        its version.
+        Spans count from `start`. They may extend beyond the received tokens, because an abort can
+        cut off the last ones, and may have zero length. Tokens beyond the last span get its
+        version.
         """
         if start >= self.size or not spans:
             return
@@ -322,7 +328,7 @@ class TokenLog:
             self._mark_to(self.size, spans[-1].version, engine)
 
     def versions(self) -> Int32Array:
-        """The version of each token, int32 [T]; -1 for tokens of the environment."""
+        """Return the version of each token, int32 [T]; -1 for tokens of the environment."""
         out = np.empty(self.size, dtype=np.int32)
         if len(self._runs) == 1:
             out.fill(self._runs[0].version)
@@ -334,11 +340,11 @@ class TokenLog:
         return out
 
     def logprobs(self) -> Float32Array:
-        """A copy of the logprobs, float32 [T]."""
+        """Return a copy of the logprobs, float32 [T]."""
         return self._logprobs[: self.size].copy()
 
     def sampled(self) -> BoolArray:
-        """Whether a policy sampled each token, bool [T]; False for tokens of the environment."""
+        """Return whether a policy sampled each token, bool [T]; False for the environment's."""
         for run in self._runs:
             if run.version == NO_VERSION:
                 return self.versions() != NO_VERSION
@@ -347,7 +353,7 @@ class TokenLog:
         return out
 
     def segments(self) -> tuple[Segment, ...]:
-        """The runs in the form that users get."""
+        """Return the runs in the form that users get."""
         found: list[Segment] = []
         begin = 0
         for run in self._runs:
@@ -381,7 +387,7 @@ class TokenLog:
 
     @property
     def covered(self) -> int:
-        """Where the last run ends. It equals the length, which is checked as an invariant."""
+        """End of the last run. An invariant checks that it equals the length."""
         return self._runs[-1].end if self._runs else 0
 
     def _extend(self, ids: Int32Array, logprobs: Float32Array) -> None:
@@ -398,13 +404,13 @@ class TokenLog:
         self.size = size
 
     def _runs_before(self, end: int) -> list[_Run]:
-        """The runs of the tokens before `end`."""
+        """Return the runs of the tokens before `end`."""
         starts = [0, *[run.end for run in self._runs]]
         parts = zip(starts, self._runs, strict=False)
         return [_Run(min(r.end, end), r.version, r.engine) for begin, r in parts if begin < end]
 
     def _last_is(self, start: int, version: int, engine: str) -> bool:
-        """Whether the last run has all tokens from `start` on, with this version and engine."""
+        """Return whether the last run, of this version and engine, covers all from `start` on."""
         run = self._runs[-1]
         begin = self._runs[-2].end if len(self._runs) > 1 else 0
         return begin <= start and run.version == version and run.engine == engine
@@ -418,12 +424,12 @@ class TokenLog:
 
 
 def clipped(path: Path, end: int) -> Path:
-    """The parts of a path before the place `end` of the log."""
+    """Return the parts of a path before position `end` of the log."""
     return tuple([(a, min(b, end)) for a, b in path if a < end])
 
 
 def joined(paths: Iterable[Iterable[tuple[int, int]]]) -> Path:
-    """All parts that one of the paths has, in the order of the log; adjacent ones become one."""
+    """Return the union of the paths in the order of the log, with adjacent parts merged."""
     parts: list[tuple[int, int]] = []
     for begin, end in sorted([part for path in paths for part in path]):
         if parts and begin <= parts[-1][1]:
@@ -434,7 +440,7 @@ def joined(paths: Iterable[Iterable[tuple[int, int]]]) -> Path:
 
 
 def common(one: Path, other: Path) -> int:
-    """Number of the first tokens that two paths have in common."""
+    """Return the length of the common prefix of two paths, in tokens."""
     same = 0
     for (begin, end), (start, stop) in zip(one, other, strict=False):
         if begin != start:
@@ -446,7 +452,7 @@ def common(one: Path, other: Path) -> int:
 
 
 def moved(place: int, kept: Path) -> int:
-    """Where a place of the log is when only the `kept` parts of it are left."""
+    """Return the new position of `place` when only the `kept` parts of the log remain."""
     return sum([min(end, place) - begin for begin, end in kept if begin < place])
 
 
@@ -461,7 +467,7 @@ def _along(array: NDArray[_T], path: Path) -> NDArray[_T]:
 
 
 def grown(array: np.ndarray, room: int, used: int) -> np.ndarray:
-    """An array of `room` places with the first `used` of `array`."""
+    """Return a new array of length `room` with the first `used` elements of `array`."""
     larger = np.empty(room, dtype=array.dtype)
     larger[:used] = array[:used]
     return larger

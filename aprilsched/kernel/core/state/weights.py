@@ -1,10 +1,10 @@
 """The policy versions of a run, and the update that brings a new one into the engines.
 
-A token is of the version whose weights sampled it. While a request streams, a chunk is counted
-under the version that its engine has at that moment. A chunk that arrives across a refit may have
-tokens of both versions, and until the engine reports the versions of its tokens at the end of the
-attempt (SGLang from 0.5.19 on) nobody can tell them apart. The report then replaces everything
-that was noted before. Without such a report the rollout says ``versions_exact=False``.
+A token belongs to the version whose weights sampled it. While a request streams, a chunk counts
+under its engine's current version. A chunk that arrives across a refit may contain tokens of both
+versions, which cannot be distinguished until the engine reports the version of each token at the
+end of the attempt (SGLang from 0.5.19 on). The report replaces all provisional versions of the
+attempt. Without a report the rollout has ``versions_exact=False``.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from aprilsched.kernel.core.state.queues import Unmet
 
 
 class PolicyVersionTracker:
-    """The version of the trainer and the version of each engine in use, which is the trainer's or,
-    with rolling refits, an older one."""
+    """The versions of the trainer and of each engine in use.
+
+    An engine in use has the trainer's version or, with rolling refits, an older one.
+    """
 
     def __init__(self, changed: dict[str, None]) -> None:
         self.trainer = 0
         self.engines: dict[str, int] = {}
         self.loads: dict[str, int] = {}
-        """For each engine in use, the number of times that any engine came into use or took
-        weights, at the last time that this one did."""
+        """Sequence number of each engine's latest load: a counter over all engines that come into
+        use or take weights."""
         self._loads = 0
         self._engines_of: Counter[int] = Counter()
         """Number of engines that have each version."""
         self._changed = changed
 
     def note(self, engine: str, version: int | None) -> None:
-        """Note that the engine is in use with `version`, or, with None, out of use."""
+        """Record that the engine is in use with `version`, or out of use if None."""
         before = self.engines.get(engine)
         if before is not None:
             self._engines_of[before] -= 1
@@ -52,7 +54,7 @@ class PolicyVersionTracker:
         self._changed[engine] = None
 
     def publish(self, version: int) -> None:
-        """Make `version` the trainer's; every engine in use must have it already.
+        """Make `version` the trainer's; every engine in use must already have it.
 
         Raises:
             InvariantViolation: if an engine in use has another version.
@@ -69,13 +71,13 @@ class PolicyVersionTracker:
 
     @property
     def present(self) -> Collection[int]:
-        """The versions of the engines in use."""
+        """Versions of the engines in use."""
         return self._engines_of.keys()
 
 
 Answer = tuple[int | None, str]
-"""The version that an engine says it has (None if its weights are inconsistent), and the cause if
-its refit failed."""
+"""The version that an engine reports (None if its weights are inconsistent), and the cause if its
+refit failed."""
 
 
 class UpdateKind(StrEnum):
@@ -84,26 +86,26 @@ class UpdateKind(StrEnum):
     PAUSING = "pausing"
     """All engines are paused together and load a full model."""
     ROLLING = "rolling"
-    """The version becomes the trainer's at once, and each engine takes it alone, when it has no
-    rollouts of an older version any more."""
+    """The version becomes the trainer's at once, and each engine loads it separately, once it has
+    no rollouts of an older version left."""
     ADAPTER = "adapter"
     """The engines load an adapter while they run."""
     EXTERNAL = "external"
-    """The trainer reports that the version was loaded without the scheduler. The engines are asked
-    for it, and not paused."""
+    """The trainer reports that the version was loaded without the scheduler. The engines are
+    queried for it, and not paused."""
     FOLLOWED = "followed"
-    """As external, but an engine has shown the version, and the trainer has reported nothing."""
+    """As EXTERNAL, but without a report by the trainer: an engine has shown the version."""
 
 
 class UpdatePhase(StrEnum):
     """The progress of an update."""
 
     WAITING = "waiting"
-    """It waits for evaluations to end, and for requests that cannot wait inside the engines."""
+    """The update waits for evaluations, and for requests that cannot wait inside the engines."""
     PREPARING = "preparing"
-    """The engines become ready to load the version. Those that are to be paused may be."""
+    """The engines become ready to load the version, and may be paused if the update needs it."""
     LOADING = "loading"
-    """The engines were told to load the version, or were asked for it."""
+    """The engines load the version, or are queried for it."""
 
 
 PHASES: dict[UpdateKind, tuple[UpdatePhase, ...]] = {
@@ -113,8 +115,8 @@ PHASES: dict[UpdateKind, tuple[UpdatePhase, ...]] = {
     UpdateKind.EXTERNAL: (UpdatePhase.PREPARING, UpdatePhase.LOADING),
     UpdateKind.FOLLOWED: (UpdatePhase.PREPARING, UpdatePhase.LOADING),
 }
-"""The phases of each kind of update, in their order. :meth:`Update.enter` refuses any other. The
-trainer can withdraw an update until it is loading."""
+"""The phases of each kind of update, in order; :meth:`Update.enter` refuses any other. The trainer
+can withdraw an update until it is loading."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,31 +127,31 @@ class Update:
     kind: UpdateKind
     phase: UpdatePhase = field(init=False)
     labelled: bool = True
-    """The engines named the version of external weights from their first token on."""
+    """Whether engines reported the version of external weights from their first token on."""
     republishable: bool = False
-    """The version can be published again later, to an engine that comes back."""
+    """Whether the version can be published again later, to an engine that rejoins."""
     acknowledges: tuple[int, ...] = ()
     """Indexes of the batches that the trainer has learned from to make this version."""
     refitting: frozenset[str] = frozenset()
-    """The engines that were told to load the version; empty until they are told."""
+    """Engines that have to load the version; empty until the loading starts."""
     loading_since: float = 0.0
-    """When they were told."""
+    """Start of the loading."""
     met: set[int] = field(default_factory=set[int])
-    """Ids of the requests in flight at its start whose versions are uncertain only because of it,
-    until their engine has reported its version. For external weights."""
+    """For external weights: ids of the requests in flight at the start whose versions are uncertain
+    only because of this update, until their engine has reported its version."""
     answers: dict[str, Answer] = field(default_factory=dict[str, Answer])
-    """The answer of each engine that has answered, or that was lost before it could."""
+    """Answers by engine, including engines lost before they could answer."""
     not_ready: Unmet[EngineControl] = field(default_factory=Unmet[EngineControl], repr=False)
-    """Engines that it waits for before any is told."""
+    """Engines that the start of the loading waits for."""
 
     def __post_init__(self) -> None:
         self.phase = PHASES[self.kind][0]
 
     def enter(self, phase: UpdatePhase) -> None:
-        """Take the update to its next phase.
+        """Move the update to its next phase.
 
         Raises:
-            InvariantViolation: if :data:`PHASES` has another phase next.
+            InvariantViolation: if `phase` is not the next one in :data:`PHASES`.
         """
         if (self.phase, phase) not in pairwise(PHASES[self.kind]):
             raise InvariantViolation(
@@ -170,13 +172,13 @@ class Update:
 
     @property
     def answered(self) -> bool:
-        """Whether every engine that was told to load the version has answered or is lost."""
-        # Counted first, because this is asked after every event.
+        """Whether every engine that has to load the version has answered or is lost."""
+        # The counts are compared first, because this runs after every event.
         told, answers = self.refitting, self.answers
         return bool(told) and len(told) <= len(answers) and told <= answers.keys()
 
     def took(self) -> frozenset[str]:
-        """Engines that have the version."""
+        """Return the engines that have the version."""
         return frozenset(
             engine
             for engine, (version, cause) in self.answers.items()
@@ -184,7 +186,7 @@ class Update:
         )
 
     def failed(self) -> tuple[tuple[str, str], ...]:
-        """Engines that do not have the version, each with the cause."""
+        """Return the engines that do not have the version, each with the cause."""
         took = self.took()
         return tuple(
             (engine, cause or f"says it has version {version} after the refit to {self.version}")
@@ -198,28 +200,31 @@ class Weights:
     """The policy versions of the run. Steps: ``refit``."""
 
     versions: PolicyVersionTracker
-    """The version of the trainer and of each engine."""
+    """Versions of the trainer and of each engine."""
     update: Update | None = None
-    """The update that is under way."""
+    """The current update; None without one."""
     in_parts: bool = False
-    """An update that loads weights in parts was begun, and none has succeeded since: if this
-    process ends, no engine's label can be trusted."""
+    """Whether an update that loads weights in parts has started and none has succeeded since. If
+    this process ends then, no engine's label can be trusted."""
     republishable: bool = False
-    """The fleet's version can be published again, to an engine that comes back."""
+    """Whether the fleet's version can be published again, to an engine that rejoins."""
     base: int = 0
-    """The last version that was a full model and no adapter."""
+    """Latest version that is a full model, not an adapter."""
     adapter: int | None = None
-    """The version of the adapter that new requests sample with; None for the model itself."""
+    """Version of the adapter that new requests sample with; None for the model itself."""
     adapters: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
-    """Versions of the adapters that are loaded on each engine."""
+    """Versions of the adapters loaded on each engine."""
 
     @property
     def adapters_base(self) -> int | None:
-        """The version of the full model that the fleet's adapters belong to; None without them."""
+        """Version of the full model that the fleet's adapters belong to; None without adapters."""
         return None if self.adapter is None else self.base
 
     @property
     def leaves_adapters(self) -> bool:
-        """Whether a full model comes after adapters. Requests under an adapter are called back
-        before it, because their tokens would have no version on another model."""
+        """Whether the current update replaces adapters by a full model.
+
+        Requests under an adapter are aborted before it, because their tokens would have no version
+        on another model.
+        """
         return self.adapter is not None and self.update is not None and self.update.pauses
