@@ -152,7 +152,7 @@ def test_the_event_log_is_described_line_by_line():
 def test_every_setting_is_there_with_its_default_and_what_it_does():
     table = settings()
     assert rows(table) == set(SchedulerConfig.__dataclass_fields__)
-    assert '| `refill` | `"wave"` | When new groups are started: "wave" starts them once' in table
+    assert '| `refill` | `"wave"` | When new groups start: "wave" starts them once' in table
     assert rows(setting_parts()) >= {"max_in_flight", "interruptions", "stall_s", "refit_s"}
     assert rows(setting_policies()) == {
         *("amount", "together", "until"),

@@ -58,7 +58,8 @@ async def test_batches_of_listed_workers_with_a_refit_between(
         second = await anext(rollouts)
     assert [first.version, second.version] == [0, 1]
     done = [*first.rollouts, *second.rollouts]
-    assert {f"http://{segment.engine}" for r in done for segment in r.segments} == {
+    # What was delivered may come from one worker alone if the other one is slow.
+    assert {f"http://{send.engine}" for send in recorder.sends.values()} == {
         server.url for server in clean_pair
     }
     for rollout in done:
