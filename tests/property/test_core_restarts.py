@@ -38,6 +38,8 @@ def told(rollout: RolloutRecord) -> tuple[Any, ...]:
     """Everything that must be the same after a restart."""
     log = rollout.log
     generating = rollout.state in GENERATING
+    # What the open attempt has sampled under an unconfirmed version is saved as inexact.
+    unsure = rollout.request is not None and rollout.request.unsure
     return (
         rollout.index,
         "generating" if generating else rollout.state,
@@ -45,7 +47,7 @@ def told(rollout: RolloutRecord) -> tuple[Any, ...]:
         log.token_ids.tolist(),
         log.logprobs().tolist(),
         log.runs,
-        log.exact,
+        log.exact and not unsure,
         (rollout.reward, rollout.reward_parts, rollout.info),
         rollout.eligible,
         None if generating else rollout.finish_reason,
