@@ -13,13 +13,11 @@ from PIL import Image
 
 from aprilsched import Media, Prompt, SamplingParams
 from aprilsched.types import NO_VERSION, Rollout
-from tests.sglang.recorded import TOLERANCE, Run, crossing, long_tail
+from tests.sglang.recorded import TOLERANCE, Run, long_tail, until_crossing
 from tests.sglang.server import run_with_server_packages
 from tests.sglang.tiny_vision import KINDS, SIDE
 
 __all__ = ["check_seen", "check_versions", "picture", "write_seeing"]
-
-TRIES = 5
 
 
 def write_seeing(kind: str, folder: Path, python: Path | None = None) -> tuple[Path, Path]:
@@ -93,8 +91,5 @@ async def check_seen(
         )
         for prompt in long_tail(80, longest=400, every=2)
     ]
-    found, tries = await once(prompts), 1
-    while not crossing(found) and tries < TRIES:
-        found, tries = await once(prompts), tries + 1
-    assert crossing(found), "no response outlived an update"
+    found = await until_crossing(lambda _: once(prompts))
     check_versions(found.rollouts, [image], kind, models, folder, python)
