@@ -28,7 +28,7 @@ from aprilsched.agents.chat.tokenizer import ModelTokenizer
 from aprilsched.errors import ConfigError
 from aprilsched.types import Int32Array, Media
 
-Said: TypeAlias = Mapping[str, Any]
+JsonObject: TypeAlias = Mapping[str, Any]
 """A message in OpenAI's form."""
 Mark: TypeAlias = bytes
 """Hash of the first messages of a chat, up to some message, and of their tools."""
@@ -62,8 +62,8 @@ class Question:
     ids: Int32Array
     text: str
     mark: Mark
-    messages: tuple[Said, ...] = ()
-    tools: Sequence[Said] | None = None
+    messages: tuple[JsonObject, ...] = ()
+    tools: Sequence[JsonObject] | None = None
     after: Mark | None = None
     media: tuple[Media, ...] = ()
     shown: str = ""
@@ -79,18 +79,18 @@ class _Answer:
         text: the text of `ids`.
         after: the previous answer; None if there is none. Another one with the same mark may come
             later.
-        begin: number of tokens, and of characters, before `ids`.
+        offset: number of tokens, and of characters, before `ids`.
     """
 
     ids: Int32Array
     text: str
     after: _Answer | None
-    begin: tuple[int, int] = (0, 0)
+    offset: tuple[int, int] = (0, 0)
 
     @property
     def end(self) -> tuple[int, int]:
         """Number of tokens and of characters up to the end of the answer."""
-        return self.begin[0] + len(self.ids), self.begin[1] + len(self.text)
+        return self.offset[0] + len(self.ids), self.offset[1] + len(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,13 @@ class _Seen:
 
     Attributes:
         plain: a copy of it if all its values are strings or None; None otherwise.
-        told: the message in the form that a template sees.
+        rendered: the message in the form that a template sees.
         images: the URLs of its images.
         mark: the hash of it and the messages before it.
     """
 
-    plain: Said | None
-    told: Said
+    plain: JsonObject | None
+    rendered: JsonObject
     images: tuple[str, ...]
     mark: Mark
 
@@ -123,12 +123,12 @@ class History:
     """
 
     def __init__(self, tokenizer: ModelTokenizer, *, most_branches: int) -> None:
-        self.messages: tuple[Said, ...] = ()
-        self.begun = 0
+        self.messages: tuple[JsonObject, ...] = ()
+        self.branches_started = 0
         self._tokenizer = tokenizer
         self._most = most_branches
         self._answers: dict[Mark, _Answer] = {}
-        self._ends: dict[Mark, tuple[Said, ...]] = {}
+        self._ends: dict[Mark, tuple[JsonObject, ...]] = {}
         """The last answer of each branch, with its messages."""
         self._texts: dict[str, Mark] = {}
         """Texts of completions, prompt and answer together, with their marks."""
@@ -148,7 +148,7 @@ class History:
         return self._resampled + self._rewritten
 
     @property
-    def branches(self) -> list[tuple[Said, ...]]:
+    def branches(self) -> list[tuple[JsonObject, ...]]:
         """The messages of each branch up to its last answer; none for a completion.
 
         Branches with the same messages appear once.
@@ -159,9 +159,9 @@ class History:
 
     def ask(
         self,
-        messages: Sequence[Said],
-        tools: Sequence[Said] | None = None,
-        options: Said | None = None,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None = None,
+        options: JsonObject | None = None,
     ) -> Question:
         """Return the tokens of a chat.
 
@@ -175,14 +175,14 @@ class History:
         """
         options = options or {}
         seen = self._see(messages, tools, options)
-        told, marks = [each.told for each in seen], [each.mark for each in seen]
-        known = next((i for i in reversed(range(len(told))) if marks[i] in self._answers), None)
+        rendered, marks = [each.rendered for each in seen], [each.mark for each in seen]
+        known = next((i for i in reversed(range(len(rendered))) if marks[i] in self._answers), None)
         if known is None:
-            whole = self._render(told, tools, options)
+            whole = self._render(rendered, tools, options)
             question = self._encode(whole), whole
         else:
             is_known = [mark in self._answers for mark in marks[: known + 1]]
-            question = self._continue(told, marks[known], is_known, tools, options)
+            question = self._continue(rendered, marks[known], is_known, tools, options)
         if not len(question[0]):
             raise ConfigError("the messages have no tokens; give some text.")
         return Question(
@@ -235,7 +235,7 @@ class History:
                 return mark, text + self._tokenizer.decode(ids[len(known) :].tolist())
         return None, self._tokenizer.decode(ids.tolist())
 
-    def begin(self, question: Question) -> None:
+    def start(self, question: Question) -> None:
         """Note that a request is about to be answered.
 
         A request that its client sends again after a disconnect starts no other branch.
@@ -245,17 +245,17 @@ class History:
         """
         if question.after in self._ends or question.mark == self._open:
             return
-        if self.begun >= self._most:
+        if self.branches_started >= self._most:
             raise ConfigError(
                 f"the session has {self._most} branches and begins no other; go on with the "
                 "messages of one of them."
             )
-        self.begun += 1
+        self.branches_started += 1
         self._open = question.mark
 
     # --- answers ---------------------------------------------------------------------------------
 
-    def answered(self, question: Question, token_ids: Int32Array) -> Said:
+    def answered(self, question: Question, token_ids: Int32Array) -> JsonObject:
         """Record the sampled tokens, int32 [m]; return the answer's message in OpenAI's form.
 
         The message of a completion has the text as its content.
@@ -267,12 +267,12 @@ class History:
         raw = tokenizer.decode(sampled, skip_special=False)
         self._resampled += _differing(sampled, tokenizer.encode(raw, special=False))
         after = None if question.after is None else self._answers[question.after]
-        begin = (0, 0) if after is None else after.end
+        offset = (0, 0) if after is None else after.end
         answer = _Answer(
-            ids=np.concatenate((question.ids[begin[0] :], token_ids)),
-            text=question.text[begin[1] :] + raw,
+            ids=np.concatenate((question.ids[offset[0] :], token_ids)),
+            text=question.text[offset[1] :] + raw,
             after=after,
-            begin=begin,
+            offset=offset,
         )
         # The delimiters of tool calls and reasoning may be special tokens.
         is_chat = bool(question.messages)
@@ -286,9 +286,9 @@ class History:
         message = Message(tokenizer.parser(question.text, question.tools) if is_chat else None)
         message.push(text)
         message.finish(end)
-        told = message.told()
+        rendered = message.as_message()
         if is_chat:
-            mark = _after(question.mark, one_for_template(told, "the answer", []))
+            mark = _after(question.mark, one_for_template(rendered, "the answer", []))
         else:
             shown = question.shown + text
             mark = _after(b"text", {"text": shown})
@@ -300,30 +300,36 @@ class History:
             self._ends.pop(question.after, None)
         self._answers[mark] = answer
         self._latest = mark, np.concatenate((question.ids, token_ids)), question.text + raw
-        self.messages = (*question.messages, told) if is_chat else ()
+        self.messages = (*question.messages, rendered) if is_chat else ()
         self._ends[mark] = self.messages
-        return told
+        return rendered
 
     def unknown(
-        self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said | None
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject | None,
     ) -> list[int]:
         """Return the indices of the answers in these messages that are not known."""
         seen = self._see(messages, tools, options or {})
         return [
             place
             for place, each in enumerate(seen)
-            if place and each.told["role"] == "assistant" and each.mark not in self._answers
+            if place and each.rendered["role"] == "assistant" and each.mark not in self._answers
         ]
 
     def _see(
-        self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject,
     ) -> list[_Seen]:
         """Return the messages with their marks.
 
         A request mostly starts with the previous one, so unchanged messages are reused.
         """
         given = repr((tools, options))
-        empty: Said = {"role": "assistant", "content": ""}
+        empty: JsonObject = {"role": "assistant", "content": ""}
         if given != self._begin[0]:
             mark = _after(b"", {"tools": tools or None, "options": options})
             if mark != self._begin[1]:
@@ -340,14 +346,14 @@ class History:
             old = before[len(seen)] if len(seen) < len(before) else None
             if old is None or message != old.plain:
                 found: list[str] = []
-                told = one_for_template(message, f"messages[{place}]", found)
+                rendered = one_for_template(message, f"messages[{place}]", found)
                 images = tuple(found)
-                if old is None or (told, images) != (old.told, old.images):
+                if old is None or (rendered, images) != (old.rendered, old.images):
                     before = ()
-                    mark = _after(mark, told, images)
+                    mark = _after(mark, rendered, images)
                     # The caller may change its own copy.
                     plain = dict(message) if set(map(type, message.values())) <= _PLAIN else None
-                    old = _Seen(plain, told, images, mark)
+                    old = _Seen(plain, rendered, images, mark)
             seen.append(old)
             mark = old.mark
         self._seen = seen
@@ -365,11 +371,11 @@ class History:
 
     def _continue(
         self,
-        told: Sequence[Said],
+        rendered: Sequence[JsonObject],
         after: Mark,
         is_known: Sequence[bool],
-        tools: Sequence[Said] | None,
-        options: Said,
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject,
     ) -> tuple[Int32Array, str]:
         """Return the tokens and the text of a chat that continues the known answer `after`.
 
@@ -383,7 +389,7 @@ class History:
             "writes, got one that it leaves out with all that follows; use another template."
         )
         try:
-            whole = self._render(told, tools, options, shown_from=len(is_known))
+            whole = self._render(rendered, tools, options, shown_from=len(is_known))
         except ConfigError as error:
             # The template may reject a sampled message.
             refused = error
@@ -391,7 +397,7 @@ class History:
             # The usual case: the template renders the known messages exactly as sampled.
             more: str | None = whole[len(text) :]
         else:
-            more = self._follows(told, is_known, int(ids[-1]), tools, options)
+            more = self._follows(rendered, is_known, int(ids[-1]), tools, options)
         if more is None:
             raise refused
         if whole is not None and text + more != whole:
@@ -402,11 +408,11 @@ class History:
 
     def _follows(
         self,
-        told: Sequence[Said],
+        rendered: Sequence[JsonObject],
         is_known: Sequence[bool],
         last: int,
-        tools: Sequence[Said] | None,
-        options: Said,
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject,
     ) -> str | None:
         """Return the template's text after the last known answer, whose last token is `last`.
 
@@ -419,36 +425,42 @@ class History:
         for most_calls in (None, 1, 0):
             before = [
                 _stand_in(each, most_calls, _PLACE if i == count - 1 else _OTHER) if known else each
-                for i, (each, known) in enumerate(zip(told, is_known, strict=False))
+                for i, (each, known) in enumerate(zip(rendered, is_known, strict=False))
             ]
             plain = {"role": "assistant", "content": _PLACE}
             try:
-                more = self._behind([*before, *told[count:]], tools, options, shown_from=count)
-                behind = self._behind(before, tools, options, begins=False)
+                more = self._behind([*before, *rendered[count:]], tools, options, shown_from=count)
+                behind = self._behind(before, tools, options, generation_prompt=False)
                 end = behind
                 if before[-1].get("tool_calls"):
-                    end = self._behind([*before[:-1], plain], tools, options, begins=False)
+                    end = self._behind(
+                        [*before[:-1], plain], tools, options, generation_prompt=False
+                    )
             except ConfigError as error:
                 log.debug("the chat template refuses what stands for answers: %s", error)
                 continue
             if more is not None and behind is not None and end is not None:
                 return self._behind_end(more, behind, end, last)
         # The template leaves out the answer, but may show what follows it.
-        whole = self._render(told, tools, options, shown_from=count)
-        shown = self._render(told[:count], tools, options, begins=False, shown_from=count)
+        whole = self._render(rendered, tools, options, shown_from=count)
+        shown = self._render(
+            rendered[:count], tools, options, generation_prompt=False, shown_from=count
+        )
         return whole[len(shown) :] if shown and whole.startswith(shown) else None
 
     def _behind(
         self,
-        messages: Sequence[Said],
-        tools: Sequence[Said] | None,
-        options: Said,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject,
         *,
-        begins: bool = True,
+        generation_prompt: bool = True,
         shown_from: int | None = None,
     ) -> str | None:
         shown_from = len(messages) if shown_from is None else shown_from
-        text = self._render(messages, tools, options, begins=begins, shown_from=shown_from)
+        text = self._render(
+            messages, tools, options, generation_prompt=generation_prompt, shown_from=shown_from
+        )
         _, found, behind = text.rpartition(_PLACE)
         return behind if found else None
 
@@ -494,15 +506,20 @@ class History:
 
     def _render(
         self,
-        told: Sequence[Said],
-        tools: Sequence[Said] | None,
-        options: Said,
+        rendered: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject,
         *,
-        begins: bool = True,
+        generation_prompt: bool = True,
         shown_from: int = 0,
     ) -> str:
         text = self._tokenizer.render(
-            told, tools, go_on=False, options=options, begins=begins, shown_from=shown_from
+            rendered,
+            tools,
+            go_on=False,
+            options=options,
+            generation_prompt=generation_prompt,
+            shown_from=shown_from,
         )
         self._tokenizer.check_size(text)
         return text
@@ -519,7 +536,7 @@ class History:
         return len(self._encode(changed))
 
 
-def _stand_in(answer: Said, most_calls: int | None, text: str) -> Said:
+def _stand_in(answer: JsonObject, most_calls: int | None, text: str) -> JsonObject:
     """Return an answer with `text` in its place, and with at most `most_calls` of its calls."""
     calls = cast("list[Any]", answer.get("tool_calls") or [])[:most_calls]
     if not calls:
@@ -550,14 +567,14 @@ def _differing(one: Sequence[int], other: Sequence[int]) -> int:
     return max(1, len(one) - _same(one[::-1], other[::-1]))
 
 
-def _after(mark: Mark, what: Said, images: Sequence[str] = ()) -> Mark:
+def _after(mark: Mark, what: JsonObject, images: Sequence[str] = ()) -> Mark:
     # The text of a message is canonical, because arguments of calls are sorted. JSON would take
     # four times as long.
     text = repr([*_compared(what), *images]) if what.get("role") else _in_one_order(what)
     return hashlib.blake2b(mark + text.encode(), digest_size=16).digest()
 
 
-def _compared(message: Said) -> list[Any]:
+def _compared(message: JsonObject) -> list[Any]:
     """Return what identifies a message, in the form of templates."""
     content: Any = message.get("content") or ""
     calls: list[str] = []
