@@ -474,11 +474,68 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Group:
-    """All rollouts of one prompt, in the order of their `index`. A group is never split."""
+    """All rollouts of one prompt, in the order of their `index`."""
 
     group_id: int
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+
+    @property
+    def unit_id(self) -> int:
+        """Id of this unit of delivery: that of the group."""
+        return self.group_id
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sibling:
+    """The reward of another rollout of the same prompt."""
+
+    rollout_id: int
+    index: int
+    reward: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Sample:
+    """One rollout that is delivered without waiting for all of its group.
+
+    Attributes:
+        rollout: the rollout.
+        prompt: the prompt of its group.
+        siblings: the first other members of the group whose generation ended, in that order. They
+            are the same whatever this rollout's length and reward are, so a baseline made of their
+            rewards keeps the policy gradient unbiased.
+        few: True if the group has lost members, so there are fewer siblings than configured.
+    """
+
+    rollout: Rollout
+    prompt: Prompt
+    siblings: tuple[Sibling, ...]
+    few: bool = False
+
+    @property
+    def unit_id(self) -> int:
+        """Id of this unit of delivery: that of the rollout."""
+        return self.rollout.rollout_id
+
+    @property
+    def group_id(self) -> int:
+        """Id of the group that the rollout belongs to."""
+        return self.rollout.group_id
+
+    @property
+    def reward(self) -> float | None:
+        """The reward of the rollout."""
+        return self.rollout.reward
+
+    @property
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """The rollout, as the only one of this unit."""
+        return (self.rollout,)
+
+
+Unit: TypeAlias = Group | Sample
+"""What a batch is made of."""
 
 
 class Receipt:
@@ -512,15 +569,15 @@ class Receipt:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """Whole groups for one training step.
+    """Whole groups, or single samples, for one training step.
 
     Attributes:
         index: number of the batch, from 0; a batch that is delivered again keeps its number.
         version: the trainer's policy version at delivery; staleness is counted from it.
-        groups: the groups of the batch.
+        units: the groups of the batch, or its samples.
         redelivered: True if the batch was delivered before a restart and not acknowledged. Its
             content is the same as then, unless the store has lost it, which is logged. Also True
-            if some of its groups were taken by ``stream()`` before a restart: these come first,
+            if some of its units were taken by ``stream()`` before a restart: these come first,
             and the others are new.
         receipt: acknowledges the batch; see :meth:`acknowledge`.
         complete: False for a part of a streamed batch that is not the last one, see
@@ -529,7 +586,7 @@ class Batch:
 
     index: int
     version: int
-    groups: tuple[Group, ...]
+    units: tuple[Unit, ...]
     redelivered: bool = False
     complete: bool = True
     receipt: Receipt | None = field(default=None, repr=False)
@@ -548,9 +605,35 @@ class Batch:
             self.receipt.acknowledge()
 
     @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups of the batch.
+
+        Raises:
+            ConfigError: if the batch consists of samples.
+        """
+        groups = tuple([unit for unit in self.units if isinstance(unit, Group)])
+        if len(groups) < len(self.units):
+            raise ConfigError(
+                'delivery="samples" makes batches of single samples; use batch.samples.'
+            )
+        return groups
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """The samples of the batch.
+
+        Raises:
+            ConfigError: if the batch consists of whole groups.
+        """
+        samples = tuple([unit for unit in self.units if isinstance(unit, Sample)])
+        if len(samples) < len(self.units):
+            raise ConfigError('delivery="groups" makes batches of whole groups; use batch.groups.')
+        return samples
+
+    @property
     def rollouts(self) -> Iterator[Rollout]:
-        """Every rollout, group by group."""
-        return (rollout for group in self.groups for rollout in group.rollouts)
+        """Every rollout, unit by unit."""
+        return (rollout for unit in self.units for rollout in unit.rollouts)
 
     @property
     def tokens(self) -> int:

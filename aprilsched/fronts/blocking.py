@@ -161,7 +161,7 @@ class BlockingScheduler:
             try:
                 part = self._wait(partial(self._hand_over, handing, timeout, streamed=True))
                 complete = part.complete
-                if part.groups:
+                if part.units:
                     # As in next_batch(), nothing can raise between these two lines.
                     handing.done = True
                     yield part
@@ -298,7 +298,7 @@ class BlockingScheduler:
             await asyncio.sleep(_LOOK_SECONDS)
         # The batch counts as taken when _hand_over_resolved() finds that the call has returned.
         batch = await self._rollouts.offered(within, streamed=streamed)
-        if not batch.groups:
+        if not batch.units:
             # A streamed batch ends without a further group. There is nothing that could be lost.
             self._rollouts.take()
             return batch

@@ -68,7 +68,7 @@ class ModelledTrainer:
             return
         self._asks, self._offered = False, None
         if self._streamed:
-            self._seconds = self._group_seconds * len(offered.groups)
+            self._seconds = self._group_seconds * len(offered.units)
         if not offered.complete:
             self._agenda.after(self._seconds, self.start)
         self._feed(ev.BatchTaken(index=offered.index))

@@ -333,8 +333,8 @@ class Simulation:
             self._loop.feed(ev.EpisodeFinished(rollout_id=rollout_id))
 
     def _filter(self, command: do.Filter) -> None:
-        accepted = self._accept is None or self._accept(command.group)
-        self._loop.feed(ev.Filtered(group_id=command.group.group_id, accepted=accepted))
+        accepted = self._accept is None or self._accept(command.unit)
+        self._loop.feed(ev.Filtered(group_id=command.unit.unit_id, accepted=accepted))
 
     def _plan(self, command: do.Plan) -> None:
         self._loop.feed(ev.Planned(schedule=self._planner.plan(command, self._config)))

@@ -104,7 +104,7 @@ class Trainer:
             async for part in parts:
                 return part
         # The groups that were still to come were dropped.
-        return replace(self.parts[-1], groups=(), complete=True)
+        return replace(self.parts[-1], units=(), complete=True)
 
     def returned_late(self, name: str, result: Any) -> None:
         """Take the batch that a call returned although its caller was cancelled."""
@@ -119,7 +119,7 @@ class Trainer:
             self.end_parts()
         before, self.parts = self.parts, []
         groups = tuple(group for each in (*before, part) for group in each.groups)
-        whole = replace(part, groups=groups, redelivered=_any_redelivered([*before, part]))
+        whole = replace(part, units=groups, redelivered=_any_redelivered([*before, part]))
         if part.complete:
             return whole
         self.parts = [*before, part]
@@ -134,7 +134,7 @@ class Trainer:
             return  # the rest of it comes
         self.parts = []
         groups = tuple(group for part in parts for group in part.groups)
-        ended = replace(parts[-1], groups=groups, redelivered=_any_redelivered(parts))
+        ended = replace(parts[-1], units=groups, redelivered=_any_redelivered(parts))
         self._take(ended, version=ended.version)
         if ended.index not in state.delivery.unacknowledged:
             self.acknowledged([ended.index])

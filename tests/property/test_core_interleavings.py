@@ -46,7 +46,16 @@ from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.kernel.core.state.admission import MAX_RETRY_AFTER_S
 from aprilsched.kernel.core.state.records import GENERATING
 from aprilsched.kernel.store import MemoryStore
-from aprilsched.types import NO_VERSION, EpisodeWait, Rollout, SamplingParams, Score, VersionSpan
+from aprilsched.types import (
+    NO_VERSION,
+    Batch,
+    EpisodeWait,
+    Group,
+    Rollout,
+    SamplingParams,
+    Score,
+    VersionSpan,
+)
 from tests.property.conftest import RecordSteps
 from tests.support.driver import Driver, Key, prompts
 
@@ -99,6 +108,7 @@ class Interleavings(RuleBasedStateMachine):
         pool=st.sampled_from([None, 12, 40]),
         rolling=st.sampled_from([False, False, True]),
         member=st.sampled_from(["again", "again", "shrink", "drop_group"]),
+        siblings=st.sampled_from([None, None, 1, 2]),
     )
     def first(
         self,
@@ -127,7 +137,11 @@ class Interleavings(RuleBasedStateMachine):
         pool: int | None,
         rolling: bool,
         member: MemberRule,
+        siblings: int | None,
     ) -> None:
+        if siblings is not None:
+            scope = "rollout" if scope == "group" else scope
+            refill = refill if isinstance(refill, Pool) else "wave"
         if rolling:
             pace, straggler, adapters, automatic = "asynchronous", "run", False, False
         if pace == "asynchronous" or straggler not in ("retract", "abort"):
@@ -141,7 +155,9 @@ class Interleavings(RuleBasedStateMachine):
                 rule_ = "mask"
         config = SchedulerConfig(
             batch_groups=2,
-            group_size=2,
+            group_size=2 if siblings is None else 3,
+            delivery="groups" if siblings is None else "samples",
+            siblings=siblings,
             stop=stop,
             over_provision="auto" if automatic or pace == "auto" else ratio,
             straggler=straggler,
@@ -501,8 +517,10 @@ class Interleavings(RuleBasedStateMachine):
     def scored(self, fails: bool, lost: bool) -> None:
         rollout = self.driver.scores.pop(0).rollout
         if fails:
-            which = rollout.rollout_id if lost else None
-            self.driver.feed(ev.RewardFailed(group_id=rollout.group_id, cause="bad", lost=which))
+            event = ev.RewardFailed(
+                group_id=rollout.group_id, cause="bad", rollout_id=rollout.rollout_id, lost=lost
+            )
+            self.driver.feed(event)
         else:
             score = Score(reward=1.0, parts={"answer": float(rollout.rollout_id)})
             self.driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, score=score))
@@ -517,8 +535,8 @@ class Interleavings(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.verdicts)
     @rule(accepted=st.booleans())
     def judged(self, accepted: bool) -> None:
-        group = self.driver.verdicts.pop(0).group
-        self.driver.feed(ev.Filtered(group_id=group.group_id, accepted=accepted))
+        unit = self.driver.verdicts.pop(0).unit
+        self.driver.feed(ev.Filtered(group_id=unit.unit_id, accepted=accepted))
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -643,8 +661,8 @@ class Interleavings(RuleBasedStateMachine):
         elif driver.group_scores:
             self.group_scored()
         elif driver.verdicts:
-            group = driver.verdicts.pop(0).group
-            driver.feed(ev.Filtered(group_id=group.group_id, accepted=True))
+            unit = driver.verdicts.pop(0).unit
+            driver.feed(ev.Filtered(group_id=unit.unit_id, accepted=True))
         elif not driver.state.delivery.takes_parts and not driver.ended:
             driver.feed(ev.BatchRequested())
         elif driver.state.in_flight.queue and driver.state.fleet.admissions:
@@ -670,11 +688,7 @@ class Interleavings(RuleBasedStateMachine):
             assert counters.tokens_discarded == dropped_tokens
             assert counters.tokens_generated == counters.tokens_delivered + dropped_tokens
         for batch in self.driver.batches:
-            for group in batch.groups:
-                size = group.prompt.group_size or 2
-                shrinks = self.driver.config.retries.member == "shrink"
-                least = 1 if shrinks else size
-                assert least <= len(group.rollouts) <= size, "an incomplete group"
+            self._check_units(batch)
             for rollout in batch.rollouts:
                 self._check_sequences(rollout)
                 if self.driver.config.refit == "rolling":
@@ -687,6 +701,21 @@ class Interleavings(RuleBasedStateMachine):
                     len(rollout.loss_mask),
                 }
                 assert len(lengths) == 1
+
+    def _check_units(self, batch: Batch) -> None:
+        siblings = self.driver.config.policies.siblings
+        for unit in batch.units:
+            size = unit.prompt.group_size or self.driver.config.group_size
+            if isinstance(unit, Group):
+                shrinks = self.driver.config.retries.member == "shrink"
+                least = 1 if shrinks else size
+                assert least <= len(unit.rollouts) <= size, "an incomplete group"
+            else:
+                assert siblings is not None
+                ids = {each.rollout_id for each in unit.siblings}
+                assert len(ids) == len(unit.siblings) <= siblings
+                assert unit.few == (len(ids) < siblings)
+                assert unit.unit_id not in ids
 
     def _check_sequences(self, rollout: Rollout) -> None:
         """Each branch is what the episode has seen, and each sampled token is trained once. Other

@@ -42,7 +42,7 @@ def rollout(*runs: tuple[int, int, str | None], index: int = 0, **more: Any) -> 
 
 def batch(*rollouts: Rollout, version: int = 4) -> Batch:
     groups = tuple(Group(group_id=i, prompt=PROMPT, rollouts=(r,)) for i, r in enumerate(rollouts))
-    return Batch(index=7, version=version, groups=groups)
+    return Batch(index=7, version=version, units=groups)
 
 
 def compare(of: Batch, logprobs: object) -> LogprobComparison:

@@ -86,15 +86,15 @@ def test_a_rejected_group_is_replaced_without_a_full_wave():
     for group_id in driver.group_ids():
         driver.finish_group(group_id)
     for verdict in list(driver.verdicts)[:3]:
-        driver.feed(ev.Filtered(group_id=verdict.group.group_id, accepted=True))
-    driver.feed(ev.Filtered(group_id=driver.verdicts[3].group.group_id, accepted=False))
+        driver.feed(ev.Filtered(group_id=verdict.unit.unit_id, accepted=True))
+    driver.feed(ev.Filtered(group_id=driver.verdicts[3].unit.unit_id, accepted=False))
     driver.settle()
     assert not driver.batches
     assert len(driver.group_ids()) == 1
     assert driver.state.in_flight.ledger.rollouts == {"rejected": 2}
     driver.verdicts.clear()
     driver.finish_group(driver.group_ids()[0])
-    driver.feed(ev.Filtered(group_id=driver.verdicts[0].group.group_id, accepted=True))
+    driver.feed(ev.Filtered(group_id=driver.verdicts[0].unit.unit_id, accepted=True))
     assert len(driver.batches[0].groups) == 4
 
 

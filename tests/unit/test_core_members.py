@@ -137,7 +137,9 @@ def test_a_response_whose_reward_is_lost_is_scored_again_and_not_generated_again
     for tries in (1, 2):
         asked = driver.scores.pop()
         lost = asked.rollout.rollout_id
-        driver.feed(ev.RewardFailed(group_id=group.group_id, cause="no sandbox", lost=lost))
+        driver.feed(
+            ev.RewardFailed(group_id=group.group_id, cause="no sandbox", rollout_id=lost, lost=True)
+        )
         assert len(driver.scores) == 1, tries
     assert not driver.state.in_flight.ledger.total
     driver.feed(ev.Rewarded(rollout_id=lost, score=Score(reward=1.0)))
@@ -145,7 +147,9 @@ def test_a_response_whose_reward_is_lost_is_scored_again_and_not_generated_again
     driver.finish(driver.attempts(group.group_id)[0], 4)
     lost = driver.scores[-1].rollout.rollout_id
     for _ in range(3):
-        driver.feed(ev.RewardFailed(group_id=group.group_id, cause="no sandbox", lost=lost))
+        driver.feed(
+            ev.RewardFailed(group_id=group.group_id, cause="no sandbox", rollout_id=lost, lost=True)
+        )
     assert group.dropped is Reason.REWARD_FAILED, "after so many tries"
 
 
@@ -168,7 +172,7 @@ def test_a_group_shrinks_and_is_delivered_without_its_lost_member(scope: str, lo
     for asked in driver.scores:
         driver.feed(ev.Rewarded(rollout_id=asked.rollout.rollout_id, score=Score(reward=1.0)))
     for asked in driver.group_scores:
-        assert len(asked.group.rollouts) == 2
+        assert len(asked.unit.rollouts) == 2
         scores = (Score(reward=1.0), Score(reward=0.0))
         driver.feed(ev.GroupRewarded(group_id=asked.group.group_id, scores=scores))
     (delivered,) = driver.batches[0].groups
@@ -184,9 +188,11 @@ def test_a_complete_group_shrinks_when_a_reward_is_lost():
     first, second, third = (asked.rollout.rollout_id for asked in driver.scores)
     driver.feed(ev.Rewarded(rollout_id=first, score=Score(reward=1.0)))
     driver.feed(ev.Rewarded(rollout_id=second, score=Score(reward=0.0)))
-    driver.feed(ev.RewardFailed(group_id=group.group_id, cause="no sandbox", lost=third))
+    driver.feed(
+        ev.RewardFailed(group_id=group.group_id, cause="no sandbox", rollout_id=third, lost=True)
+    )
     (asked,) = driver.verdicts
-    assert len(asked.group.rollouts) == 2
+    assert len(asked.unit.rollouts) == 2
     driver.feed(ev.Filtered(group_id=group.group_id, accepted=True))
     assert [len(each.rollouts) for each in driver.batches[0].groups] == [2]
     assert ledger(driver) == {Reason.MEMBER_LOST: (1, 4)}

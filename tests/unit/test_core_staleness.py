@@ -202,7 +202,7 @@ def test_no_gate_waits_for_what_is_refused(stop: dict[str, object], pace: str, s
                 break
             driver.settle()
             while driver.verdicts:
-                group_id = driver.verdicts.pop(0).group.group_id
+                group_id = driver.verdicts.pop(0).unit.unit_id
                 driver.feed(Filtered(group_id=group_id, accepted=(group_id // 3) % 4 == 0))
             if driver.group_ids():
                 lengths_differ(driver, driver.group_ids()[0])

@@ -43,7 +43,7 @@ ROLLOUT = Rollout(
     finish_reason="stop",
     reward=0.5,
 )
-BATCH = Batch(index=4, version=1, groups=(Group(group_id=1, prompt=PROMPT, rollouts=(ROLLOUT,)),))
+BATCH = Batch(index=4, version=1, units=(Group(group_id=1, prompt=PROMPT, rollouts=(ROLLOUT,)),))
 
 
 def delivered(*, tokens: bool = False) -> of.BatchDelivered:

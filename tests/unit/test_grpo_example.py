@@ -90,7 +90,7 @@ def test_packed_responses_do_not_attend_to_each_other_and_the_loss_has_a_gradien
         for index, (response, reward) in enumerate(((right, 1.0), (right[:6], 0.0)))
     )
     group = Group(group_id=1, prompt=Prompt(input_ids=np.array(asked)), rollouts=rollouts)
-    figures = trainer.accumulate(Batch(index=0, version=0, groups=(group,)), 1.0)
+    figures = trainer.accumulate(Batch(index=0, version=0, units=(group,)), 1.0)
     assert figures["mismatch"] / figures["fresh"] < 1e-5
     assert figures["fresh"] == figures["tokens"] == len(right) + 6
     assert figures["reward"] / figures["rollouts"] == 0.5
@@ -154,7 +154,7 @@ def test_groups_of_one_backward_pass_count_as_they_do_alone(example: Any, tmp_pa
     gradients: list[Any] = []
     for parts in ([groups], [groups[:1], groups[1:2], groups[2:]]):
         for part in parts:
-            trainer.accumulate(Batch(index=0, version=0, groups=part), 1 / 3)
+            trainer.accumulate(Batch(index=0, version=0, units=part), 1 / 3)
         gradients.append([weights.grad.clone() for weights in trainer.model.parameters()])
         trainer.optimizer.zero_grad()
     for together, alone in zip(*gradients, strict=True):

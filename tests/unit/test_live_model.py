@@ -62,7 +62,7 @@ class Received:
         rollouts = tuple(response(i, group, tokens) for i in (2 * group, 2 * group + 1))
         groups = (Group(group_id=group, prompt=PROMPT, rollouts=rollouts),)
         self.accept(group)
-        self.tell(facts.delivered(Batch(index=index, version=version, groups=groups)))
+        self.tell(facts.delivered(Batch(index=index, version=version, units=groups)))
 
     @property
     def seen(self) -> Snapshot:
@@ -220,7 +220,7 @@ def test_a_batch_that_is_handed_over_again_counts_once():
     recorded = Received()
     recorded.launch(0)
     recorded.deliver(0, 0)
-    batch = Batch(index=0, version=0, groups=())
+    batch = Batch(index=0, version=0, units=())
     recorded.tell(facts.delivered(batch, again=True), after=5.0)
     assert recorded.seen.batches == 1
     assert recorded.seen.left == 0.0  # of batches that took no time

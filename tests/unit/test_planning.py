@@ -188,7 +188,7 @@ def test_a_plan_has_the_times_of_rewards_and_what_is_accepted() -> None:
         scores = (Score(reward=1.0), Score(reward=0.0))
         driver.feed(ev.GroupRewarded(group_id=score.group.group_id, scores=scores))
         driver.now += 2.0
-        filtered = driver.verdicts.pop().group
+        filtered = driver.verdicts.pop().unit
         accepted = len(filtered.rollouts[0].token_ids) == 3
         driver.feed(ev.Filtered(group_id=filtered.group_id, accepted=accepted))
     (plan,) = driver.plans

@@ -99,14 +99,14 @@ def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
         driver.finish_group(group_id)
     assert driver.state.in_flight.counters.launched == 4 * 2, "it tapers from the first group on"
     for verdict in driver.verdicts:
-        driver.feed(ev.Filtered(group_id=verdict.group.group_id, accepted=False))
+        driver.feed(ev.Filtered(group_id=verdict.unit.unit_id, accepted=False))
     driver.settle()
     while not driver.batches:
         assert driver.sends, "the trainer waits and nothing runs"
         driver.verdicts.clear()
         driver.finish_group(driver.group_ids()[0])
         for verdict in driver.verdicts:
-            driver.feed(ev.Filtered(group_id=verdict.group.group_id, accepted=True))
+            driver.feed(ev.Filtered(group_id=verdict.unit.unit_id, accepted=True))
     assert len(driver.batches[0].groups) == 4
 
 

@@ -31,7 +31,7 @@ def rollout(rollout_id: int, versions: Sequence[int], *, masked: int = 0) -> Rol
 
 def deliver(index: int, version: int, *rollouts: Rollout) -> of.BatchDelivered:
     groups = tuple(Group(group_id=r.group_id, prompt=PROMPT, rollouts=(r,)) for r in rollouts)
-    return facts.delivered(Batch(index=index, version=version, groups=groups))
+    return facts.delivered(Batch(index=index, version=version, units=groups))
 
 
 def send(rollout_id: int) -> list[Fact]:

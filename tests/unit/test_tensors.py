@@ -89,7 +89,7 @@ def batch(shapes: Sequence[Sequence[tuple[int, int]]]) -> Batch:
         )
         for g, group in enumerate(shapes)
     )
-    return Batch(index=0, version=5, groups=groups)
+    return Batch(index=0, version=5, units=groups)
 
 
 RAGGED = batch([[(3, 7), (3, 1)], [(5, 0), (5, 12)]])
@@ -210,7 +210,7 @@ def test_companions_are_aligned_to_the_tokens(packed: bool) -> None:
         replace(group, rollouts=tuple(map(with_companions, group.rollouts)))
         for group in plain.groups
     )
-    given = replace(plain, groups=groups)
+    given = replace(plain, units=groups)
     tensors = pack(given) if packed else pad(given)
     experts, masks = (tensors.companions[name] for name in ("routed_experts", "sampling_mask"))
     assert isinstance(experts, torch.Tensor)

@@ -96,7 +96,7 @@ def batch(*groups: Sequence[Rollout]) -> Batch:
     return Batch(
         index=0,
         version=6,
-        groups=tuple(
+        units=tuple(
             Group(group_id=each[0].group_id, prompt=prompt, rollouts=tuple(each)) for each in groups
         ),
     )
@@ -181,7 +181,7 @@ def test_companions_and_media_arrive_through_a_buffer(torch: Any):
         for group in RAGGED.groups
     )
     buffer = ReplayBuffer(storage=LazyStackStorage(4), batch_size=4)
-    fill(buffer, replace(RAGGED, groups=groups))
+    fill(buffer, replace(RAGGED, units=groups))
     by_id = {each.rollout_id: each for group in groups for each in group.rollouts}
     for row in buffer.sample().unbind(0):
         wanted = by_id[int(row["rollout_id"])]
@@ -201,7 +201,7 @@ def test_companions_and_media_arrive_through_a_buffer(torch: Any):
             exact = row["companions_exact", name]
             assert exact.tolist() == [place != before + 1 for place in range(before + tokens)]
         assert row["media"] == (Media("image", f"{wanted.group_id}.png"),)
-    stacked = left(to_tensordicts(replace(RAGGED, groups=groups)), "companions", "routed_experts")
+    stacked = left(to_tensordicts(replace(RAGGED, units=groups)), "companions", "routed_experts")
     assert stacked.shape == (4, 15, 2, 3)
 
 

@@ -160,7 +160,7 @@ class Run:
             group_seconds = settings.train_seconds / self._setup.config.batch_groups
             async for taken in rollouts.stream():
                 if group_seconds:
-                    await asyncio.sleep(group_seconds * len(taken.groups))
+                    await asyncio.sleep(group_seconds * len(taken.units))
         else:
             taken = await rollouts.next_batch()
             if settings.train_seconds:

@@ -191,7 +191,7 @@ class ActorScheduler(RemoteScheduler):
     def take(self) -> None:
         part, has = self._offered, self._has
         if part is not None:
-            groups = frozenset(group.group_id for group in part.groups)
+            groups = frozenset(unit.unit_id for unit in part.units)
             if part.complete:
                 self._has = replace(has, last=part.index, streamed=frozenset())
             elif has.last == part.index - 1:

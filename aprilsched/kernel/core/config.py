@@ -24,7 +24,7 @@ from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.repack import Prices
 from aprilsched.kernel.core.policies.schedule import RATIO, Pace, Schedule
 from aprilsched.kernel.core.policies.staleness import Staleness
-from aprilsched.kernel.core.policies.stop import Groups, Samples, Stop
+from aprilsched.kernel.core.policies.stop import Groups, Samples, SingleSamples, Stop, Tokens
 from aprilsched.kernel.core.policies.straggler import (
     BEHAVIOURS,
     Behaviour,
@@ -43,6 +43,7 @@ KVAfterRefit: TypeAlias = Literal["auto", "recompute", "keep", "apart"]
 LONG_WAIT = 8
 """Number of versions for which a deferred group may wait."""
 
+Delivery: TypeAlias = Literal["groups", "samples"]
 PaceRule: TypeAlias = Pace | Literal["auto"]
 RefitRule: TypeAlias = Literal["together", "rolling"]
 RewardScope: TypeAlias = Literal["none", "rollout", "group"]
@@ -153,6 +154,7 @@ class Policies:
 
     Attributes:
         stop: when a batch is full.
+        siblings: number of siblings of a delivered sample; None if whole groups are delivered.
         over_provision: ratio of open groups to groups in a batch; None if chosen during the run.
         refill: when new groups start, unless chosen during the run.
         staleness: bound on staleness, and the treatment of rollouts that would exceed it.
@@ -160,6 +162,7 @@ class Policies:
     """
 
     stop: Stop
+    siblings: int | None
     over_provision: float | None
     refill: Refill
     staleness: Staleness
@@ -179,6 +182,14 @@ class SchedulerConfig:
     """Number of groups (prompts) in a batch."""
     group_size: Annotated[int, _GROUP_SIZE] = 8
     """Number of rollouts of a prompt that does not set its own group size."""
+    delivery: Delivery = "groups"
+    """What a batch is made of: "groups" is all rollouts of each prompt at once; "samples" is single
+    rollouts, each as soon as it and `siblings` others of its group are generated and scored. With
+    "samples" a batch has `batch_groups * group_size` rollouts, and the rest of a group comes in
+    later batches."""
+    siblings: Annotated[int, AT_LEAST_1] | None = None
+    """With delivery="samples", the number of other rollouts of its group whose rewards form the
+    baseline of a sample: the first ones whose generation ended. None for half of the group."""
     stop: StopUnit | Stop = "groups"
     """What fills a batch: "groups" is `batch_groups` groups, Samples(256) is whole groups with a
     total of at least 256 rollouts, and Tokens(100_000) whole groups with a total of at least
@@ -267,6 +278,7 @@ class SchedulerConfig:
         ratio = self.over_provision
         return Policies(
             stop=self._stop(),
+            siblings=self._siblings(),
             over_provision=None if isinstance(ratio, str) else float(ratio),
             refill=self.refill if isinstance(self.refill, Refill) else REFILLS[self.refill](),
             staleness=self._staleness(),
@@ -360,7 +372,15 @@ class SchedulerConfig:
             return Staleness(0, rule="restart")
         return Staleness(bound)
 
+    def _siblings(self) -> int | None:
+        if self.delivery == "groups":
+            return None
+        return max(1, self.group_size // 2) if self.siblings is None else self.siblings
+
     def _stop(self) -> Stop:
+        if self.delivery == "samples" and not isinstance(self.stop, Tokens):
+            own = self.stop.amount if isinstance(self.stop, Samples) else None
+            return SingleSamples(own or self.batch_groups * self.group_size)
         if isinstance(self.stop, Stop):
             return self.stop
         if self.stop == "groups":
@@ -389,6 +409,7 @@ class SchedulerConfig:
                 f"stop.amount is {policies.stop.amount} groups, and batch_groups is "
                 f"{self.batch_groups}; set batch_groups alone, or another unit than groups as stop."
             )
+        self._check_delivery(policies)
         if self.pace == "auto" and not self.automatic:
             raise ConfigError(
                 'pace="auto" is chosen together with the ratio and the refill rule, so it is '
@@ -428,6 +449,26 @@ class SchedulerConfig:
                 f"over_provision={self.over_provision!r}, where a prompt of long responses may "
                 'begin again for ever; set refill="tail", or refill="wave" or "buckets" with '
                 "over_provision=1."
+            )
+
+    def _check_delivery(self, policies: Policies) -> None:
+        if policies.siblings is None:
+            if self.siblings is not None:
+                raise ConfigError(
+                    f'siblings is {self.siblings} with delivery="groups", which delivers all '
+                    'rollouts of a prompt at once; set delivery="samples" too, or leave it out.'
+                )
+            return
+        if policies.siblings >= self.group_size:
+            raise ConfigError(
+                f"siblings must be below group_size={self.group_size}, got {policies.siblings}; a "
+                "rollout has only the other members of its group as siblings."
+            )
+        if policies.refill.defers:
+            raise ConfigError(
+                f'refill="{policies.refill.name}" chooses the groups that end in a batch, which '
+                'has no meaning for single samples; set refill="wave" or "pool", or '
+                'delivery="groups".'
             )
 
     def _check_rolling(self) -> None:

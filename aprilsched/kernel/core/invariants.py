@@ -61,13 +61,21 @@ def _group(state: SchedulerState, group: GroupRecord) -> Iterator[str]:
     if group.unfinished != generating:
         yield f"{name} counts {group.unfinished} unfinished"
     listed = group in state.in_flight.ready
-    if listed != (group.complete and group.evaluation_id is None and not group.offered):
+    splits = state.in_flight.splits(group)
+    whole = group.complete and group.evaluation_id is None and not group.offered
+    if listed != (whole and not splits):
         yield f"{name} is {'' if listed else 'not '}among the ready"
     own_size = group.prompt.group_size
-    if own_size is not None and group.size + group.lost != own_size:
+    if own_size is not None and group.source is None and group.size + group.lost != own_size:
         yield f"{name} delivers {group.size} of {own_size} members and has lost {group.lost}"
-    if len(group.members) != group.size:
+    there = {member.rollout_id for member in group.members}
+    if len(there | group.ended.keys()) != group.size:
         yield f"{name} of {group.size} has {len(group.members)} members"
+    samples = [g for g in state.in_flight.groups.values() if splits and g.source == group.group_id]
+    if group.samples != len(samples):
+        yield f"{name} counts {group.samples} samples in flight, and {len(samples)} are"
+    if splits and not group.members and not samples:
+        yield f"{name} has nothing in flight"
     left = [m for m in group.members if m.state in TERMINAL]
     if left:
         yield f"{name} is in flight and {len(left)} of its rollouts have left"
@@ -80,6 +88,7 @@ def _counts(state: SchedulerState) -> Iterator[str]:
     called_back = sum(request.aborting for request in in_flight.open_requests())
     for what, counted, there in (
         ("training groups", in_flight.training, len(groups)),
+        ("rollouts of training", in_flight.training_rollouts, sum(len(g.members) for g in groups)),
         ("generating rollouts", in_flight.generating, generating),
         ("ready rollouts", in_flight.ready.samples, sum(len(g.members) for g in in_flight.ready)),
         ("ready tokens", in_flight.ready.tokens, sum(g.tokens for g in in_flight.ready)),

@@ -38,6 +38,7 @@ from aprilsched.kernel.core.steps import (
     replan,
     requests,
     rolling,
+    samples,
     scoring,
     sleep,
     steering,
@@ -139,8 +140,10 @@ DECISIONS: tuple[Callable[[SchedulerState], None], ...] = (
     # be the last event. So a later decision must see what an earlier one makes possible in the same
     # event; otherwise the run would idle forever.
     #
-    # First of all, because an update and a sleep wait for running evaluations: an evaluation that
-    # ends now must no longer block them.
+    # First of all, because every later decision counts the samples that may be delivered.
+    samples.settle,
+    # Before the next ones, because an update and a sleep wait for running evaluations: an
+    # evaluation that ends now must no longer block them.
     batch.deliver_evaluations,
     # Before the next four, because an update that ends now lets evaluations start, a sleep end and
     # a batch be offered, and after an adapter update no answer of an engine follows.

@@ -93,7 +93,7 @@ class AsyncScheduler(ABC):
             part = await self.offered(streamed=True)
             self.take()
             # A batch may end with groups that were dropped.
-            if part.groups:
+            if part.units:
                 yield part
             if part.complete:
                 return

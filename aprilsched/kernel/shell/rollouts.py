@@ -249,7 +249,7 @@ class RolloutScheduler(AsyncScheduler):
             SchedulerClosed: outside of the ``async with`` block.
         """
         self._session.check_open()
-        if not batch.groups or batch.groups[0].group_id in self._evaluated:
+        if not batch.units or batch.units[0].unit_id in self._evaluated:
             raise ConfigError(
                 "the batch is that of an evaluation; report the log-probabilities of training "
                 "batches only."

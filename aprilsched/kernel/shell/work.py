@@ -177,17 +177,17 @@ class Work:
         self._tasks.start(("group", group.group_id), work)
 
     def filter(self, command: do.Filter) -> None:
-        group = command.group
+        unit = command.unit
 
         def filtered(accepted: object) -> ev.Event:
             if accepted is None:
                 raise WrongResult("None; return True or False")
             if not accepted:
                 self._note_rejection()
-            return ev.Filtered(group_id=group.group_id, accepted=bool(accepted))
+            return ev.Filtered(group_id=unit.unit_id, accepted=bool(accepted))
 
-        work = self._ask(_ACCEPT, self._accept, group.group_id, filtered, group)
-        self._tasks.start(("verdict", group.group_id), work)
+        work = self._ask(_ACCEPT, self._accept, unit.unit_id, filtered, unit)
+        self._tasks.start(("verdict", unit.unit_id), work)
 
     def _note_rejection(self) -> None:
         """Warn of a function that rejects everything: the trainer would wait forever."""
@@ -341,8 +341,12 @@ class Work:
             event = event_of(await self._runner.call(what, function, *args))
         except Exception as error:
             cause = self._failures.note(what, function, error)
-            lost = rollout_id if isinstance(error, MemberLost) else None
-            event = ev.RewardFailed(group_id=group_id, cause=cause, lost=lost)
+            event = ev.RewardFailed(
+                group_id=group_id,
+                cause=cause,
+                rollout_id=rollout_id,
+                lost=rollout_id is not None and isinstance(error, MemberLost),
+            )
         self._feed(event)
 
 

@@ -19,7 +19,7 @@ from aprilsched.kernel.core.policies.placement import Placement
 from aprilsched.kernel.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.kernel.core.state.saved import SavedGroup, SavedMember
 from aprilsched.kernel.values.companions import Rows
-from aprilsched.types import Media, Prompt, SamplingParams
+from aprilsched.types import Media, Prompt, SamplingParams, Sibling
 
 T = TypeVar("T")
 
@@ -68,6 +68,8 @@ class _Group(msgspec.Struct, array_like=True):
     """The kind and the source, str or bytes, of each."""
     lost: int = 0
     companions: tuple[str, ...] | None = None
+    source: int | None = None
+    siblings: tuple[Sibling, ...] = ()
 
 
 class _Schedule(msgspec.Struct, array_like=True):
@@ -167,6 +169,8 @@ def group_record(group: SavedGroup) -> bytes:
         media=[[each.kind, each.source] for each in prompt.media],
         companions=prompt.companions,
         lost=group.lost,
+        source=group.source,
+        siblings=group.siblings,
     )
     try:
         check_json(prompt.key)
@@ -200,6 +204,8 @@ def group_from(body: bytes) -> SavedGroup:
         opened=record.opened,
         again=record.again,
         lost=record.lost,
+        source=record.source,
+        siblings=record.siblings,
         prompt=Prompt(
             input_ids=np.frombuffer(record.input_ids, dtype=np.int32),
             sampling=tuple(sampling) if isinstance(sampling, list) else sampling,

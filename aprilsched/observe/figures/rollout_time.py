@@ -92,6 +92,7 @@ class RolloutTime(DispatchingListener):
             of.AttemptSent: self._sent,
             of.AttemptEnded: self._back,
             of.RolloutFinished: lambda fact: self._enter(fact.rollout_id, "batch"),
+            of.SampleReady: self._sample_ready,
             of.RewardRequested: self._reward_requested,
             of.RolloutScored: self._scored,
             of.VerdictRequested: lambda fact: self._enter_group(fact.group_id, "score"),
@@ -115,7 +116,8 @@ class RolloutTime(DispatchingListener):
             clocks.append(clock := self.rollouts.pop(each.rollout_id, None))
             if clock is not None:
                 clock.enter(clock.part, now)
-            self._groups.pop(each.group_id, None)
+            for unit in (each.group_id, each.rollout_id):
+                self._groups.pop(unit, None)
         return clocks
 
     # --- what happens --------------------------------------------------------------------------
@@ -166,6 +168,9 @@ class RolloutTime(DispatchingListener):
         # An episode that withdrew its turn may already have ended.
         if clock is not None and clock.part in ("engine", "paused"):
             clock.enter("queue", self._now)
+
+    def _sample_ready(self, fact: of.SampleReady) -> None:
+        self._groups[fact.rollout_id] = (fact.rollout_id,)
 
     def _reward_requested(self, fact: of.RewardRequested) -> None:
         if fact.rollout_id is None:

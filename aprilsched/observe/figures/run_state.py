@@ -62,18 +62,22 @@ class RolloutNow:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class GroupNow:
-    """A group in flight.
+    """A group in flight, or a single sample that has left its group.
 
     Attributes:
         evaluated: whether it belongs to an evaluation, and not to training.
         growing: number of members whose response has not ended.
         accepted: whether it is scored and accepted, and waits for its batch.
+        source: id of the group that a single sample has left.
+        samples: number of single samples of the group that are in flight.
     """
 
     rollout_ids: tuple[int, ...]
     evaluated: bool
     growing: int
     accepted: bool = False
+    source: int | None = None
+    samples: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -169,6 +173,7 @@ class RunState:
             of.TurnEnded: self._turn_ended,
             of.TokensDiscarded: self._tokens_discarded,
             of.RolloutFinished: self._rollout_finished,
+            of.SampleReady: self._sample_ready,
             of.GroupAccepted: self._group_accepted,
             of.GroupDropped: self._group_dropped,
             of.AttemptSent: self._attempt_sent,
@@ -259,7 +264,7 @@ class RunState:
         return [
             self._lengths(group_id, group.rollout_ids)
             for group_id, group in self.groups.items()
-            if not group.evaluated
+            if group.rollout_ids and not group.evaluated
         ]
 
     def _lengths(self, group_id: int, rollout_ids: tuple[int, ...]) -> GroupLengths:
@@ -347,9 +352,9 @@ class RunState:
         if not fact.again:
             self.counters.batches += 1
             self._arrive(fact.rollouts)
-        groups = of.group_ids(fact.rollouts)
-        self._batch_groups = len(groups)
-        self._forget(groups)
+        units = self._units(fact.rollouts)
+        self._batch_groups = len(units)
+        self._forget(units)
         self.carried.update(self.growing)
 
     def _evaluation_requested(self, fact: of.EvaluationRequested) -> None:
@@ -361,7 +366,15 @@ class RunState:
     def _evaluation_delivered(self, fact: of.EvaluationDelivered) -> None:
         self._evaluation_over(fact)
         self._arrive(fact.rollouts)
-        self._forget(of.group_ids(fact.rollouts))
+        self._forget(self._units(fact.rollouts))
+
+    def _units(self, rollouts: Sequence[of.DeliveredRollout]) -> list[int]:
+        """Return the ids of the groups or single samples that these rollouts are delivered as."""
+        known = self.rollouts
+        ids = [
+            known[r.rollout_id].group_id if r.rollout_id in known else r.group_id for r in rollouts
+        ]
+        return list(dict.fromkeys(ids))
 
     def _update_wanted(self, fact: of.UpdateWanted) -> None:
         self._trainer.evaluations.difference_update(fact.evaluations)
@@ -414,9 +427,11 @@ class RunState:
         self.rollouts[fact.rollout_id] = RolloutNow(group_id=fact.group_id)
         self.growing.add(fact.rollout_id)
         group = self.groups[fact.group_id]
-        group.rollout_ids = (*group.rollout_ids, fact.rollout_id)
-        if not group.growing and not group.evaluated:
+        if not group.rollout_ids and not group.evaluated:
+            self._training += 1
+        elif not group.growing and not group.evaluated:
             self._generated -= 1
+        group.rollout_ids = (*group.rollout_ids, fact.rollout_id)
         group.growing += 1
 
     def _teardown_failed(self, _: of.TeardownFailed) -> None:
@@ -459,6 +474,19 @@ class RunState:
         if not group.growing and not group.evaluated:
             self._generated += 1
 
+    def _sample_ready(self, fact: of.SampleReady) -> None:
+        rollout = self.rollouts.get(fact.rollout_id)
+        if rollout is None or rollout.group_id == fact.rollout_id:
+            return
+        self._leave(fact.group_id, fact.rollout_id)
+        self.groups[fact.group_id].samples += 1
+        rollout.group_id = fact.rollout_id
+        self.groups[fact.rollout_id] = GroupNow(
+            rollout_ids=(fact.rollout_id,), evaluated=False, growing=0, source=fact.group_id
+        )
+        self._training += 1
+        self._generated += 1
+
     def _group_accepted(self, fact: of.GroupAccepted) -> None:
         group = self.groups.get(fact.group_id)
         if group is None or group.accepted:
@@ -478,17 +506,24 @@ class RunState:
             rollout = self.rollouts.get(rollout_id)
             if rollout is not None and rollout.group_id != fact.group_id:
                 self._leave(rollout.group_id, rollout_id)
+                if rollout.group_id == rollout_id:
+                    self._forget([rollout_id])
         self._drop(fact.group_id, rows, fact.cause)
         self._forget([fact.group_id])
 
     def _leave(self, group_id: int, rollout_id: int) -> None:
-        """Remove a lost rollout from its group, which continues."""
+        """Remove a rollout from its group, which continues."""
         grew = rollout_id in self.growing
         self._let_go(rollout_id)
         group = self.groups[group_id]
         group.rollout_ids = tuple(each for each in group.rollout_ids if each != rollout_id)
         group.growing -= grew
-        if grew and not group.growing and not group.evaluated:
+        if group.evaluated:
+            return
+        if not group.rollout_ids:
+            self._training -= 1
+            self._generated -= not grew
+        elif grew and not group.growing:
             self._generated += 1
 
     def _drop(self, group_id: int, rows: Sequence[tuple[int, Reason, int]], cause: str) -> None:
@@ -512,10 +547,16 @@ class RunState:
             group = self.groups.pop(group_id, None)
             if group is None:
                 continue
-            if not group.evaluated:
+            if not group.evaluated and group.rollout_ids:
                 self._training -= 1
                 self._generated -= not group.growing
+            if not group.evaluated:
                 self._ready -= group.accepted
+            source = self.groups.get(group.source or 0)
+            if source is not None:
+                source.samples -= 1
+                if not source.samples and not source.rollout_ids:
+                    del self.groups[group.source or 0]
             for rollout_id in group.rollout_ids:
                 self.rollouts.pop(rollout_id, None)
                 self._let_go(rollout_id)

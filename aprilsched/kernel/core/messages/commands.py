@@ -24,6 +24,7 @@ from aprilsched.types import (
     Prompt,
     Rollout,
     SamplingParams,
+    Unit,
 )
 
 
@@ -181,12 +182,12 @@ class ScoreGroup(Command, frozen=True, eq=False):
 
 
 class Filter(Command, frozen=True, eq=False):
-    """Filter a scored group with the user's accept function.
+    """Filter a scored group, or a sample with its siblings, with the user's accept function.
 
     The answer is Filtered or RewardFailed.
     """
 
-    group: Group
+    unit: Unit
 
 
 class GiveUp(Command, frozen=True):

@@ -392,12 +392,13 @@ class GroupRewarded(Event, frozen=True):
 
 
 class RewardFailed(Event, frozen=True):
-    """The reward or the accept function raised for this group. `lost` is the rollout named by
-    MemberLost, if the reward function raised that."""
+    """The reward or the accept function raised for this group. `rollout_id` is the rollout that was
+    scored alone, if any. `lost`: the reward function raised MemberLost for it."""
 
     group_id: int
     cause: str
-    lost: int | None = None
+    rollout_id: int | None = None
+    lost: bool = False
 
 
 class EpisodeWaits(Event, frozen=True):

@@ -339,9 +339,19 @@ class VerdictRequested(Fact, frozen=True):
 
 
 class GroupAccepted(Fact, frozen=True):
-    """The group is complete, scored and accepted, and waits for its batch."""
+    """The group is complete, scored and accepted, and waits for its batch. `group_id` may be that
+    of a single sample, see SampleReady."""
 
     group_id: int
+
+
+class SampleReady(Fact, frozen=True):
+    """The rollout leaves its group, as a unit with its own id, because its `siblings` are known:
+    the first other members whose generation ended."""
+
+    rollout_id: int
+    group_id: int
+    siblings: tuple[int, ...]
 
 
 class DroppedRollout(Struct, frozen=True, kw_only=True, gc=False):
@@ -607,9 +617,9 @@ class SleepEnded(Order, frozen=True):
 def delivered_rollouts(batch: Batch, *, tokens: bool = False) -> tuple[DeliveredRollout, ...]:
     """Return the rollouts of a batch in the form of facts, with their tokens if `tokens`."""
     return tuple(
-        _delivered(rollout, group.prompt.key if tokens else None, tokens=tokens)
-        for group in batch.groups
-        for rollout in group.rollouts
+        _delivered(rollout, unit.prompt.key if tokens else None, tokens=tokens)
+        for unit in batch.units
+        for rollout in unit.rollouts
     )
 
 

@@ -153,6 +153,14 @@ class Samples(Stop):
 
 @suggesting()
 @dataclass(frozen=True, slots=True)
+class SingleSamples(Samples):
+    """A batch is full when it has `amount` samples, each delivered by itself."""
+
+    fixed_groups: ClassVar[bool] = True
+
+
+@suggesting()
+@dataclass(frozen=True, slots=True)
 class Tokens(Stop):
     """A batch is full when its whole groups have at least `amount` response tokens."""
 

@@ -13,7 +13,7 @@ from aprilsched.kernel.core.state.records import (
     RolloutRecord,
 )
 from aprilsched.kernel.core.state.token_log import TokenLog, common
-from aprilsched.types import Batch, FinishReason, Group, Int32Array, Rollout
+from aprilsched.types import Batch, FinishReason, Group, Int32Array, Rollout, Sample, Unit
 
 
 def rollout_of(record: RolloutRecord, *, oldest_unmasked: int | None = None) -> Rollout:
@@ -64,7 +64,7 @@ def _sequence(
             mask &= rows.exact
     return Rollout(
         rollout_id=record.rollout_id,
-        group_id=record.group.group_id,
+        group_id=record.group.origin,
         index=record.index,
         prompt_ids=prompt_ids,
         token_ids=log.token_ids,
@@ -88,6 +88,19 @@ def _sequence(
     )
 
 
+def unit_of(record: GroupRecord, *, oldest_unmasked: int | None = None) -> Unit:
+    """Return a whole group, or a single sample."""
+    if record.source is None:
+        return group_of(record, oldest_unmasked=oldest_unmasked)
+    (member,) = record.members
+    return Sample(
+        rollout=rollout_of(member, oldest_unmasked=oldest_unmasked),
+        prompt=record.prompt,
+        siblings=record.siblings,
+        few=record.few,
+    )
+
+
 def group_of(record: GroupRecord, *, oldest_unmasked: int | None = None) -> Group:
     """Return a whole group, with its members in the order of their index."""
     return Group(
@@ -104,18 +117,18 @@ def batch_of(
     version: int,
     oldest_unmasked: int | None = None,
     redelivered: bool = False,
-    made: Mapping[int, Group] | None = None,
+    made: Mapping[int, Unit] | None = None,
 ) -> Batch:
-    """Return a batch of whole groups that the trainer consumes at `version`.
+    """Return a batch of these units that the trainer consumes at `version`.
 
-    `made` contains, by id, the groups that the trainer already has; they are reused.
+    `made` contains, by id, the units that the trainer already has; they are reused.
     """
     made = made or {}
     return Batch(
         index=index,
         version=version,
-        groups=tuple(
-            made.get(record.group_id) or group_of(record, oldest_unmasked=oldest_unmasked)
+        units=tuple(
+            made.get(record.group_id) or unit_of(record, oldest_unmasked=oldest_unmasked)
             for record in records
         ),
         redelivered=redelivered,

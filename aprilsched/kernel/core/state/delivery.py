@@ -10,7 +10,7 @@ from enum import Enum, auto
 from aprilsched.kernel.core.policies.parts import Part
 from aprilsched.kernel.core.state.queues import MustDeliver
 from aprilsched.kernel.core.state.records import DeliveredBatch, GroupRecord
-from aprilsched.types import Batch, Group
+from aprilsched.types import Batch, Unit
 
 
 class Demand(Enum):
@@ -30,7 +30,7 @@ class Demand(Enum):
 class Offered:
     """A part that the trainer may take, and the data to withdraw the offer."""
 
-    part: Part[Group]
+    part: Part[Unit]
     given: Batch
     """The units of the part, as the trainer gets them."""
     batch: Batch
@@ -57,25 +57,25 @@ class BatchInWork:
 
     known: Batch | None = None
     """The batch, if it is a redelivery after a restart; None if it is made of new ready groups."""
-    taken: dict[int, Group] = field(default_factory=dict[int, Group])
+    taken: dict[int, Unit] = field(default_factory=dict[int, Unit])
     """Units of the parts that the trainer has taken, by their id, in the order of the parts."""
     offer: Offered | None = None
     """The part on offer; None without one."""
     seen: frozenset[int] = frozenset()
     """Ids of units that the trainer may have taken before a restart. They come first."""
 
-    def take(self, part: Part[Group]) -> None:
+    def take(self, part: Part[Unit]) -> None:
         """Record that the trainer has taken a part."""
-        self.taken |= {unit.group_id: unit for unit in part.units}
+        self.taken |= {unit.unit_id: unit for unit in part.units}
 
-    def rest(self, groups: Iterable[Group]) -> tuple[Group, ...]:
-        """Return those of `groups` that the trainer has not taken."""
-        return tuple(group for group in groups if group.group_id not in self.taken)
+    def rest(self, units: Iterable[Unit]) -> tuple[Unit, ...]:
+        """Return those of `units` that the trainer has not taken."""
+        return tuple(unit for unit in units if unit.unit_id not in self.taken)
 
-    def involves(self, group_id: int) -> bool:
+    def involves(self, unit_id: int) -> bool:
         """Return whether the trainer has taken the unit, or may take it now."""
         offered = () if self.offer is None else self.offer.part.units
-        return group_id in self.taken or any(unit.group_id == group_id for unit in offered)
+        return unit_id in self.taken or any(unit.unit_id == unit_id for unit in offered)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from aprilsched.kernel.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.kernel.core.state.queues import Ready, Waiting
 from aprilsched.kernel.core.state.records import (
     GENERATING,
+    Ended,
     GroupRecord,
     Move,
     RequestRecord,
@@ -33,6 +34,7 @@ from aprilsched.types import (
     Media,
     Prompt,
     SamplingParams,
+    Sibling,
     VersionSpan,
     derived_seed,
 )
@@ -49,6 +51,7 @@ class InFlight:
         version: the version whose engines alone may take a request; None for the newest.
         changed: gets the names of engines whose number of open attempts changes.
         companions: data that engines return in addition to the tokens.
+        siblings: number of siblings of a delivered sample; None if whole groups are delivered.
     """
 
     def __init__(
@@ -57,8 +60,10 @@ class InFlight:
         version: Callable[[RequestRecord], int | None],
         changed: dict[str, None],
         companions: Sequence[Companion] = (),
+        siblings: int | None = None,
     ) -> None:
         self._changed = changed
+        self.siblings = siblings
         self._companions = companions
         self.groups: dict[int, GroupRecord] = {}
         self.rollouts: dict[int, RolloutRecord] = {}
@@ -67,9 +72,14 @@ class InFlight:
         self.queue = Waiting(place, version)
         """Waiting requests."""
         self.ready = Ready()
-        """Complete training groups, in the order of their completion."""
+        """Complete training groups, or single samples with their siblings, in the order of their
+        completion."""
+        self.unsettled: dict[int, GroupRecord] = {}
+        """Groups of which a sample may have become deliverable since the last check."""
         self.training = 0
-        """Number of training groups."""
+        """Number of training groups and single samples."""
+        self.training_rollouts = 0
+        """Number of rollouts of training."""
         self.generating = 0
         """Number of unfinished rollouts in training groups."""
         self.open: Counter[str] = Counter()
@@ -133,33 +143,44 @@ class InFlight:
         self.counters.launched += len(samplings)
         if evaluation_id is None:
             self.training += 1
+            self.training_rollouts += len(samplings)
             self.generating += len(samplings)
         self.journal.launch(group)
         return group
 
     def add_again(
-        self, group: GroupRecord, lost: RolloutRecord, *, episodes: bool
+        self, group: GroupRecord, lost: RolloutRecord, *, episodes: bool, failed: bool = True
     ) -> RolloutRecord:
-        """Launch a replacement for a member that has left its group."""
+        """Launch a replacement for a member that has left its group.
+
+        If it has `failed`, this counts as one of its regenerations.
+        """
         rollout_id = self._next_id()
+        group.size += 1
+        group.lost -= 1
+        if not group.members and group.evaluation_id is None:
+            self.training += 1
+        seed = lost.again + 1 if failed else rollout_id
         rollout = RolloutRecord(
             rollout_id=rollout_id,
             index=lost.index,
             group=group,
-            sampling=_seeded(lost.sampling, group.prompt, lost.again + 1, size=group.size),
+            sampling=_seeded(lost.sampling, group.prompt, seed, size=group.size),
             state=State.THINKING,
             prompt_ids=group.prompt.input_ids,
             eligible=lost.eligible,
-            again=lost.again + 1,
+            again=lost.again + failed,
         )
         group.members.append(rollout)
         group.members.sort(key=lambda member: member.index)
         group.unfinished += 1
         self._enter_flight(rollout, episodes=episodes)
         self.counters.launched += 1
-        self.counters.regenerated += 1
+        self.counters.regenerated += failed
         if group.evaluation_id is None:
+            self.training_rollouts += 1
             self.generating += 1
+        self.journal.launch(group)
         return rollout
 
     def _enter_flight(self, rollout: RolloutRecord, *, episodes: bool) -> None:
@@ -412,7 +433,7 @@ class InFlight:
         request.aborting = True
         self.called_back += 1
 
-    def finish(self, rollout: RolloutRecord) -> None:
+    def finish(self, rollout: RolloutRecord, now: float) -> None:
         """Mark the rollout as finished; a complete training group becomes ready."""
         rollout.move(Move.FINISH)
         self.journal.finish(rollout)
@@ -421,26 +442,107 @@ class InFlight:
         if group.evaluation_id is not None:
             return
         self.generating -= 1
-        if group.complete:
+        if self.splits(group):
+            group.ended[rollout.rollout_id] = Ended(
+                rollout_id=rollout.rollout_id, index=rollout.index, tokens=rollout.log.size, at=now
+            )
+            self.unsettle(group)
+        elif group.complete:
             self.ready.add(group)
 
-    def part(self, group: GroupRecord, leaving: list[RolloutRecord]) -> GroupRecord:
-        """Move members of a group that is not ready into a new group, which the caller drops."""
+    # --- members that leave their group --------------------------------------------------------
+
+    def splits(self, group: GroupRecord) -> bool:
+        """Return whether the members of the group are delivered one by one."""
+        return self.siblings is not None and group.evaluation_id is None and group.source is None
+
+    def unsettle(self, group: GroupRecord) -> None:
+        """Note that a sample of the group may have become deliverable."""
+        if self.splits(group):
+            self.unsettled[group.group_id] = group
+            self.journal.change_group(group)
+
+    def score(self, rollout: RolloutRecord) -> None:
+        """Mark the rollout as scored."""
+        rollout.move(Move.SCORE)
+        self.journal.finish(rollout)
+        ended = rollout.group.ended.get(rollout.rollout_id)
+        if ended is not None:
+            ended.scored, ended.reward = True, rollout.reward
+            self.unsettle(rollout.group)
+
+    def split(self, rollout: RolloutRecord, siblings: tuple[Sibling, ...]) -> GroupRecord:
+        """Make a scored rollout, whose siblings are known, a ready unit of its own."""
+        group = rollout.group
+        own = self._leave(group, rollout, rollout.rollout_id)
+        own.source, own.siblings, own.size = group.group_id, siblings, 1
+        own.few = self.siblings is not None and len(siblings) < self.siblings
+        times = [group.ended[each.rollout_id].at for each in siblings]
+        times.append(group.ended[rollout.rollout_id].at)
+        own.complete_at = max([at for at in times if at is not None], default=None)
+        group.samples += 1
+        self.ready.add(own)
+        # Its saved tokens belong to the group, and are deleted with it.
+        rollout.rewritten = True
+        self.journal.finish(rollout)
+        self.journal.launch(own)
+        return own
+
+    def rejoin(self, sample: GroupRecord) -> GroupRecord:
+        """Return a single sample to its group, as if it had not left."""
+        group, (rollout,) = self.groups[sample.origin], sample.members
+        self.ready.remove(sample)
+        del self.groups[sample.group_id]
+        self.journal.leave(sample)
+        self.training -= bool(group.members)
+        group.members = sorted([*group.members, rollout], key=lambda member: member.index)
+        group.samples -= 1
+        rollout.group = group
+        return group
+
+    def lose(self, group: GroupRecord, rollout: RolloutRecord) -> GroupRecord:
+        """Move a lost member into a group of its own, which the caller drops."""
+        if group in self.ready:
+            self.ready.remove(group)
+        own = self._leave(group, rollout, self._next_id())
+        group.ended.pop(rollout.rollout_id, None)
+        group.size -= 1
+        group.lost += 1
+        self.unsettle(group)
+        return own
+
+    def _leave(self, group: GroupRecord, rollout: RolloutRecord, group_id: int) -> GroupRecord:
         own = GroupRecord(
-            group_id=self._next_id(),
+            group_id=group_id,
             prompt=group.prompt,
             evaluation_id=group.evaluation_id,
             opened=group.opened,
         )
-        own.members = leaving
-        own.unfinished = sum(member.state in GENERATING for member in leaving)
-        group.members = [member for member in group.members if member not in leaving]
+        own.members = [rollout]
+        own.unfinished = int(rollout.state in GENERATING)
+        group.members = [member for member in group.members if member is not rollout]
         group.unfinished -= own.unfinished
-        for member in leaving:
-            member.group = own
+        rollout.group = own
         self.groups[own.group_id] = own
-        self.training += own.evaluation_id is None
+        # A group without members has left training, and stays for its samples in flight.
+        self.training += own.evaluation_id is None and bool(group.members)
+        self.journal.launch(group)
         return own
+
+    def _settle_source(self, sample: GroupRecord) -> None:
+        """Count a sample that has left flight, and forget its group if nothing else of it is
+        there."""
+        group = self.groups.get(sample.origin)
+        if group is not None:
+            group.samples -= 1
+            self.forget_empty(group)
+
+    def forget_empty(self, group: GroupRecord) -> None:
+        """Forget a group of which neither a member nor a single sample is in flight."""
+        if not group.members and not group.samples:
+            del self.groups[group.group_id]
+            self.unsettled.pop(group.group_id, None)
+            self.journal.leave(group)
 
     # --- leaving ---------------------------------------------------------------------------
 
@@ -487,9 +589,12 @@ class InFlight:
         del self.groups[group.group_id]
         if group.evaluation_id is None:
             self.training -= 1
+            self.training_rollouts -= len(group.members)
             self.generating -= group.unfinished
             if group in self.ready:
                 self.ready.remove(group)
+            if group.source is not None:
+                self._settle_source(group)
         for member in group.members:
             del self.rollouts[member.rollout_id]
             request = member.request
@@ -501,7 +606,7 @@ class InFlight:
     # --- looking ---------------------------------------------------------------------------
 
     def training_groups(self) -> Iterator[GroupRecord]:
-        return (group for group in self.groups.values() if group.evaluation_id is None)
+        return (g for g in self.groups.values() if g.evaluation_id is None and g.members)
 
 
 def _seeded(sampling: SamplingParams, prompt: Prompt, *path: int, size: int) -> SamplingParams:

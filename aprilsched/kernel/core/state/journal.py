@@ -180,6 +180,11 @@ class Journal:
         self.dropped.extend(entries)
         self._forget(group.group_id, group.members)
 
+    def leave(self, group: GroupRecord) -> None:
+        """Record that a group has left flight, after all of its members."""
+        if self.active:
+            self._forget(group.group_id, ())
+
     def refuse(self, entry: Entry) -> None:
         """Record a refused prompt, which launches no group."""
         if self.active:

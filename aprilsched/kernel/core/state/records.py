@@ -20,7 +20,15 @@ from aprilsched.kernel.core.lengths.observed import GroupLengths, padded
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.token_log import Path, TokenLog
 from aprilsched.kernel.values.companions import CompanionLog
-from aprilsched.types import FinishReason, Int32Array, Media, Prompt, SamplingParams, Score
+from aprilsched.types import (
+    FinishReason,
+    Int32Array,
+    Media,
+    Prompt,
+    SamplingParams,
+    Score,
+    Sibling,
+)
 
 
 class State(StrEnum):
@@ -297,12 +305,40 @@ class RolloutRecord:
         return self.log.size > 0 or (self.request is not None and self.request.attempt > 0)
 
 
+@dataclass(slots=True, kw_only=True)
+class Ended:
+    """A member of a group whose generation has ended, also after it has left the group."""
+
+    rollout_id: int
+    index: int
+    tokens: int
+    at: float | None = None
+    """Time in seconds of the end; None if it was before a restart."""
+    scored: bool = False
+    reward: float | None = None
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class GroupRecord:
-    """The rollouts of one prompt."""
+    """The rollouts of one prompt, or one of them that is delivered by itself.
+
+    A sample that is delivered by itself leaves its group for a record of its own, whose id is that
+    of the rollout.
+    """
 
     group_id: int
     prompt: Prompt
+    source: int | None = None
+    """Id of the group that this single sample has left; None for a whole group."""
+    siblings: tuple[Sibling, ...] = ()
+    """The siblings of this single sample."""
+    few: bool = False
+    """Whether this single sample has fewer siblings than configured."""
+    ended: dict[int, Ended] = field(default_factory=dict[int, Ended])
+    """The members whose generation has ended, by rollout id, in the order of these ends; those that
+    have left as single samples are included. Empty if whole groups are delivered."""
+    samples: int = 0
+    """Number of single samples that have left the group and are still in flight."""
     evaluation_id: int | None = None
     size: int = 0
     """Number of members to deliver."""
@@ -331,6 +367,11 @@ class GroupRecord:
     """Whether the group is in the offered batch."""
     media_tokens: int = 0
     """Tokens that the prompt's media expand to in an engine, in addition to their placeholders."""
+
+    @property
+    def origin(self) -> int:
+        """Id of the group as it was launched."""
+        return self.group_id if self.source is None else self.source
 
     @property
     def in_training(self) -> bool:
@@ -375,13 +416,19 @@ class DeliveredBatch:
 
 def group_lengths(record: GroupRecord) -> GroupLengths:
     """Return the response lengths of a group, as evidence for the law of lengths."""
+    there = {member.rollout_id for member in record.members} if record.ended else ()
+    left = [max(1, e.tokens) for e in record.ended.values() if e.rollout_id not in there]
     return GroupLengths(
         launched=record.group_id,
         # A response that ended without a token counts as length 1, the least of the law.
         tokens=np.array(
-            [max(m.log.size, m.state not in GENERATING) for m in record.members], dtype=np.int64
+            [max(m.log.size, m.state not in GENERATING) for m in record.members] + left,
+            dtype=np.int64,
         ),
-        finished=np.array([m.state not in GENERATING for m in record.members], dtype=np.bool_),
+        finished=np.array(
+            [m.state not in GENERATING for m in record.members] + [True] * len(left),
+            dtype=np.bool_,
+        ),
     )
 
 

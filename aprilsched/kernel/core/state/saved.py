@@ -20,8 +20,17 @@ from aprilsched.kernel.core.lengths.memory import Remembered
 from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.state.ledger import Counters, Entry
+from aprilsched.kernel.core.state.records import Ended
 from aprilsched.kernel.values.companions import Rows
-from aprilsched.types import Answer, FinishReason, Float32Array, Int32Array, Prompt, SamplingParams
+from aprilsched.types import (
+    Answer,
+    FinishReason,
+    Float32Array,
+    Int32Array,
+    Prompt,
+    SamplingParams,
+    Sibling,
+)
 
 SavedRun: TypeAlias = tuple[int, int, str | None]
 """A run of tokens of one version: its end, its version and its engine."""
@@ -76,7 +85,8 @@ class SavedMember:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SavedGroup:
-    """A launched group. It changes only when a member is lost, and is then saved again."""
+    """A launched group, or a single sample of one. It changes only when a member leaves, and is
+    then saved again."""
 
     group_id: int
     prompt: Prompt
@@ -85,6 +95,10 @@ class SavedGroup:
     again: int | None = None
     lost: int = 0
     """Number of lost members by which it has shrunk."""
+    source: int | None = None
+    """The group that a single sample has left."""
+    siblings: tuple[Sibling, ...] = ()
+    """The siblings of a single sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +108,8 @@ class GroupState:
     group_id: int
     accepted: bool | None = None
     first_run: int | None = None
+    ended: tuple[Ended, ...] = ()
+    """The members whose generation has ended, in that order, if samples are delivered."""
 
 
 class SavedRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,6 +213,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     batches_since_update: int
     accepts: bool
     """Whether the run filters groups."""
+    siblings: int | None = None
+    """Number of siblings of a delivered sample; None if the run delivers whole groups."""
     seen_groups: tuple[int, ...] = ()
     """Groups of the batch in work that the trainer may already have."""
     in_parts: bool = False

@@ -6,6 +6,7 @@ few steps that deal with a subject change its record.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -283,6 +284,7 @@ class SchedulerState:
             self.booked,
             changed,
             policies.companions,
+            policies.siblings,
         )
         self.delivery = Delivery(must_deliver=MustDeliver(self.staleness))
         self.prompts = PromptSupply(usual_size=float(config.group_size))
@@ -395,8 +397,13 @@ class SchedulerState:
 
     @property
     def open_groups(self) -> int:
-        """Number of incomplete training groups."""
-        return self.in_flight.training - len(self.in_flight.ready) - self.offered_groups
+        """Number of incomplete training groups; if samples are delivered, the number of groups of
+        the usual size that the samples which are not ready make, rounded up."""
+        in_flight = self.in_flight
+        if in_flight.siblings is None:
+            return in_flight.training - len(in_flight.ready) - self.offered_groups
+        left = in_flight.training_rollouts - in_flight.ready.samples - self.offered_groups
+        return math.ceil(left / self.prompts.usual_size)
 
     @property
     def batch_number(self) -> int:

@@ -13,7 +13,7 @@ whole batch ends the batch with these parts.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -79,7 +79,7 @@ def on_trainer_returned(state: SchedulerState, event: ev.TrainerReturned) -> Non
         for index in missing
     ]
     if works and works[0].known is not None:
-        works[0].taken = {g.group_id: g for g in works[0].known.groups if g.group_id in has}
+        works[0].taken = {u.unit_id: u for u in works[0].known.units if u.unit_id in has}
     taken = [group for group in state.in_flight.ready if group.group_id in has]
     same = {group.group_id for group in taken} == delivery.fresh.taken.keys()
     if same and _taken_units(works) == _taken_units(delivery.redelivery):
@@ -87,7 +87,7 @@ def on_trainer_returned(state: SchedulerState, event: ev.TrainerReturned) -> Non
     # An offer of a redelivered batch belongs to the first batch in the queue, which changes here.
     withdraw_offer(state)
     delivery.redelivery = deque(works)
-    delivery.fresh.taken = {g.group_id: g for g in _batch_of(state, taken).groups}
+    delivery.fresh.taken = {u.unit_id: u for u in _batch_of(state, taken).units}
 
 
 def _taken_units(works: Iterable[BatchInWork]) -> list[tuple[int, set[int]]]:
@@ -180,11 +180,11 @@ def offer(state: SchedulerState) -> None:
         return
     work = delivery.work
     if work.known is not None:
-        left = work.rest(work.known.groups)
+        left = work.rest(work.known.units)
         again = Supply(units=left, measure=lambda _: 1, lacking=len(left), exact=True, ends=True)
         part = next_part(again, whole=not delivery.by_group)
         if part is not None:
-            given = replace(work.known, groups=part.units, complete=part.last)
+            given = replace(work.known, units=part.units, complete=part.last)
             _show(state, Offered(part=part, given=given, batch=work.known))
         return
     if not _may_offer(state):
@@ -199,7 +199,7 @@ def offer(state: SchedulerState) -> None:
     else:
         batch = _batch_of(state, chosen.units, redelivered=_may_have(state, chosen.units))
         given = replace(batch, complete=False)
-        _show(state, Offered(part=Part(units=given.groups, last=False), given=given, batch=given))
+        _show(state, Offered(part=Part(units=given.units, last=False), given=given, batch=given))
 
 
 def _may_offer(state: SchedulerState) -> bool:
@@ -305,10 +305,10 @@ def _close(state: SchedulerState, last: Sequence[GroupRecord]) -> Offered:
         groups=tuple(groups),
     )
     state.in_flight.journal.deliver(record)
-    rest = work.rest(batch.groups)
+    rest = work.rest(batch.units)
     work.offer = Offered(
         part=Part(units=rest, last=True),
-        given=replace(batch, groups=rest) if work.taken else batch,
+        given=replace(batch, units=rest) if work.taken else batch,
         batch=batch,
         record=record,
         target_groups=state.plan.target_groups,
@@ -355,7 +355,7 @@ def on_batch_taken(state: SchedulerState, event: ev.BatchTaken) -> None:
             delivery.demand = Demand.BETWEEN_PARTS
         if work.known is None:
             for unit in offered.part.units:
-                state.tell(facts.GroupStreamed(batch=event.index, group_id=unit.group_id))
+                state.tell(facts.GroupStreamed(batch=event.index, group_id=unit.unit_id))
     elif work.known is not None:
         delivery.demand = Demand.NONE
         delivery.redelivery.popleft()
@@ -368,17 +368,28 @@ def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) 
     batch = offered.batch
     state.delivery.demand, state.delivery.fresh = Demand.NONE, BatchInWork()
     # This must precede the removal of the groups from flight, which releases their lengths.
+    prompts_of = ended_prompts(state, offered.groups)
     distances = state.expectations.distances(offered.groups, state.in_flight.training_groups())
     for group in offered.groups:
         state.in_flight.deliver(group)
     if state.in_flight.journal.active and offered.record is not None:
         state.delivery.unacknowledged[batch.index] = offered.record
     state.in_flight.counters.batches += 1
-    state.prompts.outcome.delivered += len(offered.groups)
+    state.prompts.outcome.delivered += prompts_of
     state.delivery.batches_since_update += 1
     delivered = _tell_delivery(state, batch, again=False, distances=distances)
     state.in_flight.counters.tokens_masked += sum([r.masked for r in delivered])
     state.commands.append(do.Deliver(batch=batch, unsaved=unsaved))
+
+
+def ended_prompts(state: SchedulerState, units: Sequence[GroupRecord]) -> int:
+    """Return the number of prompts of which nothing is in flight once these units are delivered."""
+    samples = Counter(unit.source for unit in units)
+    ended = samples.pop(None, 0)
+    for source, count in samples.items():
+        group = state.in_flight.groups.get(source or 0)
+        ended += group is not None and not group.members and group.samples == count
+    return ended
 
 
 def _tell_delivery(

@@ -42,8 +42,12 @@ def drop(
 ) -> None:
     """Move a whole group from flight to the ledger.
 
-    `culprit` is the rollout whose failure also drops its siblings.
+    `culprit` is the rollout whose failure also drops its siblings. If samples are delivered, it
+    alone is dropped, unless the group becomes too small.
     """
+    splits = state.in_flight.splits(group) and group.size > state.config.retries.smallest_group
+    if culprit is not None and splits:
+        group, culprit = state.in_flight.lose(group, state.in_flight.rollouts[culprit]), None
     for member in group.members:
         if member.request is not None and member.request.open:
             abort(state, member.request)
@@ -92,11 +96,13 @@ def discard(
 
 
 def on_group_withdrawn(state: SchedulerState, group: GroupRecord, event: ev.GroupWithdrawn) -> None:
-    """Drop a withdrawn group, unless the trainer already has its batch."""
-    if group.evaluation_id is not None or group.offered:
+    """Drop a withdrawn group, and its single samples, unless the trainer already has them."""
+    if group.evaluation_id is not None:
         return
-    if not state.delivery.fresh.involves(group.group_id):
-        drop(state, group, Reason.WITHDRAWN, event.cause)
+    own = [each for each in state.in_flight.training_groups() if each.source == group.group_id]
+    for unit in (*own, *([group] if group.members else ())):
+        if not unit.offered and not state.delivery.fresh.involves(unit.group_id):
+            drop(state, unit, Reason.WITHDRAWN, event.cause)
 
 
 def refuse(state: SchedulerState, cause: str) -> None:

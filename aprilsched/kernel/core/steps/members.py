@@ -35,22 +35,30 @@ def lose_member(state: SchedulerState, rollout: RolloutRecord, reason: Reason, c
         drop(state, group, reason, cause, culprit=rollout.rollout_id)
         return
     was_complete = group.complete
-    if group in state.in_flight.ready:
-        state.in_flight.ready.remove(group)
-    drop(state, state.in_flight.part(group, [rollout]), Reason.MEMBER_LOST, cause)
+    drop(state, state.in_flight.lose(group, rollout), Reason.MEMBER_LOST, cause)
     if again:
         _launch_again(state, group, rollout)
-    else:
-        group.size -= 1
-        group.lost += 1
-    state.in_flight.journal.launch(group)
     if group.complete:
         _complete(state, group, was_complete=was_complete)
 
 
-def _launch_again(state: SchedulerState, group: GroupRecord, lost: RolloutRecord) -> None:
+def restart_member(state: SchedulerState, rollout: RolloutRecord, cause: str) -> None:
+    """Discard the tokens of one rollout, and generate it again."""
+    group = rollout.group
+    if group.source is not None and group.source not in state.in_flight.groups:
+        drop(state, group, Reason.STALE, cause)
+        return
+    if group.source is not None:
+        group = state.in_flight.rejoin(group)
+    drop(state, state.in_flight.lose(group, rollout), Reason.BEGUN_AGAIN, cause)
+    _launch_again(state, group, rollout, failed=False)
+
+
+def _launch_again(
+    state: SchedulerState, group: GroupRecord, lost: RolloutRecord, *, failed: bool = True
+) -> None:
     episodes = state.caller.episodes
-    rollout = state.in_flight.add_again(group, lost, episodes=episodes)
+    rollout = state.in_flight.add_again(group, lost, episodes=episodes, failed=failed)
     state.tell(
         facts.MemberLaunched(
             group_id=group.group_id,
@@ -65,10 +73,14 @@ def _launch_again(state: SchedulerState, group: GroupRecord, lost: RolloutRecord
 
 def _complete(state: SchedulerState, group: GroupRecord, *, was_complete: bool) -> None:
     """Continue with a group that was waiting only for the lost member."""
+    splits = state.in_flight.splits(group)
     if group.evaluation_id is None:
-        state.in_flight.ready.add(group)
+        if not splits:
+            state.in_flight.ready.add(group)
         if not was_complete:
             state.note_lengths(group)
+    if splits:
+        return
     if group.scored:
         filter_or_accept(state, group)
     elif state.caller.reward_scope == "group" and not was_complete:
@@ -90,9 +102,10 @@ def on_teardown_failed(state: SchedulerState, event: ev.TeardownFailed) -> None:
 
 
 def on_reward_failed(state: SchedulerState, group: GroupRecord, event: ev.RewardFailed) -> None:
-    rollout = None if event.lost is None else state.in_flight.rollouts.get(event.lost)
-    if rollout is None or rollout.state is not State.SCORING:
-        drop(state, group, Reason.REWARD_FAILED, event.cause)
+    rollout = state.in_flight.rollouts.get(event.rollout_id or 0)
+    if rollout is None or rollout.state is not State.SCORING or not event.lost:
+        culprit = event.rollout_id if rollout in group.members else None
+        drop(state, group, Reason.REWARD_FAILED, event.cause, culprit=culprit)
         return
     retries = state.config.retries
     if retries.member == "again" and rollout.again < retries.regenerations:

@@ -29,6 +29,7 @@ from aprilsched.kernel.core.steps.batch import acknowledge, end_stream, withdraw
 from aprilsched.kernel.core.steps.drop import drop
 from aprilsched.kernel.core.steps.engines import demote, promote
 from aprilsched.kernel.core.steps.launch import begin_again, launch_again
+from aprilsched.kernel.core.steps.members import restart_member
 
 
 def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> None:
@@ -528,7 +529,13 @@ def _enforce_bound(state: SchedulerState) -> None:
     gate, version = state.staleness, state.weights.versions.trainer
     cause = f"older than {gate.bound} versions at version {version}"
     for group in list(state.in_flight.training_groups()):
-        if gate.evicts(group.oldest_version, version):
+        if state.in_flight.siblings is not None:
+            for member in list(group.members):
+                if gate.evicts(member.log.oldest_version, version):
+                    drop(state, group, Reason.STALE, cause, culprit=member.rollout_id)
+                elif gate.restarts(member.log.oldest_version, version):
+                    restart_member(state, member, cause)
+        elif gate.evicts(group.oldest_version, version):
             drop(state, group, Reason.STALE, cause)
         elif gate.restarts(group.oldest_version, version):
             begin_again(state, group, cause)

@@ -78,6 +78,12 @@ def restore(state: SchedulerState, saved: Saved) -> None:
             f"the saved run {had} an episode function, and this one differs; give the same one, "
             "or a new store."
         )
+    if (saved.run.siblings is None) != (state.in_flight.siblings is None):
+        before = "groups" if saved.run.siblings is None else "samples"
+        raise ConfigError(
+            f'the saved run has delivery="{before}", and its groups cannot be delivered in another '
+            "way; give the same delivery, or a new store."
+        )
     _restore_run(state, saved)
     state.delivery.first_new_batch = saved.first_new_batch
     delivered = {group_id for batch in saved.batches for group_id in batch.group_ids}
@@ -99,13 +105,21 @@ def restore(state: SchedulerState, saved: Saved) -> None:
         size = state.config.group_size
         state.prompts.note_size(group.prompt.group_size or size, size)
     for group_id in saved.run.ready:
-        if group_id in groups and groups[group_id].complete:
+        if group_id in groups and groups[group_id].complete and groups[group_id].members:
             state.in_flight.ready.add(groups[group_id])
     # Complete groups that are not on the list: their batch is damaged, or they were completed after
     # the list was written.
     for group in state.in_flight.training_groups():
-        if group.complete and group not in state.in_flight.ready:
+        if state.in_flight.splits(group):
+            state.in_flight.unsettle(group)
+        elif group.complete and group not in state.in_flight.ready:
             state.in_flight.ready.add(group)
+    for group in groups.values():
+        source = state.in_flight.groups.get(group.source or 0)
+        if source is not None and group.group_id in state.in_flight.groups:
+            source.samples += 1
+    for group in list(state.in_flight.groups.values()):
+        state.in_flight.forget_empty(group)
     for batch in saved.batches:
         _restore_batch(state, batch, groups)
     _drop_damaged(state, saved, delivered)
@@ -124,7 +138,7 @@ def call_again(state: SchedulerState) -> None:
             _call_again(state, member)
         if group.complete and group.accepted:
             state.tell(facts.GroupAccepted(group_id=group.group_id))
-        if not group.complete or group.accepted:
+        if not group.complete or group.accepted or state.in_flight.splits(group):
             continue
         if group.scored:
             filter_or_accept(state, group)
@@ -200,6 +214,9 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         accepted=now.accepted,
         first_run=now.first_run,
         lost=group.lost,
+        source=group.source,
+        siblings=group.siblings,
+        few=group.source is not None and len(group.siblings) < (saved.run.siblings or 0),
     )
     for member in group.members:
         new = RolloutState(rollout_id=member.rollout_id, group_id=group.group_id)
@@ -229,7 +246,14 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
             rollout.log.companions = at_work.companions
             rollout.log.go_on(at_work.path)
         record.members.append(rollout)
-    record.size = len(record.members)
+    there = {member.rollout_id: member for member in record.members}
+    for each in now.ended:
+        member = there.get(each.rollout_id)
+        # The response may be cut short, and the reward may be requested again.
+        if member is None or member.state not in GENERATING:
+            scored = each.scored if member is None else member.state is State.DONE
+            record.ended[each.rollout_id] = replace(each, at=None, scored=scored)
+    record.size = len(record.members) + len(record.ended.keys() - there.keys())
     record.unfinished = sum(member.state in GENERATING for member in record.members)
     return record
 
@@ -372,7 +396,8 @@ def _runs(known: RolloutState, tokens: SavedTokens) -> list[SavedRun]:
 def _enter(state: SchedulerState, group: GroupRecord) -> None:
     in_flight = state.in_flight
     in_flight.groups[group.group_id] = group
-    in_flight.training += 1
+    in_flight.training += bool(group.members)
+    in_flight.training_rollouts += len(group.members)
     in_flight.generating += group.unfinished
     for member in group.members:
         in_flight.rollouts[member.rollout_id] = member
@@ -415,7 +440,8 @@ def _left(saved: Saved, group: GroupRecord) -> bool:
 
     Any other complete group is on the list of ready groups.
     """
-    if group.group_id in saved.run.ready:
+    of_samples = saved.run.siblings is not None and group.source is None
+    if group.group_id in saved.run.ready or of_samples:
         return False
     states = [saved.rollouts.get(member.rollout_id) for member in group.members]
     return all(known is not None and known.stage is not Stage.GENERATING for known in states)
@@ -424,7 +450,7 @@ def _left(saved: Saved, group: GroupRecord) -> bool:
 def _take_back(state: SchedulerState, group: GroupRecord) -> None:
     counters = state.in_flight.counters
     counters.delivered -= len(group.members)
-    state.prompts.outcome.delivered -= 1
+    state.prompts.outcome.delivered -= group.source is None
     counters.tokens_delivered -= sum(member.log.sampled_tokens for member in group.members)
     group.accepted = None
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.state.assembly import group_of, rollout_of
+from aprilsched.kernel.core.state.assembly import group_of, rollout_of, unit_of
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.kernel.core.state.records import GroupRecord, Move, RolloutRecord, State
+from aprilsched.kernel.core.state.records import GroupRecord, RolloutRecord, State
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.drop import count_rejection, drop
 from aprilsched.types import Score
@@ -16,7 +16,7 @@ from aprilsched.types import Score
 def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -> None:
     """Finish a fully generated rollout; `score` comes from its episode, if it returned one."""
     group = rollout.group
-    state.in_flight.finish(rollout)
+    state.in_flight.finish(rollout, state.now)
     state.tell(facts.RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
     if group.complete and group.evaluation_id is None:
         state.note_lengths(group)
@@ -70,8 +70,7 @@ def on_filtered(state: SchedulerState, group: GroupRecord, event: ev.Filtered) -
 
 
 def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
-    rollout.move(Move.SCORE)
-    state.in_flight.journal.finish(rollout)
+    state.in_flight.score(rollout)
     state.tell(
         facts.RolloutScored(
             rollout_id=rollout.rollout_id,
@@ -81,7 +80,7 @@ def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
             info=rollout.info,
         )
     )
-    if rollout.group.scored:
+    if rollout.group.scored and not state.in_flight.splits(rollout.group):
         filter_or_accept(state, rollout.group)
 
 
@@ -90,7 +89,7 @@ def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
     # An evaluation returns every response, so the accept function is not called.
     if state.caller.accepts and group.evaluation_id is None:
         state.tell(facts.VerdictRequested(group_id=group.group_id))
-        state.commands.append(do.Filter(group=group_of(group)))
+        state.commands.append(do.Filter(unit=unit_of(group)))
     else:
         _accept(state, group)
 

@@ -31,7 +31,7 @@ from aprilsched.kernel.core.state.saved import (
     row_name,
 )
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.core.steps.batch import masked_tokens
+from aprilsched.kernel.core.steps.batch import ended_prompts, masked_tokens
 from aprilsched.kernel.values.companions import CompanionLog
 
 
@@ -189,6 +189,8 @@ def _group(group: GroupRecord) -> SavedGroup:
         opened=group.opened,
         again=group.again,
         lost=group.lost,
+        source=group.source,
+        siblings=group.siblings,
         members=tuple(
             SavedMember(rollout_id=m.rollout_id, index=m.index, sampling=m.sampling, again=m.again)
             for m in group.members
@@ -201,6 +203,7 @@ def _group_state(group: GroupRecord) -> GroupState:
         group_id=group.group_id,
         accepted=group.accepted,
         first_run=group.first_run,
+        ended=tuple(group.ended.values()),
     )
 
 
@@ -304,9 +307,10 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         longest=state.expectations.limit,
         batches_since_update=state.delivery.batches_since_update + bool(groups),
         accepts=state.caller.accepts,
+        siblings=in_flight.siblings,
         seen_groups=_seen_groups(state),
         in_parts=state.weights.in_parts,
-        delivered_groups=state.prompts.outcome.delivered + len(groups),
+        delivered_groups=state.prompts.outcome.delivered + ended_prompts(state, groups),
         failed_groups=dict(state.prompts.outcome.causes),
         remembered_well=(state.expectations.memory.products, state.expectations.memory.squares),
     )
@@ -333,7 +337,7 @@ def _seen_groups(state: SchedulerState) -> tuple[int, ...]:
     if work.offer is not None and work.offer.part.last:
         return ()
     offered = () if work.offer is None else work.offer.part.units
-    return (*work.seen, *work.taken, *(unit.group_id for unit in offered))
+    return (*work.seen, *work.taken, *(unit.unit_id for unit in offered))
 
 
 def _schedule(state: SchedulerState) -> Schedule | None:
