@@ -31,6 +31,7 @@ def _settle(state: SchedulerState, group: GroupRecord) -> None:
         if siblings is None:
             continue
         sample = state.in_flight.split(rollout, siblings)
+        state.delivery.must_deliver.note(sample, state.weights.versions.trainer)
         state.tell(
             facts.SampleReady(
                 rollout_id=rollout.rollout_id,

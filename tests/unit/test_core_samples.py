@@ -1,0 +1,344 @@
+"""Tests the delivery of single samples: siblings, baselines, losses, staleness and restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import permutations, product
+
+import pytest
+
+from aprilsched.config import Retries, SchedulerConfig, Staleness, Tokens
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.store import MemoryStore
+from aprilsched.types import Batch, Sample, Score
+from tests.support.driver import Driver, prompts
+from tests.support.table import each_row
+
+
+def config(siblings: int | None = 2, **changes: object) -> SchedulerConfig:
+    values: dict[str, object] = {
+        "batch_groups": 1,
+        "group_size": 4,
+        "over_provision": 1.0,
+        "delivery": "samples",
+        "siblings": siblings,
+    }
+    return SchedulerConfig(**{k: v for k, v in {**values, **changes}.items() if v is not None})  # type: ignore[arg-type]
+
+
+def driver_of(settings: SchedulerConfig, **changes: object) -> Driver:
+    """A driver whose trainer has requested a batch, with a reward function."""
+    driver = Driver(settings, **{"reward_scope": "rollout", **changes})  # type: ignore[arg-type]
+    driver.request_batch()
+    return driver
+
+
+def finish(driver: Driver, index: int, length: int = 3, reward: float | None = 0.0) -> None:
+    """The member `index` of the oldest group ends, and gets its reward unless that is None."""
+    group_id = driver.group_ids()[0]
+    key = next(k for k in driver.attempts(group_id) if _index(driver, driver.sends[k]) == index)
+    driver.finish(key, length)
+    if reward is not None:
+        score(driver, reward)
+
+
+def _index(driver: Driver, send: object) -> int:
+    return driver.state.in_flight.rollouts[send.rollout_id].index  # type: ignore[attr-defined]
+
+
+def score(driver: Driver, reward: float, place: int = 0) -> None:
+    rollout = driver.scores.pop(place).rollout
+    driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, score=Score(reward=reward)))
+
+
+def ready(driver: Driver) -> list[int]:
+    """The indexes of the samples that may be delivered, in order."""
+    return [unit.members[0].index for unit in driver.state.in_flight.ready]
+
+
+def siblings(batch: Batch) -> dict[int, tuple[int, ...]]:
+    return {s.rollout.index: tuple(each.index for each in s.siblings) for s in batch.samples}
+
+
+# --- who are the siblings ------------------------------------------------------------------------
+
+
+def test_a_sample_waits_for_two_others_and_has_the_first_ones_to_end():
+    driver = driver_of(config())
+    finish(driver, 2)
+    finish(driver, 0)
+    assert ready(driver) == []
+    finish(driver, 3)
+    assert ready(driver) == [0, 2, 3]
+    finish(driver, 1)
+    (batch,) = driver.batches
+    assert siblings(batch) == {0: (2, 3), 2: (0, 3), 3: (2, 0), 1: (2, 0)}
+    assert not any(sample.few for sample in batch.samples)
+
+
+def test_the_order_is_that_of_generation_and_not_of_rewards():
+    driver = driver_of(config())
+    for index in (0, 1, 2):
+        finish(driver, index, reward=None)
+    score(driver, 0.0, 2)
+    score(driver, 0.0, 1)
+    assert ready(driver) == [], "the first to end is not scored"
+    score(driver, 0.0)
+    finish(driver, 3)
+    assert siblings(driver.batches[0]) == {0: (1, 2), 1: (0, 2), 2: (0, 1), 3: (0, 1)}
+
+
+@pytest.mark.parametrize("changed", range(4))
+def test_neither_length_nor_reward_of_a_sample_changes_its_own_siblings(changed: int):
+    """Whenever the member ends, and whatever its reward is, it has the same siblings."""
+    others = [index for index in range(4) if index != changed]
+    seen = set[tuple[int, ...]]()
+    for place, reward in product(range(4), (0.0, 1.0)):
+        driver = driver_of(config())
+        for index in [*others[:place], changed, *others[place:]]:
+            finish(driver, index, length=1 + place, reward=reward if index == changed else 0.5)
+        seen.add(siblings(driver.batches[0])[changed])
+    assert seen == {tuple(others[:2])}
+
+
+def test_half_of_the_group_is_the_default():
+    assert config(siblings=None).policies.siblings == 2
+
+
+# --- the gradient --------------------------------------------------------------------------------
+
+P, REWARDS, LENGTHS = 0.3, (0.2, 1.0), (10, 50)
+"""Probability of action 1, and the reward and response length of each action."""
+
+
+def first_siblings(sample: Sample, _: Sequence[int]) -> list[int]:
+    return [each.index for each in sample.siblings]
+
+
+def all_that_have_ended(sample: Sample, order: Sequence[int]) -> list[int]:
+    """The naive rule: all others that have ended when the sample and two others have."""
+    place = max(order.index(sample.rollout.index), 2)
+    return [index for index in order[: place + 1] if index != sample.rollout.index]
+
+
+@each_row(
+    ("baseline", "exact"),
+    [(first_siblings, True), (all_that_have_ended, False)],
+    ids=["the first siblings", "all that have ended"],
+)
+def test_the_gradient_is_exact_over_all_outcomes(
+    baseline: Callable[[Sample, Sequence[int]], list[int]], exact: bool
+):
+    """The expectation over all actions of a group, for a policy of one logit.
+
+    The policy gradient of the reward is p (1 - p) (r1 - r0) for each member. The estimate of a
+    sample is (a - p) (r - b), where b is the mean reward of the chosen members. Ties of the length
+    are broken in all orders.
+    """
+    found, orders = 0.0, list(permutations(range(4)))[::5]
+    for actions in product((0, 1), repeat=4):
+        weight = P ** sum(actions) * (1 - P) ** (4 - sum(actions))
+        for tie in orders:
+            order = sorted(range(4), key=lambda i: (LENGTHS[actions[i]], tie.index(i)))
+            driver = driver_of(config())
+            for index in order:
+                finish(driver, index, LENGTHS[actions[index]], REWARDS[actions[index]])
+            for sample in driver.batches[0].samples:
+                action = actions[sample.rollout.index]
+                rewards = [REWARDS[actions[i]] for i in baseline(sample, order)]
+                gap = REWARDS[action] - sum(rewards) / len(rewards)
+                found += weight * (action - P) * gap / len(orders)
+    truth = 4 * P * (1 - P) * (REWARDS[1] - REWARDS[0])
+    assert (abs(found - truth) < 1e-12) is exact
+    assert exact or found < 0.97 * truth
+
+
+# --- batches -------------------------------------------------------------------------------------
+
+
+def test_a_batch_takes_samples_and_the_rest_of_a_group_comes_later():
+    driver = driver_of(config(siblings=1, over_provision=2.0))
+    groups = driver.group_ids()
+    for group_id in groups:
+        for key in driver.attempts(group_id)[:2]:
+            driver.finish(key)
+            score(driver, 1.0)
+    (batch,) = driver.batches
+    assert [sample.group_id for sample in batch.samples] == [groups[0]] * 2 + [groups[1]] * 2
+    driver.request_batch()
+    while len(driver.batches) < 2:
+        driver.finish(driver.attempts()[0])
+        score(driver, 1.0)
+    ids = [sample.unit_id for each in driver.batches for sample in each.samples]
+    assert len(set(ids)) == len(ids) == 8
+
+
+def test_a_member_that_never_ends_costs_one_sample():
+    driver = driver_of(config(batch_groups=2, over_provision=1.5))
+    never = driver.attempts(driver.group_ids()[0])[0]
+    for _ in range(3):
+        while not driver.batches:
+            driver.finish(next(key for key in driver.attempts() if key != never))
+            score(driver, 1.0)
+        driver.batches.clear()
+        driver.update()
+        driver.request_batch()
+    assert never in driver.sends
+
+
+def test_a_batch_says_what_it_is_made_of():
+    driver = driver_of(config())
+    for index in range(4):
+        finish(driver, index)
+    with pytest.raises(ConfigError, match="use batch.samples"):
+        _ = driver.batches[0].groups
+    groups = driver_of(config(delivery="groups", siblings=None))
+    for index in range(4):
+        finish(groups, index)
+    with pytest.raises(ConfigError, match="use batch.groups"):
+        _ = groups.batches[0].samples
+
+
+@each_row(
+    ("changes", "text"),
+    [
+        ({"siblings": 4}, "siblings must be below group_size=4"),
+        ({"delivery": "groups"}, "siblings is 2 with delivery"),
+        ({"refill": "buckets"}, 'refill="buckets" chooses the groups'),
+        ({"refill": "tail"}, 'refill="tail" chooses the groups'),
+    ],
+)
+def test_settings_that_samples_refuse(changes: dict[str, object], text: str):
+    with pytest.raises(ConfigError, match=text):
+        config(**changes)  # type: ignore[arg-type]
+
+
+def test_tokens_may_fill_a_batch_of_samples():
+    driver = driver_of(config(stop=Tokens(10), siblings=1))
+    for index in (0, 1, 2):
+        finish(driver, index, 4)
+    assert [len(batch.samples) for batch in driver.batches] == [3]
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def test_a_reward_that_fails_costs_its_member_alone():
+    driver = driver_of(config(batch_groups=1, over_provision=2.0))
+    first = driver.group_ids()[0]
+    for index in range(3):
+        finish(driver, index, reward=None)
+    failed = driver.scores.pop(0).rollout
+    failure = ev.RewardFailed(group_id=first, cause="a bug", rollout_id=failed.rollout_id)
+    driver.feed(failure)
+    score(driver, 1.0)
+    score(driver, 1.0)
+    assert ready(driver) == [], "the two others have one sibling each until the last one ends"
+    finish(driver, 3)
+    assert ready(driver) == [1, 2, 3]
+    assert driver.state.in_flight.ledger.rollouts == {Reason.REWARD_FAILED: 1}
+
+
+def test_a_group_that_shrinks_says_that_there_are_fewer_siblings():
+    settings = config(siblings=3, retries=Retries(attempts=1, member="shrink"))
+    driver = driver_of(settings, reward_scope="rollout")
+    for index in (0, 1, 2):
+        finish(driver, index)
+    driver.fail(driver.attempts()[0], cause="HTTP 500")
+    units = list(driver.state.in_flight.ready)
+    assert [len(unit.siblings) for unit in units] == [2, 2, 2]
+    assert all(unit.few for unit in units)
+
+
+def test_a_withdrawn_group_takes_its_samples_along():
+    driver = driver_of(config(batch_groups=2, siblings=1))
+    group_id = driver.group_ids()[0]
+    finish(driver, 0)
+    finish(driver, 1)
+    driver.feed(ev.GroupWithdrawn(group_id=group_id, cause="the client has left"))
+    assert ready(driver) == []
+    assert driver.state.in_flight.ledger.rollouts == {Reason.WITHDRAWN: 4}
+
+
+def test_each_sample_is_filtered_with_its_siblings():
+    driver = driver_of(config(siblings=1), accepts=True)
+    finish(driver, 0, reward=1.0)
+    finish(driver, 1, reward=0.0)
+    first, second = (verdict.unit for verdict in driver.verdicts)
+    assert isinstance(first, Sample)
+    assert [each.reward for each in first.siblings] == [0.0]
+    driver.feed(ev.Filtered(group_id=first.unit_id, accepted=False))
+    driver.feed(ev.Filtered(group_id=second.unit_id, accepted=True))
+    assert ready(driver) == [1]
+    assert driver.state.in_flight.ledger.rollouts == {Reason.REJECTED: 1}
+
+
+# --- staleness -----------------------------------------------------------------------------------
+
+
+def test_only_the_stale_samples_are_evicted():
+    stale = Staleness(1, rule="evict")
+    driver = driver_of(config(siblings=1, over_provision=2.0, max_staleness=stale))
+    first, second = driver.group_ids()
+    old = driver.attempts(second)[3]
+    driver.progress(old, 2)
+    for group_id in (first, second):
+        for key in driver.attempts(group_id)[:2]:
+            driver.finish(key)
+            score(driver, 1.0)
+    assert [len(batch.samples) for batch in driver.batches] == [4]
+    driver.update()
+    driver.update()
+    assert driver.state.in_flight.ledger.rollouts == {Reason.STALE: 1}
+    assert driver.state.in_flight.groups[second].size == 3
+
+
+def test_samples_and_members_that_restart_are_generated_again():
+    stale = Staleness(0, rule="restart")
+    driver = driver_of(config(siblings=1, max_staleness=stale))
+    finish(driver, 0)
+    finish(driver, 1)
+    assert ready(driver) == [0, 1]
+    driver.progress(driver.attempts()[0], 2)
+    driver.update()
+    assert driver.state.in_flight.ledger.rollouts == {Reason.BEGUN_AGAIN: 3}
+    while not driver.batches:
+        driver.finish(driver.attempts()[0])
+        score(driver, 1.0)
+    (batch,) = driver.batches
+    assert sorted(sample.rollout.index for sample in batch.samples) == [0, 1, 2, 3]
+    assert {int(v) for sample in batch.samples for v in sample.rollout.versions} == {1}
+    assert driver.state.in_flight.counters.regenerated == 0
+
+
+# --- restarts ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ended", [1, 2, 3])
+def test_a_restart_changes_no_siblings(ended: int):
+    """The process ends after some members have ended; siblings are those of a run without it."""
+    order = (2, 0, 3, 1)
+    found: list[dict[int, tuple[int, ...]]] = []
+    for restarts in (False, True):
+        driver = driver_of(config(), store=MemoryStore())
+        for index in order[:ended]:
+            finish(driver, index)
+        if restarts:
+            driver.save()
+            driver.restart()
+            driver.request_batch()
+        for index in order[ended:]:
+            finish(driver, index)
+        found.append(siblings(driver.batches[0]))
+    assert found[0] == found[1]
+
+
+def test_a_run_continues_only_with_the_same_delivery():
+    driver = driver_of(config(), store=MemoryStore())
+    finish(driver, 0)
+    driver.save()
+    driver.config = config(delivery="groups", siblings=None)
+    with pytest.raises(ConfigError, match='the saved run has delivery="samples"'):
+        driver.restart()
