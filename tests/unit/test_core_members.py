@@ -172,7 +172,7 @@ def test_a_group_shrinks_and_is_delivered_without_its_lost_member(scope: str, lo
     for asked in driver.scores:
         driver.feed(ev.Rewarded(rollout_id=asked.rollout.rollout_id, score=Score(reward=1.0)))
     for asked in driver.group_scores:
-        assert len(asked.unit.rollouts) == 2
+        assert len(asked.group.rollouts) == 2
         scores = (Score(reward=1.0), Score(reward=0.0))
         driver.feed(ev.GroupRewarded(group_id=asked.group.group_id, scores=scores))
     (delivered,) = driver.batches[0].groups

@@ -47,7 +47,9 @@ def drop(
     """
     splits = state.in_flight.splits(group) and group.size > state.config.retries.smallest_group
     if culprit is not None and splits:
+        rest = group
         group, culprit = state.in_flight.lose(group, state.in_flight.rollouts[culprit]), None
+        state.in_flight.forget_empty(rest)
     for member in group.members:
         if member.request is not None and member.request.open:
             abort(state, member.request)

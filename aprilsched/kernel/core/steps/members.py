@@ -38,7 +38,9 @@ def lose_member(state: SchedulerState, rollout: RolloutRecord, reason: Reason, c
     drop(state, state.in_flight.lose(group, rollout), Reason.MEMBER_LOST, cause)
     if again:
         _launch_again(state, group, rollout)
-    if group.complete:
+    else:
+        state.in_flight.forget_empty(group)
+    if group.complete and group.members:
         _complete(state, group, was_complete=was_complete)
 
 
