@@ -25,6 +25,7 @@ from aprilsched.kernel.weights.tensor import TensorPublisher
 from aprilsched.kernel.weights.vllm_transfer import VLLMPublisher
 from aprilsched.simulation.engine import SimFleet, SimPublisher
 from aprilsched.simulation.workload import LongTailWorkload
+from aprilsched.trainers.advantages import advantages
 from aprilsched.types import (
     Answer,
     Batch,
@@ -32,9 +33,11 @@ from aprilsched.types import (
     Media,
     Prompt,
     Rollout,
+    Sample,
     SamplingParams,
     Score,
     Segment,
+    Sibling,
 )
 
 __version__ = "0.1.0"
@@ -61,10 +64,12 @@ __all__ = [
     "RolloutScheduler",
     "SGLangFleet",
     "SGLangListedFleet",
+    "Sample",
     "SamplingParams",
     "SchedulerConfig",
     "Score",
     "Segment",
+    "Sibling",
     "SimFleet",
     "SimPublisher",
     "SqliteStore",
@@ -75,6 +80,7 @@ __all__ = [
     "VLLMListedFleet",
     "VLLMPublisher",
     "__version__",
+    "advantages",
     "sampling_params",
     "workers_of_router",
 ]

@@ -96,6 +96,8 @@ class _BatchTensors:
     prompt_lengths: Tensor
     response_lengths: Tensor
     rewards: Tensor
+    baseline: Tensor
+    advantage: Tensor
     group_ids: Tensor
     companions: Mapping[str, Tensor | RaggedTensor]
     companions_exact: Mapping[str, Tensor]
@@ -118,6 +120,9 @@ class PaddedTensors(_BatchTensors):
         prompt_lengths: int64 [B], prompt tokens of each rollout.
         response_lengths: int64 [B], response tokens of each rollout.
         rewards: float32 [B], NaN for a rollout without a reward.
+        baseline: float32 [B], mean reward of the other rollouts of the group, or of the siblings of
+            a sample; NaN if there are none or one of their rewards is missing.
+        advantage: float32 [B], reward minus baseline, see :func:`aprilsched.advantages`.
         group_ids: int64 [B], equal for the rollouts of one prompt.
         companions: each companion by name. One of the context is [B, S, ...]: entry i belongs to
             the pass over token i, which sampled token i + 1, and is 0 for the last token. One of
@@ -147,9 +152,15 @@ class PackedTensors(_BatchTensors):
     max_seqlen: int
 
 
-def pad(rollouts: Sequence[TokensOfRollout], *, pad_id: int, no_version: int) -> PaddedTensors:
+def pad(
+    rollouts: Sequence[TokensOfRollout],
+    *,
+    pad_id: int,
+    no_version: int,
+    baseline: NDArray[np.float64] | None = None,
+) -> PaddedTensors:
     """One row for each rollout, padded on the right with `pad_id`. Tokens that no policy version
-    sampled have the version `no_version`.
+    sampled have the version `no_version`. `baseline` is [B]; None if it is unknown.
 
     Raises:
         MissingExtra: if torch is not installed.
@@ -160,15 +171,21 @@ def pad(rollouts: Sequence[TokensOfRollout], *, pad_id: int, no_version: int) ->
     fill = {"input_ids": pad_id, "versions": no_version}
     flat = _flat(rollouts, no_version)
     tokens = {name: _rows(values, taken, fill.get(name, 0)) for name, values in flat.items()}
-    arrays = {**tokens, "attention_mask": taken.astype(np.int64), **_per_rollout(rollouts)}
+    arrays = {**tokens, "attention_mask": taken.astype(np.int64)}
+    arrays |= _per_rollout(rollouts, baseline)
     return PaddedTensors(
         **{name: torch.from_numpy(array) for name, array in arrays.items()},
         **_companions(torch, rollouts, lambda flat: _rows(flat, taken, 0)),
     )
 
 
-def pack(rollouts: Sequence[TokensOfRollout], *, no_version: int) -> PackedTensors:
-    """All rollouts in one row without padding; `no_version` as in :func:`pad`.
+def pack(
+    rollouts: Sequence[TokensOfRollout],
+    *,
+    no_version: int,
+    baseline: NDArray[np.float64] | None = None,
+) -> PackedTensors:
+    """All rollouts in one row without padding; the other arguments are those of :func:`pad`.
 
     Raises:
         MissingExtra: if torch is not installed.
@@ -176,7 +193,8 @@ def pack(rollouts: Sequence[TokensOfRollout], *, no_version: int) -> PackedTenso
     torch = _torch()
     lengths = _lengths(rollouts)
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
-    arrays = {**_flat(rollouts, no_version), "cu_seqlens": starts, **_per_rollout(rollouts)}
+    arrays = {**_flat(rollouts, no_version), "cu_seqlens": starts}
+    arrays |= _per_rollout(rollouts, baseline)
     tensors: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     companions = _companions(torch, rollouts, lambda flat: flat)
     return PackedTensors(**tensors, **companions, max_seqlen=int(lengths.max(initial=0)))
@@ -240,12 +258,17 @@ def _flat(rollouts: Sequence[TokensOfRollout], no_version: int) -> dict[str, NDA
     }
 
 
-def _per_rollout(rollouts: Sequence[TokensOfRollout]) -> dict[str, NDArray[Any]]:
-    rewards = [np.nan if r.reward is None else r.reward for r in rollouts]
+def _per_rollout(
+    rollouts: Sequence[TokensOfRollout], baseline: NDArray[np.float64] | None
+) -> dict[str, NDArray[Any]]:
+    rewards = np.array([np.nan if r.reward is None else r.reward for r in rollouts])
+    baseline = np.full(len(rollouts), np.nan) if baseline is None else baseline
     return {
+        "baseline": baseline.astype(np.float32),
+        "advantage": (rewards - baseline).astype(np.float32),
         "prompt_lengths": np.array([len(r.prompt_ids) for r in rollouts], dtype=np.int64),
         "response_lengths": np.array([len(r) for r in rollouts], dtype=np.int64),
-        "rewards": np.array(rewards, dtype=np.float32),
+        "rewards": rewards.astype(np.float32),
         "group_ids": np.array([r.group_id for r in rollouts], dtype=np.int64),
     }
 

@@ -13,7 +13,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.types import Batch, Sample, Score
-from tests.support.driver import Driver, prompts
+from tests.support.driver import Driver
 from tests.support.table import each_row
 
 
@@ -192,12 +192,12 @@ def test_a_batch_says_what_it_is_made_of():
     driver = driver_of(config())
     for index in range(4):
         finish(driver, index)
-    with pytest.raises(ConfigError, match="use batch.samples"):
+    with pytest.raises(ConfigError, match=r"use batch\.samples"):
         _ = driver.batches[0].groups
     groups = driver_of(config(delivery="groups", siblings=None))
     for index in range(4):
         finish(groups, index)
-    with pytest.raises(ConfigError, match="use batch.groups"):
+    with pytest.raises(ConfigError, match=r"use batch\.groups"):
         _ = groups.batches[0].samples
 
 
