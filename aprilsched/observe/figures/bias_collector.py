@@ -27,11 +27,10 @@ from aprilsched.kernel.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.kernel.core.lengths.observed import GroupLengths, pooled
 from aprilsched.kernel.core.messages.facts import DeliveredRollout, DroppedRollout
 from aprilsched.kernel.core.state.ledger import Ledger, Reason
-from aprilsched.observe.figures.figures import Ages, Figures, Measured
+from aprilsched.observe.figures.figures import Figures, Measured
 from aprilsched.observe.figures.run_figures import (
     BiasFigures,
     CensoringFigures,
-    DecileFigures,
     LawFigures,
     TransientFigures,
 )
@@ -64,7 +63,6 @@ def transient(final: NDArray[np.float64], delivered: int, mean: float) -> tuple[
 
 
 _CURVE_POINTS = 240
-_DECILES = 10
 
 
 def law_figures(law: KaplanMeier) -> LawFigures:
@@ -105,23 +103,6 @@ def sample_law(lengths: NDArray[np.int64]) -> LawFigures | None:
     if not lengths.size:
         return None
     return law_figures(kaplan_meier(np.maximum(lengths, 1), np.zeros(lengths.size, dtype=np.bool_)))
-
-
-def deciles(lengths: NDArray[np.int64], ages: NDArray[np.int64]) -> DecileFigures | None:
-    """Staleness by length; None for fewer than 10 responses.
-
-    Both arguments have one entry for each response: its length, int64 [n], and the ages of its
-    tokens, int64 [n, 6], with the columns of :class:`~aprilsched.observe.figures.figures.Ages`.
-    """
-    if lengths.size < _DECILES:
-        return None
-    parts = np.array_split(np.argsort(lengths, kind="stable"), _DECILES)
-    sums = [Ages(*ages[part].sum(axis=0).tolist()) for part in parts]
-    return DecileFigures(
-        mean_length=[float(lengths[part].mean()) for part in parts],
-        staleness_mean=[each.total / max(1, each.sampled) for each in sums],
-        off_policy_token_share=[each.off_policy / max(1, each.sampled) for each in sums],
-    )
 
 
 CENSORS = frozenset(
@@ -263,9 +244,6 @@ class BiasCollector:
             drawn=None if law is None else law_figures(law),
             delivered=sample_law(lengths),
             transient=self._transient(law, workload_mean, batches, open_groups),
-            by_length_decile=None
-            if not batches
-            else deciles(lengths, np.concatenate([batch.ages for batch in batches])),
             dropped_tokens={str(reason): n for reason, n in sorted(ledger.tokens.items())},
             censoring=censoring(ledger, lengths.size, int(lengths.sum())),
         )

@@ -244,30 +244,6 @@ def _how_right(steady: ForecastFigures | None, who: str) -> str:
     )
 
 
-def deciles(runs: Sequence[RunReport]) -> Chart:
-    """Draw the mean staleness of ten classes of length."""
-    found = {run: run.summary.bias.by_length_decile for run in runs}
-    said = [
-        f"the longest tenth of {run.whose} responses is {figures.staleness_mean[-1]:.1f} versions "
-        f"old, the shortest {figures.staleness_mean[0]:.1f}"
-        for run, figures in found.items()
-        if figures is not None
-    ]
-    title = "; ".join(said) or "too few responses were delivered to tell"
-    chart = shared_charts.staleness_by_tenth(
-        {run.label: figures for run, figures in found.items()},
-        colours=[colour_of(run, PALETTE[2]) for run in runs],
-    )
-    return replace(
-        chart,
-        id="deciles",
-        title=f"{title[0].upper()}{title[1:]}.",
-        note="Delivered responses in ten classes of equal number by their length. Above: the "
-        "share of their tokens that an older policy sampled.",
-        height=320,
-    )
-
-
 def colour_of(run: RunReport, alone: str = PALETTE[0]) -> str:
     """Return the colour of one of two runs, or of one that is `alone`."""
     return OF_RUNS["AB".index(run.letter)] if run.letter else alone

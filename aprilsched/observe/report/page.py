@@ -110,11 +110,7 @@ def _charts(runs: Sequence[RunReport]) -> dict[str, list[Chart]]:
         "episodes": [time_charts.rollout_time(runs)] if any(run.episodes for run in runs) else [],
         "lengths": [batch_charts.lengths(runs)],
         "ages": [batch_charts.ages_by_batch(run) for run in runs],
-        "bias": [
-            batch_charts.bias(runs),
-            *batch_charts.distances(runs),
-            batch_charts.deciles(runs),
-        ],
+        "bias": [batch_charts.bias(runs), *batch_charts.distances(runs)],
         "alignment": [alignment_charts.by_staleness(runs), alignment_charts.by_position(runs)]
         if reported
         else [],
