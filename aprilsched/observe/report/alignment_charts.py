@@ -9,7 +9,7 @@ from aprilsched.observe.report.batch_charts import colour_of
 from aprilsched.observe.report.chart_model import PALETTE, Axis, Chart, Series
 from aprilsched.observe.report.report_data import RunReport
 from aprilsched.observe.report.time_charts import SHOWN_ENGINES
-from aprilsched.observe.report.words import nats, percent
+from aprilsched.observe.report.words import percent, written
 
 # All charts show k3, the mean of exp(d) - 1 - d over tokens, where d is the trainer's
 # log-probability minus the engine's. They include the runs whose trainer reported.
@@ -42,8 +42,9 @@ def _finding(run: RunReport, found: AlignmentFigures) -> str:
     if found.whole.k3 is None:
         return f"{run.who}No token of staleness 0 was compared."
     return (
-        f"{run.who}With the same weights, engine and trainer differ by {nats(found.whole.k3)}, and "
-        f"{percent(found.whole.beyond_share)} of the tokens by more than {found.bound:g} nats."
+        f"{run.who}With the same weights, engine and trainer differ by "
+        f"{written(found.whole.k3, 'nats')}, and {percent(found.whole.beyond_share)} of the tokens "
+        f"by more than {found.bound:g} nats."
     )
 
 
@@ -88,10 +89,13 @@ def by_engine(run: RunReport, found: AlignmentFigures) -> Chart:
     shown = ranked[:SHOWN_ENGINES]
     title = "No token of staleness 0 was compared."
     if len(ranked) == 1:
-        title = f"{ranked[0][0]} differs by {nats(ranked[0][1].k3)}."
+        title = f"{ranked[0][0]} differs by {written(ranked[0][1].k3, 'nats')}."
     elif ranked:
         (first, most), (last, least) = ranked[0], ranked[-1]
-        title = f"{first} differs most, by {nats(most.k3)}; {last} least, by {nats(least.k3)}."
+        title = (
+            f"{first} differs most, by {written(most.k3, 'nats')}; {last} least, by "
+            f"{written(least.k3, 'nats')}."
+        )
     fewer = f" The {len(shown)} largest of {len(ranked)}." if len(shown) < len(ranked) else ""
     name = run.figures.name
     return Chart(

@@ -14,7 +14,7 @@ from aprilsched.observe.report import shared_charts
 from aprilsched.observe.report.chart_model import AGE_COLOURS, PALETTE, Axis, Chart, Series
 from aprilsched.observe.report.report_data import RunReport
 from aprilsched.observe.report.shared_charts import OF_RUNS, evenly
-from aprilsched.observe.report.words import amount, percent, signed_percent
+from aprilsched.observe.report.words import percent, written
 
 # Draws the charts about batches: how long, how old and how biased their responses are.
 
@@ -55,7 +55,7 @@ def _law(run: RunReport) -> str:
     if drawn is None or delivered is None:
         return f"{run.who}Nothing was delivered, so there are no lengths to compare."
     off = delivered.mean / drawn.mean - 1
-    means = f"mean {amount(delivered.mean)} against {amount(drawn.mean)} tokens"
+    means = f"mean {written(delivered.mean)} against {written(drawn.mean)} tokens"
     if abs(off) < _EQUAL:
         return f"{run.who}Delivered responses are as long as those drawn ({means})."
     longer = "longer" if off > 0 else "shorter"
@@ -72,7 +72,7 @@ def _length_axis(chart: Chart) -> Axis:
     ticks = [digit * 10**power for power in range(9) for digit in (1, 2, 5)]
     shown = [tick for tick in ticks if 0.8 * least <= tick <= 1.2 * most]
     return replace(
-        chart.x, range=(0.8 * least, 1.15 * most), ticks={tick: amount(tick) for tick in shown}
+        chart.x, range=(0.8 * least, 1.15 * most), ticks={tick: written(tick) for tick in shown}
     )
 
 
@@ -120,7 +120,7 @@ def bias(runs: Sequence[RunReport]) -> Chart:
     if len(found) == 1:
         known = found[0].reference == "workload_mean"
         mean = "the workload's own mean" if known else "the mean drawn"
-        mean += f" ({amount(found[0].mean)} tokens)"
+        mean += f" ({written(found[0].mean)} tokens)"
     return replace(
         chart,
         id="bias",
@@ -136,7 +136,7 @@ def _transient(run: RunReport) -> str:
     found, censored = run.summary.bias.transient, run.summary.bias.censoring.policies
     if found is None:
         return f"{run.who}No batch was delivered, so there is no bias to speak of."
-    off = f"{run.who}The length bias is {signed_percent(found.measured)}"
+    off = f"{run.who}The length bias is {percent(found.measured, signed=True)}"
     if censored:
         return f"{off}, and part of it stays: responses were dropped."
     if abs(found.measured) < _EQUAL:
@@ -240,7 +240,7 @@ def _how_right(steady: ForecastFigures | None, who: str) -> str:
     off = steady.efficiency / steady.efficiency_forecast - 1
     return (
         f"{percent(steady.efficiency_forecast)} of the bound were forecast for {who} batches after "
-        f"the burn-in, and {percent(steady.efficiency)} came: {signed_percent(off)}."
+        f"the burn-in, and {percent(steady.efficiency)} came: {percent(off, signed=True)}."
     )
 
 

@@ -22,7 +22,7 @@ from aprilsched.observe.report.chart_model import (
     Series,
 )
 from aprilsched.observe.report.report_data import EngineTime, PartTime, RunReport
-from aprilsched.observe.report.words import percent, seconds
+from aprilsched.observe.report.words import percent, written
 
 # Draws the charts about time: by part, over time, and by engine.
 
@@ -111,7 +111,7 @@ def rollout_time(runs: Sequence[RunReport]) -> Chart:
         labels=ROLLOUT_PART_LABELS,
     )
     said = [
-        f"{run.who}A rollout takes {seconds(whole)}, and is at its tools for "
+        f"{run.who}A rollout takes {written(whole, 'seconds')}, and is at its tools for "
         f"{percent(found['tools'])} of that."
         for run, whole, found in zip(shown, wholes, shares, strict=True)
     ]
