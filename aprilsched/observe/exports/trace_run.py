@@ -42,8 +42,8 @@ class TraceBuilder(DispatchingListener):
         """First version of each open rollout, see :attr:`Attempt.first_version`."""
         self._changed: dict[EngineTracks, None] = {}
         """Engines whose counters may have changed at the time `_at`. The counters are written when
-        time advances, because many requests are sent at the same moment. A dict keeps their order, so
-        that the same log gives the same trace."""
+        time advances, because many requests are sent at the same moment. A dict keeps their order,
+        so that the same log gives the same trace."""
         self._at = 0
         self._began = False
         file.name("trainer", _TRAINER)
