@@ -19,12 +19,12 @@ from aprilsched.__main__ import main
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.observe.figures.engine_time import BUSY, PARTS
+from aprilsched.observe.figures.faults import Faults
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.usage import usage_of
 from aprilsched.observe.report import page as page_module
 from aprilsched.observe.report.batch_charts import ages_by_batch, forecasts
 from aprilsched.observe.report.compare import differences, verdict
-from aprilsched.observe.report.fault_lines import Faults
 from aprilsched.observe.report.gather import run_report
 from aprilsched.observe.report.page import page
 from aprilsched.observe.report.report_data import RunReport

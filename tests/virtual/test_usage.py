@@ -21,8 +21,7 @@ from aprilsched import (
 )
 from aprilsched.__main__ import main
 from aprilsched.kernel.core.messages.events import EngineLost
-from aprilsched.observe.figures.engine_sums import utilization_of
-from aprilsched.observe.figures.engine_time import PARTS
+from aprilsched.observe.figures.engine_time import BUSY, PARTS
 from aprilsched.observe.figures.run_state import RunState
 from aprilsched.observe.log.usage import RunUsage, UsageRecorder, usage_of
 from aprilsched.simulation.engine import run_virtual
@@ -107,7 +106,9 @@ def run(program: Program, *, fleet: SimFleet | None = None, **arguments: Any) ->
         assert engine.tokens == usage.tokens[index]
         assert engine.capacity == usage.capacity[index]
     # Live, time is divided by the slots known until then, which can only be fewer.
-    assert utilization_of(live.seconds()) >= usage.utilization * 0.999
+    spent = live.seconds()
+    busy = sum(spent[part] for part in BUSY)
+    assert busy / sum(spent.values()) >= usage.utilization * 0.999
     return seconds
 
 

@@ -73,6 +73,11 @@ class LiveFigures:
         return self._meter.recent
 
     @property
+    def delivered_at(self) -> float:
+        """Time of the latest delivery; the start of the run before the first."""
+        return self._meter.time.delivered_at
+
+    @property
     def rollouts(self) -> Mapping[int, RolloutClock]:
         """The clock of each rollout in flight, by its id."""
         return self._meter.rollouts

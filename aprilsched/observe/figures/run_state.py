@@ -24,8 +24,8 @@ from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.ledger import Counters, Entry, Ledger, Reason
 from aprilsched.kernel.shell.listener import TokenChunks
 from aprilsched.observe.figures.batch_figures import sampled_tokens
-from aprilsched.observe.figures.engine_sums import seconds_of
 from aprilsched.observe.figures.engine_time import (
+    PARTS,
     AttemptNow,
     Cause,
     EngineTime,
@@ -103,6 +103,7 @@ class RunState:
 
     Attributes:
         now: time of the last fact, in seconds.
+        opened_at: time at which the first process opened the run; None before.
         engines: the engines and their time by part, by name, in the order of joining.
         growing: ids of the rollouts whose response is unfinished.
         carried: ids of the rollouts in `growing` that were already in flight when an earlier batch
@@ -144,7 +145,7 @@ class RunState:
         last change of pace. This happens only at the asynchronous pace, so it identifies the pace.
         An engine's mode does not: at the synchronous pace, an idle engine is not even paused while
         the trainer trains."""
-        self._began = False
+        self.opened_at: float | None = None
         self._handlers: dict[type, Callable[[Any], None]] = {
             of.RunOpened: self._opened,
             of.BatchRequested: self._batch_requested,
@@ -248,7 +249,9 @@ class RunState:
 
     def seconds(self) -> dict[Part, float]:
         """Return the seconds of all engines together, by part."""
-        return seconds_of(self.engines.values())
+        columns = zip(*(engine.seconds for engine in self.engines.values()), strict=True)
+        sums = [sum(column) for column in columns] or [0.0] * len(PARTS)
+        return dict(zip(PARTS, sums, strict=True))
 
     def decoding(self) -> Iterable[int]:
         """Ids of the rollouts whose response is being decoded now."""
@@ -309,9 +312,10 @@ class RunState:
         self._time.forget_requests()
         for info in fact.engines:
             self._time.enter(self._time.enlist(info), "generating")
-        if self._began:
+        if self.opened_at is None:
+            self.opened_at = self.now
+        else:
             self._forget_prior_run()
-        self._began = True
 
     def _forget_prior_run(self) -> None:
         """Forget everything in flight: the process of the prior run has ended."""

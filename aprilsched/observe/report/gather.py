@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from aprilsched.kernel.values.files import read_text
 from aprilsched.observe.figures.engine_time import PART_INDEX, PART_LABELS, PARTS
+from aprilsched.observe.figures.faults import Faults
 from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.rebuild import Rebuilding, written_summary
@@ -20,7 +21,6 @@ from aprilsched.observe.log.run import History, readable
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS
 from aprilsched.observe.log.samples import read_samples
 from aprilsched.observe.log.usage import RunUsage, UsageRecorder, busy_share
-from aprilsched.observe.report.fault_lines import Faults
 from aprilsched.observe.report.report_data import EngineTime, PartTime, ReportData, RunReport
 from aprilsched.observe.report.words import headlines, ran
 from aprilsched.observe.sampling.labels import NVML_UTILIZATION, STEP_SHARE

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.observe.figures.faults import FaultLedger
 from aprilsched.observe.figures.rollout_time import ROLLOUT_PART_LABELS
 from aprilsched.observe.report.chart_model import PART_COLOURS
-from aprilsched.observe.report.report_data import FaultLedger, RunReport
+from aprilsched.observe.report.report_data import RunReport
 from aprilsched.observe.report.words import percent, written
 
 
