@@ -318,7 +318,8 @@ def phases(figures: LiveFigures) -> dict[str, int]:
     state = figures.state
     generating = [each for each in state.engines.values() if each.state == "generating"]
     parts = Counter(clock.part for clock in figures.rollouts.values())
-    carried = len(state.carried.intersection(state.decoding())) if state.carried else 0
+    decoding = [state.rollouts[each] for each in state.decoding() if each in state.rollouts]
+    carried = sum(rollout.carried for rollout in decoding)
     counts: dict[str, int] = {
         "decoding": sum(engine.decode for engine in generating) - carried,
         "decoding, carried": carried,

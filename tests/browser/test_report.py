@@ -162,7 +162,7 @@ def test_the_trainer_s_logprobs_are_drawn(
         assert page.evaluate(EMPTY) == []
         assert page.overflow() == 0
         assert page.evaluate("window.hit === undefined")
-        assert f"{HOSTILE} differs most" in page.page.inner_text("body")
+        assert f"{HOSTILE} differs by" in page.page.inner_text("body")
 
 
 async def _agents(folder: Path) -> None:
