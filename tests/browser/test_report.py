@@ -36,9 +36,9 @@ from tests.support.tiny_tokenizer import bytes_tokenizer
 PATIENCE_S = 120.0
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]
-ONE_RUN = 8
+ONE_RUN = 7
 """Number of charts of one run that was not sampled."""
-TWO_RUNS = 12
+TWO_RUNS = 11
 DRAWN = "html[data-drawn]"
 EMPTY = """() => [...document.querySelectorAll('.chart')].filter((chart) => {
   const svg = chart.querySelector('svg.main-svg');

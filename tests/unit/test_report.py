@@ -167,7 +167,7 @@ def test_a_mismatch_of_engines_is_shown(
     assert "A: With the same weights" in page([report, reports["sync"]], library="")
     assert "B: With the same weights" in page([reports["sync"], report], library="")
     found = next(
-        d for d in differences(report.figures, report.figures) if d.difference_text == "+0 nats"
+        d for d in differences(report.figures, report.figures) if d.difference == "+0 nats"
     )
     assert found.verdict == "same"
 

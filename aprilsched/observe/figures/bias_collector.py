@@ -55,13 +55,6 @@ def expected_lengths(
     return np.where(finished, tokens, tokens + law.residual_mean(tokens))
 
 
-def transient(final: NDArray[np.float64], delivered: int, mean: float) -> tuple[float, float]:
-    """Return the mean of the `final` lengths float64 [n] of the responses in flight (`mean` if
-    there are none), and the bias of the `delivered` responses caused by their absence."""
-    expected = float(final.mean()) if final.size else mean
-    return expected, bias_without(final.size, expected, delivered, mean)
-
-
 _CURVE_POINTS = 240
 
 
@@ -273,7 +266,8 @@ class BiasCollector:
         final = expected_lengths(law, *pooled(open_groups))
         lengths = [batch.lengths for batch in batches]
         delivered = sum(each.size for each in lengths)
-        _, predicted = transient(final, delivered, mean)
+        expected = float(final.mean()) if final.size else mean
+        predicted = bias_without(final.size, expected, delivered, mean)
         measured = running_bias(lengths, mean)
         owners = [np.full(len(group.tokens), group.launched) for group in open_groups]
         # At a constant number of requests in flight, the transient falls as 1 / batches.

@@ -1,4 +1,4 @@
-"""Charts with one point or bar for each batch."""
+"""Charts about batches: how long, how old and how biased their responses are."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from aprilsched.observe.report.chart_model import AGE_COLOURS, PALETTE, Axis, Ch
 from aprilsched.observe.report.report_data import RunReport
 from aprilsched.observe.report.shared_charts import OF_RUNS, evenly
 from aprilsched.observe.report.words import percent, written
-
-# Draws the charts about batches: how long, how old and how biased their responses are.
 
 _EQUAL = 0.01
 """A bias below this share of the mean length counts as none."""
@@ -146,52 +144,6 @@ def _transient(run: RunReport) -> str:
         return f"{off}, more than what is in flight explains."
     more = f"{further:,} more {'batch' if further == 1 else 'batches'}"
     return f"{off} so far; it is below 1 % after {more}."
-
-
-def distances(runs: Sequence[RunReport]) -> list[Chart]:
-    """Draw the distance of each batch's lengths from the drawn law, and the distance expected of
-    an i.i.d. batch. Returns no chart if no batch has a distance."""
-    series: list[Series] = []
-    statements: list[str] = []
-    for run in runs:
-        batches = run.summary.per_batch
-        own = [batch.length_distance for batch in batches]
-        usual = [batch.iid_length_distance for batch in batches]
-        pairs = [(a, b) for a, b in zip(own, usual, strict=True) if a is not None and b is not None]
-        if not pairs:
-            continue
-        mean, expected = np.mean(pairs, axis=0)
-        statements.append(
-            f"the lengths of {run.whose} batches are {mean:.2f} off the drawn law on "
-            f"average, where batches drawn at random would be {expected:.2f} off"
-        )
-        for name, values in (("batch", own), ("drawn at random", usual)):
-            at = [i for i in evenly(len(values)).tolist() if values[i] is not None]
-            series.append(
-                Series(
-                    name=f"{run.who}{name}",
-                    x=[i + 1 for i in at],
-                    y=np.array([values[i] for i in at], dtype=np.float64),
-                    colour=colour_of(run),
-                    dash="solid" if values is own else "dash",
-                    hover="%{y:.3f}",
-                )
-            )
-    if not statements:
-        return []
-    title = "; ".join(statements)
-    chart = Chart(
-        id="distances",
-        title=f"{title[0].upper()}{title[1:]}.",
-        note="Kolmogorov's distance: the largest difference between the shares of responses up to "
-        "a length, in the batch and in the law that all lengths are drawn from (estimated when the "
-        "batch was delivered). Batches that are all short or all long are far from it.",
-        series=series,
-        x=Axis(label="batch", unit="whole"),
-        y=Axis(label="distance from the drawn law", from_zero=True),
-        together=True,
-    )
-    return [chart]
 
 
 def forecasts(run: RunReport) -> Chart | None:

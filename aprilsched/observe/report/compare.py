@@ -20,9 +20,8 @@ class Difference:
     explanation: str
     a: str
     b: str
-    difference: float | None
+    difference: str
     """B minus A."""
-    difference_text: str
     ratio: float | None
     """B divided by A; None if the ratio is meaningless."""
     verdict: Literal["better", "worse", "same", ""]
@@ -67,8 +66,7 @@ def _difference(a: Headline, b: Headline, *, judged: bool) -> Difference:
         explanation=a.explanation if a.explanation == b.explanation else "",
         a=a.text,
         b=b.text,
-        difference=change,
-        difference_text=text.replace(" %", " points"),
+        difference=text.replace(" %", " points"),
         ratio=_ratio(a, b),
         verdict=_better_or_worse(a, b) if judged else "",
     )

@@ -3,41 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.observe.figures.faults import FaultLedger
 from aprilsched.observe.figures.rollout_time import ROLLOUT_PART_LABELS
-from aprilsched.observe.report.chart_model import PART_COLOURS
 from aprilsched.observe.report.report_data import RunReport
 from aprilsched.observe.report.words import percent, written
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartRow:
-    """One part of the engines' time; `each` has its share and its seconds in each run."""
-
-    label: str
-    meaning: str
-    colour: str
-    each: list[tuple[str, str]]
-
-
-def part_rows(runs: Sequence[RunReport]) -> list[PartRow]:
-    """Return the parts of the engines' time that occurred in any of the runs."""
-    return [
-        PartRow(
-            label=each[0].label,
-            meaning=each[0].meaning,
-            colour=PART_COLOURS[each[0].part],
-            each=[
-                (f"{run.letter} {percent(part.share)}".lstrip(), written(part.seconds, "seconds"))
-                for run, part in zip(runs, each, strict=True)
-            ],
-        )
-        for each in zip(*(run.figures.time.parts for run in runs), strict=True)
-        if any(part.seconds > 0 for part in each)
-    ]
 
 
 def engine_time(runs: Sequence[RunReport]) -> str:
@@ -70,6 +41,9 @@ def bias_rows(run: RunReport) -> list[tuple[str, str]]:
         rows.append(
             ("of it, because of what is in flight", percent(bias.transient.predicted, signed=True))
         )
+    if summary.length_distance is not None and summary.iid_length_distance is not None:
+        distance = f"{summary.length_distance:.2f}, at random {summary.iid_length_distance:.2f}"
+        rows.append(("distance of a batch's lengths from the drawn law, mean", distance))
     for reason, tokens in bias.dropped_tokens.items():
         dropped = summary.rollouts.dropped.get(reason, 0)
         rows.append((f"dropped ({reason}): {dropped:,} responses", f"{written(tokens)} tokens"))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.observe.figures.engine_time import BUSY, PART_INDEX, PART_LABELS, Part
+from aprilsched.observe.figures.engine_time import BUSY, PART_INDEX, PART_LABELS
 from aprilsched.observe.figures.rollout_time import ROLLOUT_PART_LABELS
 from aprilsched.observe.log.over_time import bars
 from aprilsched.observe.log.usage import busy_share
@@ -24,8 +24,6 @@ from aprilsched.observe.report.chart_model import (
 from aprilsched.observe.report.report_data import EngineTime, PartTime, RunReport
 from aprilsched.observe.report.words import percent, written
 
-# Draws the charts about time: by part, over time, and by engine.
-
 _BINS = 240
 _MARKED = 20
 """Largest number of batches whose ends can be distinguished in a chart of the whole run."""
@@ -36,19 +34,6 @@ _SHOWN_PAUSES = 200
 _ROW = 64
 _TENTHS = 10
 _SMALL = 0.02
-
-_LOST_TO: dict[Part, str] = {
-    "re_prefill": "was lost to recomputing contexts",
-    "tail": "was lost to the tail of batches",
-    "pause": "was lost to pauses",
-    "refit": "was lost while new weights were loaded",
-    "trainer": "was lost waiting for the trainer",
-    "prompts": "was lost waiting for prompts",
-    "rewards": "was lost waiting for rewards",
-    "environment": "was lost waiting for the tools or scores of episodes",
-    "asleep": "was spent asleep, with the memory released for the trainer",
-    "lost": "was lost because engines were out of use",
-}
 
 
 def lost_most(time: EngineTime) -> PartTime | None:
@@ -83,12 +68,9 @@ def _lost(run: RunReport) -> str:
     time = run.figures.time
     most, busy = lost_most(time), percent(time.utilization)
     if most is None:
-        return (
-            f"{run.who}Engines were busy for {busy} of their time, and no cause of idleness stands "
-            "out."
-        )
+        return f"{run.who}Engines were busy for {busy} of their time; no idle part stands out."
     return (
-        f"{run.who}{percent(most.share)} of the engines' time {_LOST_TO[most.part]}; {busy} was "
+        f"{run.who}{percent(most.share)} of the engines' time went to: {most.label}; {busy} was "
         "busy."
     )
 
