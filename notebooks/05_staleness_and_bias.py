@@ -24,7 +24,7 @@ import pictures
 
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.config import Staleness
-from aprilsched.observe.log.over_time import tokens_by_age
+from aprilsched.observe.log.over_time import tokens_by_class
 from aprilsched.observe.log.run import read_run
 from aprilsched.planning import presets
 from aprilsched.simulation import simulate
@@ -89,7 +89,7 @@ print(
     f"With eviction it is {-lasting:.0%} short."
 )
 # What the answer below says:
-ages = tokens_by_age(april)
+ages = tokens_by_class(april, 6)
 assert (
     ages[0, 1:].sum() == 0 < ages[0, 0]
 )  # of the run at the top: its first batch is of one version

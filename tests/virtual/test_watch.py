@@ -20,8 +20,8 @@ from aprilsched.cli.commands import watch as watched_module
 from aprilsched.cli.commands.watch import Watched
 from aprilsched.errors import RunFolderError
 from aprilsched.observe.log.follow import Follower
-from aprilsched.observe.log.incarnations import whole_lines
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY
+from aprilsched.observe.log.tail import whole_lines
 from tests.support.terminal import on_a_terminal
 from tests.virtual.test_resume_folder import resume, start_run
 

@@ -25,7 +25,6 @@ from aprilsched.observe.report.gather import run_report
 from aprilsched.observe.report.report_data import ReportData, RunReport
 from aprilsched.observe.report.sections import (
     bias_rows,
-    engine_time,
     episode_rows,
     fault_tables,
     faults_that_happened,
@@ -89,7 +88,6 @@ def page(runs: Sequence[RunReport], *, library: str) -> str:
             ],
             part_colours=PART_COLOURS,
             written=written,
-            engine_time=engine_time(runs),
             bias_rows=bias_rows,
             episode_rows=episode_rows,
             faults_that_happened=faults_that_happened,

@@ -10,18 +10,6 @@ from aprilsched.observe.figures.rollout_time import ROLLOUT_PART_LABELS
 from aprilsched.observe.report.report_data import RunReport
 from aprilsched.observe.report.words import percent, written
 
-
-def engine_time(runs: Sequence[RunReport]) -> str:
-    """Return the whole time of the engines of each run."""
-    phrases: list[str] = []
-    for run in runs:
-        time = run.figures.time
-        engines = f"{time.engines:,} {'engine' if time.engines == 1 else 'engines'}"
-        whole = written(sum(part.seconds for part in time.parts), "seconds")
-        phrases.append(f"{run.letter} {whole} of {engines}".lstrip())
-    return " and ".join(phrases)
-
-
 _ENDS = {
     "delivered": "delivered",
     Reason.EPISODE_FAILED.value: "failed, with their group",
