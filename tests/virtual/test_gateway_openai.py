@@ -449,7 +449,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": "x", "temperature": -1}, "temperature is -1"),
     (TEXT, {"prompt": "x", "temprature": 1}, "unknown field `temprature`"),
     (TEXT, {"prompt": "x", "response_format": {"type": "poem"}}, "poem"),
-    (CHAT, {"messages": []}, "length >= 1 - at `$.messages`"),
+    (CHAT, {"messages": []}, "at least one message, got none"),
     (CHAT, {"messages": [{"content": "x"}]}, "has no role"),
     (CHAT, {"messages": [{"role": "pirate", "content": "x"}]}, "there is no role pirate"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "is neither text"),

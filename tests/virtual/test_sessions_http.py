@@ -95,7 +95,7 @@ async def posted(
     session: Session, path: str, body: Any, *, key: str | None = None, name: str = "x-api-key"
 ) -> tuple[int, Any]:
     headers = {name: session.key if key is None else key}
-    content = io.BytesIO(json.dumps(body).encode())
+    content = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
     async with (
         aiohttp.ClientSession(headers=headers) as http,
         http.post(f"{session.url}/{path}", data=content) as answer,
@@ -378,7 +378,7 @@ async def test_a_client_that_leaves_takes_its_turn_along_and_nothing_else(plain:
 
 DEEP: Any = functools.reduce(lambda inner, _: [inner], range(900), None)
 REFUSED = [
-    ("chat/completions", {"messages": []}, "$.messages"),
+    ("chat/completions", {"messages": []}, "at least one message, got none"),
     ("chat/completions", {"messages": [{"content": "x"}]}, "role"),
     ("chat/completions", {"messages": [printed("king", "x")]}, "refuses"),
     ("chat/completions", {"messages": [printed("user", "x")], "n": 3}, "one answer"),
@@ -413,6 +413,7 @@ REFUSED = [
     ("generate", {"sampling_params": {}}, "text, input_ids"),
     ("generate", {"text": "x", "sampling_params": {"n": 2}}, "n is 2"),
     ("generate", {"text": "x", "image_data": "data:,"}, "images"),
+    ("generate", {"text": "x", "lora_path": "x"}, "no adapter is served"),
     *[
         ("generate", {"text": "x", "sampling_params": {name: value}}, name)
         for name, value in (
@@ -441,12 +442,12 @@ REFUSED = [
     ),
     (
         "v1/messages",
-        {"messages": [printed("user", "x"), printed("assistant", "I th")], "max_tokens": 5},
-        "ends with one of the assistant",
+        {"messages": [said("user", "x"), said("assistant", "I th")], "max_tokens": 5},
+        "must end with a message of the user",
     ),
-    ("v1/messages", {"messages": [], "max_tokens": 5}, "$.messages"),
-    ("v1/messages", {"messages": [printed("user", "x")]}, "max_tokens"),
-    ("v1/messages", {"messages": [printed("tool", "x")], "max_tokens": 5}, "role"),
+    ("v1/messages", {"messages": [], "max_tokens": 5}, "must end with a message of the user"),
+    ("v1/messages", {"messages": [said("user", "x")]}, "max_tokens"),
+    ("v1/messages", {"messages": [said("tool", "x")], "max_tokens": 5}, "role"),
     (
         "v1/messages",
         {"messages": [printed("user", "x")], "max_tokens": 5, "thread": {"type": "create"}},
@@ -475,7 +476,24 @@ REFUSED = [
         },
         "`type` - at `$.messages[0].content[0].content[0]`",
     ),
+    (
+        "v1/messages",
+        {
+            "messages": [said("user", "x")],
+            "max_tokens": 5,
+            "tools": [{"name": "x", "input_schema": {}, "description": 5}],
+        },
+        "$.tools[0].description",
+    ),
 ]
+TWICE = b'{"messages": [], "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}'
+ANSWERED: list[tuple[str, Any]] = [
+    ("chat/completions", TWICE),
+    ("v1/messages", TWICE),
+    ("generate", {"text": ["x"]}),
+    ("generate", {"input_ids": [[5]]}),
+]
+"""Unusual bodies that the servers of these APIs answer: a name twice, a list of one prompt."""
 
 
 async def test_what_cannot_be_answered_is_refused_in_a_sentence(plain: ModelTokenizer):
@@ -486,6 +504,10 @@ async def test_what_cannot_be_answered_is_refused_in_a_sentence(plain: ModelToke
             message = answer["error"]["message"]
             assert any(each in message for each in part.split("|")), message
             assert (answer.get("type") == "error") == path.endswith("messages")
+        for path, body in ANSWERED:
+            status, answer = await posted(session, path, body)
+            assert status == 200, (path, body, answer)
+            assert isinstance(answer, list) == (path == "generate")
         async with client(session) as api:
             with pytest.raises(openai.BadRequestError, match="one answer"):
                 await api.chat.completions.create(model="m", messages=[printed("user", "x")], n=2)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import msgspec
-from msgspec import Meta
 
 from aprilsched.agents.dialects.values import (
     Asked,
@@ -103,7 +102,7 @@ class _Choice(msgspec.Struct, frozen=True):
 class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/messages."""
 
-    messages: Annotated[list[_Message], Meta(min_length=1)]
+    messages: list[_Message]
     max_tokens: int
     model: str = ""
     system: _Parts = None
@@ -115,11 +114,8 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _ask(body: MessagesBody) -> Asked:
-    if body.messages[-1].role == "assistant":
-        raise ConfigError(
-            "messages ends with one of the assistant, whose text a session does not continue; end "
-            "with one of the user."
-        )
+    if not body.messages or body.messages[-1].role == "assistant":
+        raise ConfigError("`messages` must end with a message of the user, which is answered.")
     if body.thread:
         raise ConfigError(_NO_THREAD)
     choice = "auto" if body.tool_choice is None else body.tool_choice.type

@@ -136,7 +136,7 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
 class ChatBody(_Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    messages: list[dict[str, Any]]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -152,6 +152,9 @@ class ChatBody(_Body, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Not a constraint of the field, which would also refuse an earlier value of a repeated one.
+        if not self.messages:
+            raise ConfigError("`messages` must have at least one message, got none.")
         if self.top_logprobs and not self.logprobs:
             raise ConfigError("top_logprobs needs logprobs; set it to true.")
 
