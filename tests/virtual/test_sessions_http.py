@@ -408,10 +408,10 @@ REFUSED = [
     ("chat/completions", {"messages": "x"}, "messages"),
     ("chat/completions", [1], "array"),
     ("completions", {"prompt": []}, "empty"),
-    ("completions", {"prompt": ["a", "b"]}, "several"),
+    ("completions", {"prompt": ["a", "b"]}, "one text"),
     ("completions", {"prompt": [-5, 2**40]}, "token ids"),
     ("generate", {"sampling_params": {}}, "text, input_ids"),
-    ("generate", {"text": "x", "sampling_params": {"n": 2}}, "n is 2"),
+    ("generate", {"text": "x", "sampling_params": {"n": 2}}, "must be 1, got 2"),
     ("generate", {"text": "x", "image_data": "data:,"}, "images"),
     ("generate", {"text": "x", "lora_path": "x"}, "no adapter is served"),
     *[

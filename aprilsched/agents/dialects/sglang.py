@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from aprilsched.agents.dialects.values import (
-    PING,
     Asked,
     Dialect,
-    Names,
     Part,
     Question,
     TextOptions,
     prompts_of,
 )
-from aprilsched.agents.serving.refusals import error_content, error_event
-from aprilsched.agents.serving.streams import DONE, Event, frame_item
+from aprilsched.agents.serving.refusals import error_event
+from aprilsched.agents.serving.streams import Event
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.companions import Rows
 from aprilsched.types import MEDIA, Media
-
-_NEW_TOKENS = 128
-"""SGLang's default of max_new_tokens."""
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -130,20 +125,18 @@ def _ask(body: PromptsBody) -> Asked:
     )
 
 
-class _Answer:
-    survives_failure: ClassVar[bool] = True
+class Generate(Dialect):
+    """SGLang's /generate, for one or more prompts."""
 
-    def __init__(self, asked: Asked, names: Names) -> None:
-        self._asked, self._names = asked, names
-
-    def first(self) -> Iterable[Event]:
-        return ()
+    body = PromptsBody
+    parse = staticmethod(_ask)
+    default_tokens = 128  # SGLang's default of max_new_tokens.
+    is_native = True
+    survives_failure = True
+    stream_error = staticmethod(error_event)
 
     def events(self, part: Part) -> Iterable[Event]:
         yield self._event(part)
-
-    def last(self, wholes: Sequence[Part]) -> Iterable[Event]:
-        return ()
 
     def whole(self, wholes: Sequence[Part]) -> Event | list[Event]:
         events = [self._event(part) for part in wholes]
@@ -228,17 +221,3 @@ def labelled(
         elif start < end:
             found.append({"version": label, "start": start, "end": end})
     return found
-
-
-GENERATE = Dialect(
-    body=PromptsBody,
-    parse=_ask,
-    answer=_Answer,
-    error=error_content,
-    stream_error=error_event,
-    frame=frame_item,
-    done=DONE,
-    ping=PING,
-    default_tokens=_NEW_TOKENS,
-    is_native=True,
-)

@@ -22,7 +22,6 @@ from aiohttp.typedefs import Handler
 from aprilsched.agents.chat.openai_bodies import ForcedCalls, Message, for_template
 from aprilsched.agents.chat.tokenizer import ModelTokenizer
 from aprilsched.agents.dialects.values import (
-    Answer,
     Asked,
     Chat,
     Dialect,
@@ -49,7 +48,7 @@ _UNCHECKED = ("extra", "request", "keep")
 """Sampling parameters that pass other fields on unchecked."""
 
 
-def answer_in(dialect: Dialect[Any]) -> Handler:
+def answer_in(dialect: type[Dialect]) -> Handler:
     """Return the handler for the requests of a dialect."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -91,11 +90,11 @@ def answer_in(dialect: Dialect[Any]) -> Handler:
                 token=service.texts.text_of,
                 label=lambda: service.label,
             )
-            answer = dialect.answer(asked, names)
+            answer = dialect(asked, names)
             if asked.stream:
                 service.clients.streams += 1
                 try:
-                    items = _items(service, dialect, asked, answer, readings)
+                    items = _items(service, asked, answer, readings)
                     return await send_stream(request, items)
                 finally:
                     service.clients.streams -= 1
@@ -110,11 +109,11 @@ def answer_in(dialect: Dialect[Any]) -> Handler:
 
 async def _items(
     service: Service,
-    dialect: Dialect[Any],
     asked: Asked,
-    answer: Answer,
+    answer: Dialect,
     readings: Sequence[Reading],
 ) -> AsyncGenerator[Item]:
+    dialect = type(answer)
     for event in answer.first():
         yield event
     try:
@@ -160,7 +159,7 @@ def _repeated(inputs: Sequence[_Input], n: int) -> list[_Input]:
 
 
 async def _inputs(
-    service: Service, dialect: Dialect[Any], asked: Asked, fields: dict[str, Any], size: int
+    service: Service, dialect: type[Dialect], asked: Asked, fields: dict[str, Any], size: int
 ) -> list[_Input]:
     """Return the tokens of each prompt; the prompts of a body have the same kind.
 
@@ -248,7 +247,7 @@ def _text_rules(service: Service, options: TextOptions, skip_special: bool | Non
 
 
 def _new_tokens(
-    service: Service, dialect: Dialect[Any], question: Question, ids: Sequence[int]
+    service: Service, dialect: type[Dialect], question: Question, ids: Sequence[int]
 ) -> int | None:
     wanted = question.max_tokens
     wanted = dialect.default_tokens if wanted is None else wanted

@@ -16,9 +16,9 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from aprilsched.agents.dialects.anthropic import ANTHROPIC
-from aprilsched.agents.dialects.openai import CHAT, COMPLETIONS
-from aprilsched.agents.dialects.sglang import GENERATE
+from aprilsched.agents.dialects.anthropic import Messages
+from aprilsched.agents.dialects.openai import Chats, Completions
+from aprilsched.agents.dialects.sglang import Generate
 from aprilsched.agents.dialects.values import Asked, Dialect
 from aprilsched.agents.serving.bodies import Bodies, decode, expect_later
 from aprilsched.agents.serving.refusals import Refusal, Refused, Unavailable, as_json
@@ -91,10 +91,10 @@ def make_session_app(sessions: Sessions, keys: Keys) -> web.Application:
         app.router.add_route(method, path, handler, expect_handler=expect_later)
 
     for dialect, path in (
-        (CHAT, "chat/completions"),
-        (COMPLETIONS, "completions"),
-        (ANTHROPIC, "messages"),
-        (GENERATE, "generate"),
+        (Chats, "chat/completions"),
+        (Completions, "completions"),
+        (Messages, "messages"),
+        (Generate, "generate"),
     ):
         handler = _call(sessions, keys, bodies, dialect)
         # OpenAI's clients have the v1 in their base URL; Anthropic's add it.
@@ -134,7 +134,7 @@ async def _models(_: web.Request) -> web.Response:
     return as_json({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
 
-def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: Dialect[Any]) -> Handler:
+def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: type[Dialect]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         name, _, key = request.match_info["id"].partition(".")
         # Only a client with the session's key may learn whether it exists.
@@ -201,7 +201,7 @@ def _explained(error: Exception, sessions: Sessions) -> tuple[int, str]:
 async def _stream(
     request: web.Request,
     sessions: Sessions,
-    dialect: Dialect[Any],
+    dialect: type[Dialect],
     asked: Asked,
     answer: Awaitable[Reply],
 ) -> web.StreamResponse:
