@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -16,11 +16,11 @@ from aprilsched.agents.dialects.values import (
     TextOptions,
     prompts_of,
 )
-from aprilsched.agents.serving.refusals import error_event
+from aprilsched.agents.serving.refusals import Refused, error_event
 from aprilsched.agents.serving.streams import Event
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.companions import Rows
-from aprilsched.types import MEDIA, Media
+from aprilsched.types import MEDIA, Media, SamplingParams
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -169,6 +169,23 @@ class Generate(Dialect):
         text = {} if part.text is None else {"text": part.text}
         index = {"index": part.index} if self._asked.is_listed else {}
         return {**text, "output_ids": part.token_ids, "meta_info": meta, **index}
+
+
+def check_vocabulary(size: int, input_ids: Sequence[int], sampling: SamplingParams) -> None:
+    """Refuse token ids that would kill the scheduler of an engine, in SGLang's words.
+
+    Raises:
+        Refused: if one is not from 0 to `size` - 1.
+    """
+    given: Mapping[str, Iterable[int | str]] = {
+        "input_ids must be": (min(input_ids), max(input_ids)),
+        "stop_token_ids must be": sampling.stop_token_ids,
+        "logit_bias must has keys": sampling.extra.get("logit_bias", ()),
+    }
+    for must_be, token_ids in given.items():
+        for each in token_ids:
+            if not (str(each).isdecimal() and int(each) < size):
+                raise Refused(f"{must_be} in [0, {size - 1}], got {each}.")
 
 
 def finish_reason(reason: str | None, *, tokens: int, last: int | str) -> dict[str, Any] | None:

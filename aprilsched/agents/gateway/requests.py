@@ -20,7 +20,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from aprilsched.agents.chat.openai_bodies import ForcedCalls, Message, for_template
-from aprilsched.agents.chat.tokenizer import ModelTokenizer
+from aprilsched.agents.dialects.sglang import check_vocabulary
 from aprilsched.agents.dialects.values import (
     Asked,
     Chat,
@@ -38,7 +38,7 @@ from aprilsched.agents.serving.refusals import Refused, as_json
 from aprilsched.agents.serving.streams import Item, send_stream
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.sampling import sampling_params
-from aprilsched.types import Media, Prompt, SamplingParams
+from aprilsched.types import Media, Prompt
 
 GROUP_HEADER = "X-Aprilsched-Group"
 """Header that names the group of a request's responses."""
@@ -69,6 +69,7 @@ def answer_in(dialect: type[Dialect]) -> Handler:
         group = request.headers.get(GROUP_HEADER)
         asked_for = _new_responses(service, asked, inputs, fields, group, name)
         with service.admission.open(asked_for) as responses:
+            repeated = [each for each in inputs for _ in range(asked.n)]
             readings = [
                 Reading(
                     responses=service.responses,
@@ -80,9 +81,7 @@ def answer_in(dialect: type[Dialect]) -> Handler:
                     likely=likely,
                     label_of=service.labels.__getitem__,
                 )
-                for index, (response, each) in enumerate(
-                    zip(responses, _repeated(inputs, asked.n), strict=True)
-                )
+                for index, (response, each) in enumerate(zip(responses, repeated, strict=True))
             ]
             names = Names(
                 answer=name,
@@ -154,10 +153,6 @@ class _Input:
     message: Callable[[], Message] | None
 
 
-def _repeated(inputs: Sequence[_Input], n: int) -> list[_Input]:
-    return [each for each in inputs for _ in range(n)]
-
-
 async def _inputs(
     service: Service, dialect: type[Dialect], asked: Asked, fields: dict[str, Any], size: int
 ) -> list[_Input]:
@@ -176,8 +171,8 @@ async def _inputs(
         tokenizer = service.texts.tokenizer
         # The delimiters of regions may be special tokens.
         skip_special = False if tokenizer.parses else None
-
-        message = partial(_message, tokenizer, first, text)
+        parser = partial(tokenizer.parser, text, first.tools)
+        message = lambda: Message(ForcedCalls() if first.forced else parser())  # noqa: E731
         # The template has already written the special tokens.
         several = await service.texts.encode_texts([text], service.context_tokens, special=False)
     elif isinstance(first, str):
@@ -198,10 +193,6 @@ async def _inputs(
         )
         for ids, question in zip(several, asked.questions, strict=True)
     ]
-
-
-def _message(tokenizer: ModelTokenizer, chat: Chat, text: str) -> Message:
-    return Message(ForcedCalls() if chat.forced else tokenizer.parser(text, chat.tools))
 
 
 async def _render(service: Service, chat: Chat, fields: dict[str, Any], size: int) -> str:
@@ -348,7 +339,8 @@ def _prompt_of(
     plain = fields.keys() - MEDIA_FIELDS.keys() - companions.keys() - {TOP_FIELD}
     params["request"] = {name: fields[name] for name in plain}
     sampling = sampling_params(params)
-    _check_vocabulary(service.vocab_size, input_ids, sampling)
+    if service.vocab_size is not None:
+        check_vocabulary(service.vocab_size, input_ids, sampling)
     ids: Any = input_ids
     return Prompt(
         input_ids=ids,
@@ -401,19 +393,3 @@ def _check_likely(service: Service, wanted: Any, name: str) -> None:
             f"{name} is {wanted!r}; give a number from 0 to {most}, or start the gateway with a "
             "larger --top-logprobs."
         )
-
-
-def _check_vocabulary(size: int | None, input_ids: Sequence[int], sampling: SamplingParams) -> None:
-    """Refuse, as SGLang does, token ids that would kill the scheduler of an engine."""
-    if size is None:
-        return
-    smallest, largest = min(input_ids), max(input_ids)
-    if smallest < 0 or largest >= size:
-        wrong = smallest if smallest < 0 else largest
-        raise Refused(f"input_ids must be in [0, {size - 1}], got {wrong}.")
-    for key in sampling.extra.get("logit_bias", ()):
-        if not (key.isdecimal() and int(key) < size):
-            raise Refused(f"logit_bias must has keys in [0, {size - 1}], got {key}.")
-    for token_id in sampling.stop_token_ids:
-        if not 0 <= token_id < size:
-            raise Refused(f"stop_token_ids must be in [0, {size - 1}], got {token_id}.")
