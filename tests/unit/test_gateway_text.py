@@ -350,10 +350,10 @@ def test_a_call_that_is_asked_for_has_a_schema_and_is_read_by_it(seed: int):
         {"type": "function", "function": {"name": n, "parameters": {"type": "object"}}}
         for n in "ab"
     ]
-    printed: Any = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+    chat: Any = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
 
     def schema(choice: Any, **more: Any) -> Any:
-        body = msgspec.convert({"tool_choice": choice, **said, **more}, Chats.body)
+        body = msgspec.convert({"tool_choice": choice, **chat, **more}, Chats.body)
         (question,) = Chats.parse(body).questions
         return json.loads(question.params.get("json_schema", "null"))
 
