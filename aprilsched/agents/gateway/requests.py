@@ -76,7 +76,7 @@ def answer_in(dialect: type[Dialect]) -> Handler:
                     response=response,
                     rules=each.rules,
                     detokenizer=service.texts.detokenizer(response.prompt, each.rules.skip_special),
-                    message=None if each.message is None else each.message(),
+                    message=None if each.parser is None else Message(each.parser()),
                     index=index,
                     likely=likely,
                     label_of=service.labels.__getitem__,
@@ -144,13 +144,13 @@ class _Input:
         ids: its token ids.
         rules: the text options of the response.
         new_tokens: max tokens of the response; None if its parameters set them.
-        message: makes the parser of the response's text; None if this is not a chat.
+        parser: makes the parser of the response's text; None if this is not a chat.
     """
 
     ids: Sequence[int]
     rules: TextRules
     new_tokens: int | None
-    message: Callable[[], Message] | None
+    parser: Callable[[], Any] | None
 
 
 async def _inputs(
@@ -165,14 +165,13 @@ async def _inputs(
     """
     prompts = [each.prompt for each in asked.questions]
     first, skip_special = prompts[0], None
-    message: Callable[[], Message] | None = None
+    parser: Callable[[], Any] | None = None
     if isinstance(first, Chat):
         text = await _render(service, first, fields, size)
         tokenizer = service.texts.tokenizer
         # The delimiters of regions may be special tokens.
         skip_special = False if tokenizer.parses else None
-        parser = partial(tokenizer.parser, text, first.tools)
-        message = lambda: Message(ForcedCalls() if first.forced else parser())  # noqa: E731
+        parser = ForcedCalls if first.forced else partial(tokenizer.parser, text, first.tools)
         # The template has already written the special tokens.
         several = await service.texts.encode_texts([text], service.context_tokens, special=False)
     elif isinstance(first, str):
@@ -189,7 +188,7 @@ async def _inputs(
             ids=ids,
             rules=_text_rules(service, question.text, skip_special),
             new_tokens=_new_tokens(service, dialect, question, ids),
-            message=message,
+            parser=parser,
         )
         for ids, question in zip(several, asked.questions, strict=True)
     ]
@@ -339,8 +338,8 @@ def _prompt_of(
     plain = fields.keys() - MEDIA_FIELDS.keys() - companions.keys() - {TOP_FIELD}
     params["request"] = {name: fields[name] for name in plain}
     sampling = sampling_params(params)
-    if service.vocab_size is not None:
-        check_vocabulary(service.vocab_size, input_ids, sampling)
+    if (size := service.vocab_size) is not None:
+        check_vocabulary(size, input_ids, sampling)
     ids: Any = input_ids
     return Prompt(
         input_ids=ids,
