@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,7 +30,6 @@ from aprilsched.kernel.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.core.policies.tail_batching import TailBatching
 from aprilsched.kernel.core.policies.wave import Wave
-from aprilsched.planning.forecast_bias import Bias
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
 from aprilsched.planning.trial import Drawn, Trial
@@ -80,13 +78,6 @@ class Tried:
     schedule: Schedule
     outcome: Outcome
 
-    def as_schedule(self, *, explained: tuple[float, float], batches: int) -> Schedule:
-        """Return the schedule; its forecast records the data that the choice was made with."""
-        forecast = self.schedule.forecast
-        if forecast is not None:
-            forecast = replace(forecast, explained=explained, batches=batches)
-        return replace(self.schedule, forecast=forecast)
-
 
 class Planner:
     """Chooses schedules for runs on engines of one kind.
@@ -112,8 +103,6 @@ class Planner:
         self.model = model
         self.max_running = max_running
         self.inline = inline
-        self.bias = Bias()
-        """Bias of earlier forecasts, which the run updates batch by batch."""
 
     def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
         """Return the schedule to follow, with its expected outcome; it may be the one in force."""
@@ -125,19 +114,15 @@ class Planner:
             placement="spread" if command.places and command.engines > 1 else None,
         )
         schedules = candidates(setting, space)
-        known = math.ceil((len(command.ended) + len(command.open)) / command.batch_groups)
-        bias = copy(self.bias)
-        explained = _explained(command.current, setting, bias.factor())
-        bias.explain(*explained, batches=known)
-        tried = trials(setting, schedules, current=command.current, factor=bias.factor())
+        tried = trials(setting, schedules, current=command.current)
         tolerance = config.objective.tolerance
         best = choose(tried, tolerance)
         now = next((t for t in tried if t.schedule.same_as(command.current)), None)
         if now is not None and _may_stay(now, best, tried, tolerance):
             best = now
         if space.placement is not None and _cache_gain(best, setting) > _MOST_CACHE_GAIN:
-            best = replace(best, schedule=replace(best.schedule, placement="prefix"))
-        return best.as_schedule(explained=explained, batches=known)
+            return replace(best.schedule, placement="prefix")
+        return best.schedule
 
     def setting(self, command: Plan, config: SchedulerConfig) -> Setting:
         """Return the conditions in which candidates are tried out."""
@@ -234,14 +219,14 @@ class Halving:
     """Outcomes of brief trials of candidates, and of full trials of the candidates near the best.
 
     Args:
-        setting: the conditions, in which engines work `factor` times as fast as they are modelled.
+        setting: the conditions.
         several: the candidates, which are named by their places.
     """
 
-    def __init__(self, setting: Setting, several: Sequence[Schedule], factor: float) -> None:
+    def __init__(self, setting: Setting, several: Sequence[Schedule]) -> None:
         self.brief: dict[int, Outcome] = {}
         self.full: dict[int, Outcome] = {}
-        self._setting, self._several, self._factor = setting, several, factor
+        self._setting, self._several = setting, several
         self._drawn = Drawn.of(setting)
         self._brief_batches = min(_BRIEF, max(_LEAST_BRIEF, setting.batches // 4))
         self._running: dict[int, Trial] = {}
@@ -258,10 +243,10 @@ class Halving:
         Candidates are skipped that would not be near the best even if their engines never waited.
         """
         for place in places:
-            most = _most(self._several[place], self._setting) * self._factor
+            most = _most(self._several[place], self._setting)
             if place not in self.brief and most >= self.least_near:
                 trial = Trial(self._several[place], self._setting, self._drawn)
-                outcome = trial.outcome(self._brief_batches).in_work_of(self._factor)
+                outcome = trial.outcome(self._brief_batches)
                 if outcome.value >= self.least_near:
                     self._running[place] = trial
                 self.brief[place] = outcome
@@ -272,8 +257,7 @@ class Halving:
             if place not in self.full:
                 trial = self._running.pop(place, None)
                 trial = trial or Trial(self._several[place], self._setting, self._drawn)
-                outcome = trial.outcome(self._setting.batches)
-                self.full[place] = outcome.in_work_of(self._factor)
+                self.full[place] = trial.outcome(self._setting.batches)
 
     def near(self) -> list[int]:
         """Candidates near the best, within the bound so far, that have had no full trial."""
@@ -286,22 +270,18 @@ class Halving:
 
 
 def trials(
-    setting: Setting,
-    several: Sequence[Schedule],
-    *,
-    current: Schedule | None = None,
-    factor: float = 1.0,
+    setting: Setting, several: Sequence[Schedule], *, current: Schedule | None = None
 ) -> list[Tried]:
     """Try `several` candidates, and return them with their expected outcomes.
 
-    The outcomes, corrected by `factor`, are also written into the schedules.
+    The outcomes are also written into the schedules.
 
     Every fourth ratio of each refill rule gets a brief trial, or every second one if groups are
     deferred, because deferring scatters more. A ratio in between gets one if its neighbour is near
     the best. The candidates near the best, and `current`, then get a full trial. If a candidate
     exceeds a bound in it, the next best one takes its place.
     """
-    halving = Halving(setting.faster(factor), several, factor)
+    halving = Halving(setting, several)
     rules: dict[tuple[Refill, Pace | None], list[int]] = {}
     for place, schedule in enumerate(several):
         rules.setdefault((schedule.refill, schedule.pace), []).append(place)
@@ -327,10 +307,7 @@ def trials(
         halving.try_fully([waiting])
         plain = halving.full[waiting]
     outcomes = halving.full or halving.brief
-    return [
-        _tried(several[place], outcomes[place], setting, factor, plain)
-        for place in sorted(outcomes)
-    ]
+    return [_tried(several[place], outcomes[place], setting, plain) for place in sorted(outcomes)]
 
 
 def _between(
@@ -341,22 +318,6 @@ def _between(
         beside = places[index - stride : index + stride + 1 : 2 * stride]
         if any(tried[each].value >= least for each in beside if each in tried):
             yield places[index]
-
-
-def _explained(current: Schedule, setting: Setting, factor: float) -> tuple[float, float]:
-    """Return how current data change the forecast of the schedule in force, as two ratios.
-
-    They are the work and the time of a batch with current data, over the work and the time in the
-    schedule's own forecast, without a correction.
-    """
-    before = current.forecast
-    if before is None:
-        return 1.0, 1.0
-    now = Trial(current, setting.faster(factor)).outcome(setting.batches)
-    longer = now.step_seconds / before.step_seconds
-    # The trial's T_bound assumes engines that are faster by the factor.
-    work = 1.0 if before.hidden else longer * now.efficiency * factor / before.efficiency
-    return work, longer * factor / before.correction
 
 
 def _cache_gain(tried: Tried, setting: Setting) -> float:
@@ -390,7 +351,6 @@ def _tried(
     schedule: Schedule,
     outcome: Outcome,
     setting: Setting,
-    correction: float,
     waiting: Outcome | None = None,
 ) -> Tried:
     """Return a schedule with its expected outcome.
@@ -411,8 +371,6 @@ def _tried(
         off_policy_share=outcome.off_policy_share,
         mean_age=outcome.mean_age,
         distance=outcome.distance,
-        driven=outcome.driven_seconds / outcome.step_seconds,
-        correction=correction,
         token_seconds=model.token_seconds(setting.max_running) / engines,
         read_seconds=model.t2 / engines,
     )

@@ -191,16 +191,10 @@ class Trial:
                 # asynchronous pace, if this is the last group of the batch, tokens generated after
                 # it shorten the next step.
                 driven = training.awaited - asked_at
-                if not self._asynchronous:
-                    seen.not_driven += training.taken - training.awaited
-                elif driven > 0 and training.awaited == training.taken:
+                if self._asynchronous and driven > 0 and training.awaited == training.taken:
                     driven = seconds
-                else:
-                    seen.not_driven += seconds - driven
                 # As long as rewards take, it takes no longer with longer responses.
-                stood = min(self._stood, max(driven, 0.0))
-                seen.not_driven += stood
-                seen.driven += driven - stood
+                seen.driven += driven - min(self._stood, max(driven, 0.0))
                 seen.bound += self._bound - before
                 seen.distance += self._distance(delivered)
         mean_work = self._group_work * seen.groups if self._stop_at.fixed_groups else seen.bound
@@ -625,8 +619,6 @@ class _Seen:
         """Number of delivered groups."""
         self.driven = 0.0
         """Seconds that are as long as the engines make them."""
-        self.not_driven = 0.0
-        """Seconds that are as long as the trainer makes them, while engines may wait for it."""
         self._seconds = 0.0
         self._waited = 0.0
         self._by_age: dict[int, float] = {}
@@ -660,7 +652,6 @@ class _Seen:
             value=mean_work / (self._seconds + longer) * worth,
             step_seconds=busy / batches,
             trainer_seconds=self._waited / batches,
-            driven_seconds=(busy - self.not_driven) / batches,
             efficiency=self.bound / busy,
             off_policy_share=1 - by_age.get(0, 0.0) / tokens,
             mean_age=sum(age * n for age, n in by_age.items()) / tokens,

@@ -32,7 +32,6 @@ from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.loop import EventLoop
 from aprilsched.kernel.values.checks import checked, typed
 from aprilsched.planning import Planner
-from aprilsched.planning.forecasts import ForecastErrors
 from aprilsched.simulation.agenda import Agenda
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.modelled_engine import ModelledEngine
@@ -187,9 +186,6 @@ class Simulation:
         self._config = config
         first = models[0]
         self._planner = planner or Planner(first.timing, max_running=first.max_running)
-        if config.automatic:
-            errors = ForecastErrors(self._planner, trainer_waits=config.trainer_waits)
-            listeners = [*listeners, errors]
         if self._redraws is not None:
             listeners = [*listeners, self]
         self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)

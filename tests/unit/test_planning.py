@@ -747,7 +747,6 @@ def outcome(efficiency: float, stale: float, *, late: float = 0.0) -> Outcome:
         value=efficiency,
         step_seconds=1.0,
         trainer_seconds=0.0,
-        driven_seconds=1.0,
         efficiency=efficiency,
         off_policy_share=stale,
         mean_age=stale,
@@ -847,7 +846,6 @@ def test_no_candidate_is_better_by_more_than_the_tolerance_nor_much_fresher_and_
         distance=own.distance,
         token_seconds=model.t1 + model.t0 / tried_on.max_running,
         read_seconds=model.t2,
-        batches=13,
     )
 
 
@@ -1206,26 +1204,3 @@ def test_groups_are_divided_over_engines_unless_their_prompts_are_long(
     command = plan(POOR, groups=100, engines=4)
     command = structs.replace(command, prompt_tokens=prompt_tokens, places=places)
     assert Planner().plan(command, rules(straggler="in_place")).placement == placement
-
-
-@pytest.mark.parametrize(("train_seconds", "ratio"), [(0.0, 0.8), (60.0, 1.0)])
-def test_slower_engines_take_longer_where_the_trainer_does_not(
-    train_seconds: float, ratio: float
-) -> None:
-    schedule = Schedule(over_provision=1.5, refill=Wave())
-    equal = setting(pace="asynchronous", train_seconds=train_seconds)
-    usual = try_out(schedule, equal)
-    slower = try_out(schedule, equal.faster(0.8)).in_work_of(0.8)
-    assert usual.step_seconds == pytest.approx(ratio * slower.step_seconds)
-    assert slower.efficiency == pytest.approx(ratio * usual.efficiency)
-    assert slower.value == pytest.approx(ratio * usual.value)
-    assert equal.faster(1.0) is equal
-
-
-@pytest.mark.parametrize(("train_seconds", "driven"), [(0.0, 1.0), (60.0, 0.0)])
-def test_a_trial_says_whether_the_engines_decide_how_long_a_step_is(
-    train_seconds: float, driven: float
-) -> None:
-    schedule = Schedule(over_provision=1.5, refill=Wave())
-    found = try_out(schedule, setting(pace="asynchronous", train_seconds=train_seconds))
-    assert found.driven_seconds == pytest.approx(driven * found.step_seconds, abs=1e-9)

@@ -48,7 +48,6 @@ from aprilsched.kernel.shell.watches import Claims, Watch, ask_load, ask_version
 from aprilsched.kernel.shell.work import Work
 from aprilsched.kernel.store.in_memory import Store
 from aprilsched.planning import Planner
-from aprilsched.planning.forecasts import ForecastErrors
 
 log = logging.getLogger("aprilsched")
 
@@ -77,10 +76,8 @@ class Session:
         self._fleet = fleet
         self._claim = Claim(run_id)
         self._work = work
-        if config.automatic:
-            learning = [] if planner.inline else [StepTimes(planner)]
-            errors = ForecastErrors(planner, trainer_waits=config.trainer_waits)
-            listeners = [*listeners, *learning, errors]
+        if config.automatic and not planner.inline:
+            listeners = [*listeners, StepTimes(planner)]
         core = Scheduler(config, caller)
         self.bias = LiveBias(core.state)
         self._loop = EventLoop(core, [self.bias, *listeners], clock=_now)
