@@ -50,9 +50,6 @@ class Setting:
         train_spread: standard deviation of the training time, in seconds.
         refit_seconds: mean time from the trainer's request for an update until all engines have it,
             including the pause.
-        train_early: share of `train_seconds` that the trainer trains before it has the last group
-            of a batch that it takes group by group. It is divided equally among the other groups,
-            and each is trained on as soon as the trainer has it. 0 if it takes whole batches.
         reward_times: equally likely times from the end of a group's last response until the group
             is accepted or rejected, in seconds; empty for none.
         accepted: a threshold of tokens per group, the accepted share of the groups up to it, and
@@ -92,7 +89,6 @@ class Setting:
     train_seconds: float = 0.0
     train_spread: float = 0.0
     refit_seconds: float = 0.0
-    train_early: float = 0.0
     reward_times: tuple[float, ...] = ()
     accepted: tuple[float, float, float] = (0.0, 1.0, 1.0)
     gaps: float = 0.0

@@ -30,11 +30,14 @@ from aprilsched.kernel.core.state.caller_functions import CallerTimes
 from aprilsched.observe.figures.figures import steady_state
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
-from aprilsched.planning.planner import Space, Tried, candidates, choose, in_words, trials
+from aprilsched.planning.candidates import Space, candidates, in_words
+from aprilsched.planning.draws import Times, drawn_again
+from aprilsched.planning.halving import Tried, trials
+from aprilsched.planning.planner import choose
 from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.setting import Outcome, Setting
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR
-from aprilsched.planning.trial import Times, Trial, drawn_again, try_out
+from aprilsched.planning.trial import Trial, try_out
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.modelled_engine import ModelledEngine
@@ -367,8 +370,7 @@ class Steps:
     ages: list[NDArray[np.int64]] = field(default_factory=list[NDArray[np.int64]])
 
     def on_event(self, event: ev.Event, now: float) -> None:
-        if isinstance(event, ev.BatchRequested) and len(self.now) == len(self.ages):
-            # The other requests are for further groups of a batch that is taken group by group.
+        if isinstance(event, ev.BatchRequested):
             counters = [engine.batcher.counters for engine in self.engines]
             thin = sum(c.generated for c in counters) / 512 - sum(c.steps for c in counters)
             self.now.append(now)
@@ -399,7 +401,6 @@ def simulated_and_tried(
     *,
     kv: int | None = None,
     engines: int = 1,
-    streamed: bool = False,
     train_seconds: float = 0.0,
     refit_seconds: float = 0.0,
     reward_seconds: float = 0.0,
@@ -425,7 +426,6 @@ def simulated_and_tried(
             reward_seconds=reward_seconds,
             pause_seconds=0.0,
         ),
-        streamed=streamed,
         accept=None if accepted[1:] == (1.0, 1.0) else accepting(accepted, drawn_groups),
         pauses=pausing(pauses) if pauses else None,
         listeners=[steps],
@@ -446,7 +446,6 @@ def simulated_and_tried(
         kv_tokens=kv,
         train_seconds=train_seconds,
         refit_seconds=refit_seconds,
-        train_early=(groups - 1) / groups if streamed else 0.0,
         reward_times=(reward_seconds,) if reward_seconds else (),
         accepted=accepted,
         gaps=len(pauses),
@@ -546,28 +545,25 @@ def test_a_trial_of_several_engines_divides_groups(changes: dict[str, Any], near
 
 
 @pytest.mark.parametrize(
-    ("train_seconds", "streamed", "changes"),
+    ("train_seconds", "changes"),
     [
-        (20.0, False, {"over_provision": 1.25}),
-        at_length(20.0, True, {"over_provision": 1.25}),
-        at_length(20.0, False, {"over_provision": 1.0, "pace": "asynchronous"}),
-        (20.0, False, {"refill": Pool(together=1), "max_staleness": 4, "pace": "asynchronous"}),
-        (5.0, False, {"over_provision": 2.0, "refill": "pool", "pace": "asynchronous"}),
-        at_length(20.0, True, {"over_provision": 1.0, "refill": "pool", "pace": "asynchronous"}),
-        at_length(20.0, True, {"over_provision": 1.0, "pace": "asynchronous"}),
-        at_length(60.0, False, {"refill": "pool", "pace": "asynchronous", "straggler": "in_place"}),
-        at_length(5.0, False, {"over_provision": 1.5, "straggler": "run"}),
-        at_length(5.0, False, {"over_provision": 1.5, "pace": "asynchronous", "straggler": "run"}),
+        (20.0, {"over_provision": 1.25}),
+        at_length(20.0, {"over_provision": 1.0, "pace": "asynchronous"}),
+        (20.0, {"refill": Pool(together=1), "max_staleness": 4, "pace": "asynchronous"}),
+        (5.0, {"over_provision": 2.0, "refill": "pool", "pace": "asynchronous"}),
+        at_length(60.0, {"refill": "pool", "pace": "asynchronous", "straggler": "in_place"}),
+        at_length(5.0, {"over_provision": 1.5, "straggler": "run"}),
+        at_length(5.0, {"over_provision": 1.5, "pace": "asynchronous", "straggler": "run"}),
     ],
     ids=str,
 )
 def test_a_trial_takes_the_time_of_whole_steps(
-    train_seconds: float, streamed: bool, changes: dict[str, Any]
+    train_seconds: float, changes: dict[str, Any]
 ) -> None:
     """The refit takes 2 s, so every part of a step is there."""
     settings = SchedulerConfig(batch_groups=16, **changes)
     measured, outcome = simulated_and_tried(
-        settings, 18, 7, streamed=streamed, train_seconds=train_seconds, refit_seconds=2.0
+        settings, 18, 7, train_seconds=train_seconds, refit_seconds=2.0
     )
     step_seconds = outcome.step_seconds + outcome.trainer_seconds
     assert step_seconds == pytest.approx(measured.step_seconds, rel=0.01)
