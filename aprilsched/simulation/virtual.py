@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from numbers import Integral
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -100,12 +100,7 @@ def _models(
     engine: SimConfig | Sequence[SimConfig], engines: int, config: SchedulerConfig
 ) -> list[SimConfig]:
     """Return the settings of each engine, with chunks as often as `config` needs them."""
-    models = [engine] * engines if isinstance(engine, SimConfig) else engine
-    sequence = isinstance(cast("Any", models), Sequence)
-    if not sequence or not all(isinstance(cast("Any", model), SimConfig) for model in models):
-        raise ConfigError(
-            f"engine is {typed(engine)}; give a SimConfig, or a list with one for each engine."
-        )
+    models = [engine] * engines if isinstance(engine, SimConfig) else list(engine)
     if len(models) != engines:
         raise ConfigError(
             f"there are {engines} engines and settings for {len(models)}; give one for each."
@@ -113,7 +108,7 @@ def _models(
     if config.refit == "rolling":
         # The cost of moving a response depends on its current length.
         return [replace(m, stream_interval=min(m.stream_interval, _OFTEN)) for m in models]
-    return list(models)
+    return models
 
 
 class Simulation:
@@ -165,12 +160,6 @@ class Simulation:
         checked_count("update_every", update_every, least=0)
         self.agenda = Agenda()
         self._costs = Costs() if costs is None else costs
-        if not isinstance(cast("Any", self._costs), Costs):
-            raise ConfigError(f"costs is {typed(costs)}; give Costs(train_seconds=…).")
-        if not isinstance(cast("Any", prompts), Iterable):
-            raise ConfigError(
-                f"the workload is {typed(prompts)}; give prompts, such as LongTailWorkload()."
-            )
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._redraws = prompts if isinstance(prompts, Redraws) else None
         self._accept = accept
@@ -266,9 +255,6 @@ class Simulation:
 
     def _fetch(self, command: facts.PromptsRequested) -> None:
         prompts = tuple(islice(self._prompts, command.count))
-        for prompt in prompts:
-            if not isinstance(cast("Any", prompt), Prompt):
-                raise ConfigError(f"the workload gave {typed(prompt)}; let it give a Prompt each.")
         last = len(prompts) < command.count
         self._loop.feed(ev.PromptsArrived(prompts=prompts, last=last))
 

@@ -681,13 +681,6 @@ def test_who_pays_for_age_gets_younger_tokens(usefulness_age: float, fresh: bool
     assert (best.outcome.mean_age < 0.7) is fresh
 
 
-def test_more_engines_are_as_efficient_with_as_much_more_to_do() -> None:
-    one = try_out(schedule(1.5), setting(batch_groups=16))
-    four = try_out(schedule(1.5), setting(batch_groups=64, engines=4))
-    assert four.efficiency == pytest.approx(one.efficiency, rel=0.05)
-    assert four.peak_kv == pytest.approx(one.peak_kv, rel=0.2)
-
-
 def test_a_response_that_is_alone_takes_as_long_on_one_of_many_engines() -> None:
     """Its context is read by one engine, whatever the others do."""
     alone = setting(lengths=np.full((100, 1), 1000), batch_groups=1, prompt_tokens=8000.0)
@@ -952,14 +945,6 @@ def test_length_buckets_are_candidates_only_where_rollouts_may_be_deferred(may_d
     assert any(isinstance(c.refill, LengthBuckets) for c in several) is may_defer
     tried = trials(setting(batches=4, burn_in=1), several)
     assert may_defer or not any(isinstance(t.schedule.refill, LengthBuckets) for t in tried)
-
-
-@pytest.mark.parametrize("changes", [{"pace": "asynchronous"}, {"straggler": "in_place"}], ids=str)
-def test_length_buckets_are_not_chosen_where_nothing_can_be_deferred(
-    changes: dict[str, object],
-) -> None:
-    best = Planner().plan(plan(POOR), rules(**changes))
-    assert not isinstance(best.refill, LengthBuckets)
 
 
 @pytest.mark.parametrize(
