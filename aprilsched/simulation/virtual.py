@@ -4,6 +4,9 @@ It is the second shell around :mod:`aprilsched.kernel.core`. The coordinator use
 engines; this shell uses a heap of timed calls and
 :class:`~aprilsched.simulation.engine.batcher.Batcher` objects, and is a hundred times faster than a
 virtual event loop.
+
+Invariant: decisions are the same as in production, because the same core makes them; only the code
+that carries out commands differs.
 """
 
 from __future__ import annotations
@@ -37,11 +40,6 @@ from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.modelled_trainer import Costs, ModelledTrainer
 from aprilsched.types import Group, Int32Array, Prompt, SamplingParams, Score
-
-# A whole run in virtual time: core, engines, trainer, prompts and rewards on one agenda.
-#
-# Invariant: decisions are the same as in production, because the same core makes them; only the
-# code that carries out commands differs.
 
 NEVER = 1 << 30
 """A stream interval with which chunks come only when a response ends or is paused. This changes no
@@ -218,8 +216,6 @@ class Simulation:
                 raise AssertionError("nothing is due and the trainer still waits")
         if self._failure is not None:
             raise self._failure
-
-    # --- commands ------------------------------------------------------------------------------
 
     def _wire(self) -> None:
         engines, trainer = self.engines, self.trainer
