@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.schedule import Forecast, Pace, Schedule
-from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.planning.candidates import in_words
 from aprilsched.planning.draws import Draws
 from aprilsched.planning.setting import Outcome, Setting
@@ -75,11 +74,11 @@ class Halving:
 
     def near(self) -> list[int]:
         """Candidates near the best, within the bound so far, that have had no full trial."""
-        allowed = {p: self.brief[p] for p in sorted(self.brief) if self._may_beis_fresh_enough(p)}
+        allowed = {p: self.brief[p] for p in sorted(self.brief) if self._may_be_allowed(p)}
         least = _least_near(allowed)
         return [p for p, each in allowed.items() if each.value >= least and p not in self.full]
 
-    def _may_beis_fresh_enough(self, place: int) -> bool:
+    def _may_be_allowed(self, place: int) -> bool:
         return is_fresh_enough(self.full.get(place, self.brief[place]))
 
 
@@ -115,15 +114,8 @@ def trials(
     if halving.full:
         # The schedule in force needs an equally long trial, or it would be replaced by chance.
         halving.try_fully(place for place in now if place in halving.brief)
-    waiting = next(
-        (place for place in sorted(halving.brief) if waits_for_all(several[place])), None
-    )
-    plain = None
-    if setting.restarts and waiting is not None:
-        halving.try_fully([waiting])
-        plain = halving.full[waiting]
     outcomes = halving.full or halving.brief
-    return [_tried(several[place], outcomes[place], setting, plain) for place in sorted(outcomes)]
+    return [_tried(several[place], outcomes[place], setting) for place in sorted(outcomes)]
 
 
 def _between(
@@ -131,8 +123,8 @@ def _between(
 ) -> Iterable[int]:
     """Yield places halfway between places `2 * stride` apart, if a neighbour is worth `least`."""
     for index in range(stride, len(places), 2 * stride):
-        beside = places[index - stride : index + stride + 1 : 2 * stride]
-        if any(tried[each].value >= least for each in beside if each in tried):
+        neighbours = places[index - stride : index + stride + 1 : 2 * stride]
+        if any(tried[each].value >= least for each in neighbours if each in tried):
             yield places[index]
 
 
@@ -151,29 +143,13 @@ def _least_near(outcomes: Mapping[int, Outcome]) -> float:
     return (1 - _MAY_RISE) * best
 
 
-def waits_for_all(schedule: Schedule) -> bool:
-    """Return whether each batch waits for every response to any prompts."""
-    return schedule.refill == Wave() and schedule.over_provision == 1
-
-
-def _tried(
-    schedule: Schedule,
-    outcome: Outcome,
-    setting: Setting,
-    waiting: Outcome | None = None,
-) -> Tried:
-    """Return a schedule with its expected outcome.
-
-    The explanation compares it with `waiting`, the outcome of waiting for any prompts.
-    """
+def _tried(schedule: Schedule, outcome: Outcome, setting: Setting) -> Tried:
+    """Return a schedule with its expected outcome."""
     model, engines = setting.model, setting.engines * setting.share
     why = (
         f"{in_words(schedule)}: {outcome.efficiency:.1%} of the bound with "
         f"{outcome.off_policy_share:.0%} of the tokens off-policy expected"
     )
-    if waiting is not None and not waits_for_all(schedule):
-        gain = outcome.value / waiting.value - 1
-        why += f", {gain:+.1%} useful work against waiting for any prompts"
     forecast = Forecast(
         step_seconds=outcome.step_seconds,
         efficiency=outcome.efficiency,

@@ -25,8 +25,9 @@ from aprilsched.kernel.core.messages.commands import Plan
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.core.policies.tail_batching import TailBatching
+from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.planning.candidates import Space, candidates
-from aprilsched.planning.halving import Tried, is_fresh_enough, trials, waits_for_all
+from aprilsched.planning.halving import Tried, is_fresh_enough, trials
 from aprilsched.planning.scale import ENOUGH_ROLLOUTS, Scale
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
@@ -172,8 +173,13 @@ def choose(tried: Sequence[Tried], tolerance: float) -> Tried:
     near = [t for t in allowed if t.outcome.value >= (1 - tolerance) * best]
     return min(
         near,
-        key=lambda t: (t.outcome.off_policy_share, not waits_for_all(t.schedule), -t.outcome.value),
+        key=lambda t: (t.outcome.off_policy_share, not _waits(t.schedule), -t.outcome.value),
     )
+
+
+def _waits(schedule: Schedule) -> bool:
+    """Return whether each batch waits for every response to any prompts."""
+    return schedule.refill == Wave() and schedule.over_provision == 1
 
 
 def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], tolerance: float) -> bool:

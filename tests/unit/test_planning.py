@@ -1088,7 +1088,7 @@ def test_the_core_refuses_a_schedule_under_which_prompts_would_begin_again_for_e
     assert driver.state.plan.schedule.refill == Wave()
 
 
-def test_without_stale_tokens_auto_beats_waiting_and_says_by_how_much() -> None:
+def test_without_stale_tokens_auto_beats_waiting() -> None:
     settings = rules(max_staleness=0, group_size=8)
     lengths = drawn(400)
     ended = tuple(GroupLengths.whole(i, row.tolist()) for i, row in enumerate(lengths))
@@ -1098,7 +1098,6 @@ def test_without_stale_tokens_auto_beats_waiting_and_says_by_how_much() -> None:
     assert best.over_provision == 1.0
     assert best.forecast is not None
     assert best.forecast.off_policy_share == 0
-    assert "useful work against waiting for any prompts" in best.why
     assert best.forecast.efficiency > 1.03 * _outcome(Planner(), command, settings).efficiency
 
 
