@@ -51,7 +51,7 @@ class Tally:
     def outcome(
         self, setting: Setting, batches: int, peak_kv: float, fixed_groups: bool
     ) -> Outcome:
-        """Return the means over `batches`, of which all have as many groups if `fixed_groups`."""
+        """Return the means over `batches`, with equal numbers of groups if `fixed_groups`."""
         by_age, oldest = self._by_age, setting.max_staleness
         tokens, distance = sum(by_age.values()), self.distance / batches
         worth = setting.objective.usefulness(by_age, bound=oldest)

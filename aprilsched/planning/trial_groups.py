@@ -22,7 +22,6 @@ class TrialGroup:
         chosen: the batch for which members were chosen last, where groups are deferred, and how
             many.
         complete_at: time at which the last member ended, in seconds.
-        scored_at: time at which the group was accepted, in seconds.
         sampled: number of tokens by the version that sampled them.
     """
 
@@ -36,7 +35,6 @@ class TrialGroup:
     first_run: int | None = None
     chosen: tuple[int, int] = (-1, 0)
     complete_at: float = 0.0
-    scored_at: float = 0.0
     have: list[int] = field(init=False)
     finished: list[bool] = field(init=False)
     unfinished: int = field(init=False)
