@@ -149,9 +149,6 @@ _RULES: dict[str, Rule] = {
     ),
     # Pure arithmetic for one command of the core; both shells carry it out.
     "planning": rule("kernel.core planning", others=NUMPY, pure=True),
-    "planning.forecasts": rule(
-        "kernel.core kernel.shell.listener observe.figures.batch_figures planning"
-    ),
     "planning.presets": rule("config", others=frozenset(), pure=True),
     "planning.step_times": rule(
         "errors kernel.values.bounds kernel.values.files planning.step_times", others=NUMPY

@@ -392,25 +392,20 @@ def take_group(driver: Driver, *, waits: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous", "auto"])
-def test_the_planner_is_told_how_much_of_its_time_the_trainer_trains_on_early_groups(
-    pace: str,
-) -> None:
+def test_a_trainer_that_takes_group_by_group_is_measured_without_its_waits(pace: str) -> None:
     received = Received(pace=pace, batch_groups=3)
     driver = received.driver
     stream(received, each=300.0)
     (first,) = driver.plans
-    assert (first.train_seconds, first.train_early) == (None, 0.0)
+    assert first.train_seconds is None
     driver.feed(ev.Planned(schedule=None))
     for _ in range(3):
         stream(received, each=4.0, after=12.0, waits=50.0)
-    plan = driver.plans[-1]
-    assert plan.train_seconds == pytest.approx(20.0, abs=0.3)
-    assert plan.train_early == pytest.approx(0.4, abs=0.02)
+    assert driver.plans[-1].train_seconds == pytest.approx(20.0, abs=0.3)
 
 
-def test_a_batch_that_an_update_ends_has_the_time_before_its_last_group_as_early_time() -> None:
-    received = Received(batch_groups=3)
-    driver, times = received.driver, received.driver.state.times
+def test_training_on_a_batch_that_an_update_ends_counts_whole() -> None:
+    driver = Received(batch_groups=3).driver
     for early in (90.0, 6.0):
         for seconds in (early, 14.0):
             take_group(driver)
@@ -418,29 +413,4 @@ def test_a_batch_that_an_update_ends_has_the_time_before_its_last_group_as_early
         driver.update()
         assert driver.batches[-1].groups
     take_group(driver)
-    assert times.training.mean == pytest.approx(20.0, abs=0.3)
-    assert times.early_share == pytest.approx(0.3, abs=0.02)
-
-
-@pytest.mark.parametrize("pace", ["synchronous", "auto"])
-def test_a_trainer_that_begins_to_take_groups_one_by_one_is_planned_for_again(pace: str) -> None:
-    received = Received(pace=pace, batch_groups=3)
-    driver = received.driver
-    asked: list[tuple[int, float]] = []
-
-    def note() -> None:
-        asked.extend((len(driver.batches), round(plan.train_early, 1)) for plan in driver.plans)
-        for _ in driver.plans:
-            driver.feed(ev.Planned(schedule=None))
-        driver.plans.clear()
-
-    for _ in range(10):
-        received.step(training=20.0)
-        note()
-    assert [batch for batch, _ in asked] == [1, 3, 9]
-    for _ in range(12):
-        stream(received, each=6.0, after=8.0)
-        note()
-    assert asked[3][0] == 17
-    assert asked[3][1] > 0.3
-    assert [batch for batch, _ in asked[3:]] == [17], asked
+    assert driver.state.times.training.mean == pytest.approx(20.0, abs=0.3)

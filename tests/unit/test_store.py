@@ -728,9 +728,7 @@ def test_metadata_that_is_no_dict_or_holds_itself_is_refused():
 
 @each_row("refill", [Wave(), Pool(together=3), LengthBuckets(store=2.5, probes=2)])
 def test_a_schedule_is_the_same_after_the_way_through_bytes(refill: Refill):
-    forecast = Forecast(
-        step_seconds=12.5, efficiency=0.7, off_policy_share=0.4, mean_age=1.5, explained=(2.0, 1.5)
-    )
+    forecast = Forecast(step_seconds=12.5, efficiency=0.7, off_policy_share=0.4, mean_age=1.5)
     schedule = Schedule(over_provision=1.7, refill=refill, forecast=forecast, why="because")
     assert schedule_from(schedule_record(schedule)) == schedule
 

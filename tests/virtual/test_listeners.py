@@ -196,7 +196,7 @@ def test_one_that_holds_the_loop_up_is_named_once(
 class OfTheLibrary(Clock):
     """Takes long as well, but is made by the library, and so no user can wrap it."""
 
-    __module__ = "aprilsched.planning.forecasts"
+    __module__ = "aprilsched.observe.figures.summary"
 
 
 def test_one_of_the_library_is_never_named(

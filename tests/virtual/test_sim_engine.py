@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
-from aprilsched.kernel.engines.base import Chunk, Engine, Fleet, GenerationRequest
-from aprilsched.kernel.engines.refit import RefitFromDisk
-from aprilsched.kernel.weights.publisher import WeightPublisher
+from aprilsched.kernel.engines.base import Chunk, Engine, GenerationRequest
 from aprilsched.simulation.engine import SimEngine, SimFleet, SimPublisher, run_virtual
 from aprilsched.simulation.workload import LongTailWorkload
 from tests.support.loop import PatientLoop
@@ -41,17 +39,6 @@ async def collect(engine: Engine, sent: GenerationRequest) -> Outcome:
         outcome.chunks.append(chunk)
     outcome.ended_at = asyncio.get_running_loop().time()
     return outcome
-
-
-def test_the_parts_satisfy_their_protocols() -> None:
-    fleet: Fleet = SimFleet(engines=2)
-    engine: Engine = fleet.engines[0]
-    publisher: WeightPublisher = SimPublisher()
-    assert isinstance(engine, RefitFromDisk)
-    assert [e.name for e in fleet.engines] == ["sim-0", "sim-1"]
-    assert engine.capabilities.version_spans
-    assert engine.capabilities.flush_while_paused
-    assert publisher is not None
 
 
 @each_row("flush", [True, False])

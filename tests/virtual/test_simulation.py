@@ -216,12 +216,12 @@ def test_a_result_has_the_arrays_of_its_run() -> None:
     assert result.usage.seconds.sum() == pytest.approx(2 * result.usage.wall)
 
 
-def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_are_compared_on_the_same_lengths() -> None:
     config = SchedulerConfig(batch_groups=8, group_size=4)
     workload = LongTailWorkload(median=200, cap=2000)
     recipes = {"sync": sync, "april": april, "auto": auto}
     results = {
-        name: simulate(workload, recipe(config), batches=16, seed=1, progress=True)
+        name: simulate(workload, recipe(config), batches=16, seed=1)
         for name, recipe in recipes.items()
     }
     found = compare(results)
@@ -245,13 +245,7 @@ def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[
         ({"seed": 0.5}, "seed is 0.5 (float); give a whole number."),
         ({"config": april}, "config is april; give april(config), which is a SchedulerConfig."),
         ({"config": "slime"}, "config is 'slime' (str); give slime(config)"),
-        ({"costs": 3.0}, "costs is 3.0 (float); give Costs(train_seconds=…)."),
-        ({"engine": "h200"}, "engine is 'h200' (str); give a SimConfig, or a list"),
-        ({"engine": [MODEL, None], "engines": 2}, "give a SimConfig, or a list"),
         ({"engine": [MODEL, MODEL], "engines": 3}, "3 engines and settings for 2; give one"),
-        ({"workload": 7}, "the workload is 7 (int); give prompts"),
-        ({"workload": LongTailWorkload}, "give prompts, such as LongTailWorkload()."),
-        ({"workload": [[1, 2]]}, "the workload gave [1, 2] (list); let it give a Prompt each."),
         ({"train_seconds": "one"}, "train_seconds is 'one'; give a finite number, 0 or more."),
         ({"train_seconds": -1.0}, "train_seconds is -1.0; give a finite number, 0 or more."),
     ],

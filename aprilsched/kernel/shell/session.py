@@ -47,7 +47,6 @@ from aprilsched.kernel.shell.watches import Claims, Watch, ask_load, ask_version
 from aprilsched.kernel.shell.work import Work
 from aprilsched.kernel.store.in_memory import Store
 from aprilsched.planning import Planner
-from aprilsched.planning.forecasts import ForecastErrors
 
 log = logging.getLogger("aprilsched")
 
@@ -76,10 +75,8 @@ class Session:
         self._fleet = fleet
         self._claim = Claim(run_id)
         self._work = work
-        if config.automatic:
-            learning = [] if planner.inline else [StepTimes(planner)]
-            errors = ForecastErrors(planner, trainer_waits=config.trainer_waits)
-            listeners = [*listeners, *learning, errors]
+        if config.automatic and not planner.inline:
+            listeners = [*listeners, StepTimes(planner)]
         core = Scheduler(config, caller)
         self._loop = EventLoop(core, listeners, clock=_now)
         self._tasks = Tasks()

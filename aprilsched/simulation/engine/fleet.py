@@ -9,8 +9,6 @@ from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.sim_engine import MOST_ENGINES, PAUSE_SECONDS, SimEngine
 
-# A fleet of simulated engines, and publishers of weights and adapters for it, without files.
-
 
 class SimFleet:
     """Engines "sim-0", "sim-1", … that need no GPU and no server.

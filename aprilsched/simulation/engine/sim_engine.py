@@ -104,8 +104,6 @@ class SimEngine:
         """The batcher inside the engine, for inspection."""
         return self._batcher
 
-    # -- lifetime ---------------------------------------------------------------------------
-
     async def open(self) -> None:
         """Start the engine's clock on the running loop. A second open has no effect."""
         self._opened = self._process
@@ -163,8 +161,6 @@ class SimEngine:
         self._streams.clear()
         self._advanced.set()
 
-    # -- requests ---------------------------------------------------------------------------
-
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Stream one response; see :class:`~aprilsched.kernel.engines.base.Engine`.
 
@@ -217,8 +213,6 @@ class SimEngine:
         else:
             self._batcher.abort(request_id, self._pacer.now())
             self._schedule()
-
-    # -- control ----------------------------------------------------------------------------
 
     async def version(self) -> int:
         """Return the version of the last refit; 0 before the first.
@@ -364,8 +358,6 @@ class SimEngine:
             raise EngineRejected(self._name, why, status=400)
         return key
 
-    # -- memory -----------------------------------------------------------------------------
-
     async def release(self, tags: Sequence[str]) -> None:
         """Release the memory of `tags`; releasing the cache empties it.
 
@@ -412,8 +404,6 @@ class SimEngine:
             why = f"its {missing[0]} is released; wake it first."
             raise EngineRejected(self._name, why, status=409)
 
-    # -- adapters ---------------------------------------------------------------------------
-
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the adapter in `path`; its weights key is the checksum of its safetensors files.
 
@@ -444,8 +434,6 @@ class SimEngine:
                 self._advanced.clear()
                 await self._advanced.wait()
                 self._pacer.now()
-
-    # -- time -------------------------------------------------------------------------------
 
     def _pump(self, at_least: float = 0.0) -> None:
         """Advance modelled time to the loop's time, and put the chunks into their streams."""
