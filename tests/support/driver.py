@@ -6,7 +6,7 @@ an answer needs no ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -515,8 +515,28 @@ class Driver:
         return sorted({send.group_id for send in self.sends.values()})
 
     def finish_group(self, group_id: int, count: int = 3) -> None:
-        for key in self.attempts(group_id):
-            self.finish(key, count)
+        self.finish_each(self.attempts(group_id), count)
+
+    def finish_groups(self, group_ids: Iterable[int], count: int = 3) -> None:
+        for group_id in group_ids:
+            self.finish_group(group_id, count)
+
+    def finish_each(
+        self, keys: Iterable[Key], count: int = 3, *, spans: tuple[VersionSpan, ...] | None = None
+    ) -> None:
+        for key in keys:
+            self.finish(key, count, spans=spans)
+
+    def progress_each(self, keys: Iterable[Key], count: int, *, first: int = 100) -> None:
+        for key in keys:
+            self.progress(key, count, first=first)
+
+    def finish_batch(self, count: int = 3) -> None:
+        """Finish the oldest attempts until one more batch is delivered."""
+        before = len(self.batches)
+        while len(self.batches) == before:
+            assert self.sends, "the trainer waits and nothing runs"
+            self.finish(self.attempts()[0], count)
 
 
 def sampling(max_new_tokens: int = 64) -> SamplingParams:

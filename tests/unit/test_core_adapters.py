@@ -17,8 +17,7 @@ def test_an_adapter_is_loaded_without_a_pause_and_serves_what_is_sent_afterwards
     driver.settle()
     assert {send.adapter for send in driver.sends.values()} == {None}
     driver.request_batch()
-    for key in before:
-        driver.finish(key)
+    driver.finish_each(before)
     assert {send.adapter for send in driver.sent[len(before) :]} == {1}
 
 
@@ -27,8 +26,7 @@ def test_tokens_are_of_the_adapter_they_were_sent_under_whatever_the_engines_lab
     driver.update(adapter=True)
     driver.request_batch()
     base = driver.attempts()
-    for key in base:
-        driver.finish(key)
+    driver.finish_each(base)
     (first, second) = driver.attempts()
     driver.progress(first, 5)
     driver.update(adapter=True)
@@ -62,8 +60,7 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended_and_not_before()
     driver = Driver(config(batch_groups=1, group_size=2, over_provision=1.0), engines=("a",))
     driver.update(adapter=True)
     driver.request_batch()
-    for key in driver.attempts():
-        driver.finish(key)
+    driver.finish_each(driver.attempts())
     (first, second) = driver.attempts()
     driver.update(adapter=True)
     driver.finish(first)

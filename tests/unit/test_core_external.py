@@ -167,8 +167,7 @@ def test_an_evaluation_that_it_met_is_generated_again(ended: bool):
     assert not driver.evaluations
     driver.settle()
     assert driver.state.in_flight.ledger.rollouts[Reason.OTHER_VERSION] == 2
-    for key in [key for key in driver.attempts() if key != second]:
-        driver.finish(key, 4, spans=(span(1, 4),))
+    driver.finish_each([key for key in driver.attempts() if key != second], 4, spans=(span(1, 4),))
     batch = driver.evaluations[1]
     assert batch.version == 1
     assert {int(v) for rollout in batch.rollouts for v in rollout.versions} == {1}

@@ -335,8 +335,7 @@ def test_carried_rollouts_are_sent_first():
     driver = Driver(config(straggler="abort", over_provision=2.0))
     driver.request_batch()
     ids = driver.group_ids()
-    for group_id in ids[:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups(ids[:2])
     driver.settle()
     driver.sent.clear()
     driver.request_batch()

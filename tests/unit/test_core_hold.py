@@ -84,7 +84,6 @@ def test_a_group_that_has_left_flight_or_belongs_to_others_is_not_withdrawn(left
     else:
         group_id = next(iter(driver.state.in_flight.groups))
         driver.request_batch()
-        for group in driver.group_ids():
-            driver.finish_group(group)
+        driver.finish_groups(driver.group_ids())
     driver.feed(ev.GroupWithdrawn(group_id=group_id, cause="too late"))
     assert not driver.state.in_flight.ledger.total

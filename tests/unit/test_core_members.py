@@ -160,8 +160,7 @@ def test_a_group_shrinks_and_is_delivered_without_its_lost_member(scope: str, lo
     lost, *others = driver.attempts(group.group_id)
     if not lost_last:
         lose(driver, lost, tokens=5)
-    for key in others:
-        driver.finish(key, 4)
+    driver.finish_each(others, 4)
     if lost_last:
         lose(driver, lost, tokens=5)
     driver.settle()

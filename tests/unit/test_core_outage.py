@@ -51,8 +51,7 @@ def test_the_wait_is_said_with_every_cause_then_each_minute_and_has_an_end():
 
 def test_an_engine_that_is_back_in_time_goes_on_as_if_nothing_had_been():
     driver = Driver(config())
-    for key in driver.attempts():
-        driver.progress(key, 4)
+    driver.progress_each(driver.attempts(), 4)
     lose_all(driver)
     tick(driver, 300)
     assert not driver.sends
@@ -192,8 +191,7 @@ def test_an_evaluation_is_abandoned_where_only_an_update_leads_on():
     driver = Driver(config())
     driver.update()
     evaluate(driver)
-    for key in driver.attempts():
-        driver.progress(key, 2)
+    driver.progress_each(driver.attempts(), 2)
     lose_all(driver)
     driver.come_back("a", version=0)
     commands = tick(driver, 12)

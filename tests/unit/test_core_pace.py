@@ -137,8 +137,7 @@ def test_engines_that_wait_for_the_trainer_go_on_as_soon_as_the_pace_is_asynchro
     told = Told()
     driver = told.driver
     driver.request_batch()
-    while not driver.batches:
-        driver.finish(driver.attempts()[0], 10)
+    driver.finish_batch(10)
     driver.settle()
     held = {send.engine for send in driver.sends.values()}
     assert held
@@ -164,8 +163,7 @@ def test_engines_that_generate_ahead_are_paused_as_soon_as_the_pace_is_synchrono
     driver.settle()
     driver.request_batch()
     driver.settle()
-    while not driver.batches:
-        driver.finish(driver.attempts()[0], 10)
+    driver.finish_batch(10)
     assert len(driver.batches[0].groups) == 2
 
 
@@ -178,8 +176,7 @@ def test_in_the_middle_of_a_batch_no_second_wave_is_begun() -> None:
     driver.finish(driver.attempts()[0], 10)
     told.plan(schedule("asynchronous", ratio=2.0))
     assert driver.state.in_flight.training == 2
-    while not driver.batches:
-        driver.finish(driver.attempts()[0], 10)
+    driver.finish_batch(10)
     assert driver.state.in_flight.training == 4, "the next batch has begun"
 
 

@@ -142,8 +142,7 @@ def streaming(groups: int) -> Driver:
     """A scheduler that has given this number of groups of its first streamed batch."""
     driver = Driver(STREAMED, store=MemoryStore())
     driver.feed(ev.BatchRequested(streamed=True))
-    for group_id in driver.group_ids()[:groups]:
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids()[:groups])
     driver.save()
     return driver
 
@@ -230,8 +229,7 @@ def test_groups_of_a_batch_in_work_come_again_marked(by_group: bool):
     driver.settle()
     driver.feed(ev.BatchRequested(streamed=by_group))
     driver.settle()
-    for group_id in driver.group_ids():
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids())
     assert driver.offers[-1].index == 1
     assert not driver.offers[-1].redelivered
 

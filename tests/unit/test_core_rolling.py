@@ -36,8 +36,7 @@ def rolling(**changes: object) -> SchedulerConfig:
 def begun(driver: Driver) -> Driver:
     """The driver with its first requests on their way, and two tokens of each."""
     driver.request_batch()
-    for key in driver.attempts():
-        driver.progress(key, 2)
+    driver.progress_each(driver.attempts(), 2)
     return driver
 
 
@@ -118,8 +117,7 @@ def test_with_the_last_engine_of_its_version_a_rollout_begins_again():
     for rollout_id in rollouts:
         send = next(send for send in driver.sent[::-1] if send.rollout_id == rollout_id)
         assert (send.engine, len(send.input_ids)) == ("a", 2)
-    for key in on(driver, "a"):
-        driver.progress(key, 1)
+    driver.progress_each(on(driver, "a"), 1)
     for rollout_id in rollouts:
         assert driver.state.in_flight.rollouts[rollout_id].log.oldest_version == 1
 
@@ -130,8 +128,7 @@ def test_an_engine_that_should_take_over_is_lost_and_the_other_one_stays():
     driver.state.expectations.remaining = lambda _: 1000.0  # type: ignore[method-assign]
     update(driver)
     # Two rollouts end, so that requests of the newest version wait.
-    for key in on(driver, "a")[:3]:
-        driver.finish(key)
+    driver.finish_each(on(driver, "a")[:3])
     leaving = {c.name for c in driver.state.fleet.control.engines.values() if c.catching_up}
     assert leaving == {"a"}
     assert driver.aborts
@@ -149,8 +146,7 @@ def test_moved_responses_are_recomputed_once_and_end_under_their_version():
     driver = begun(Driver(rolling(prices=FREE_MOVES)))
     driver.state.expectations.remaining = lambda _: 1000.0  # type: ignore[method-assign]
     update(driver)
-    for key in on(driver, "a")[:3]:
-        driver.finish(key)
+    driver.finish_each(on(driver, "a")[:3])
     moved = driver.sends[next(iter(driver.aborts))]
     driver.settle()
     assert versions(driver) == {"a": 1, "b": 0}
@@ -277,8 +273,7 @@ def test_an_update_in_a_sleep_reaches_all_engines_together():
     key = driver.attempts()[0]
     driver.feed(ev.SleepRequested(tags=("kv_cache",)))
     driver.fail(key, "broke off")  # it waits with its tokens
-    for other in driver.attempts():
-        driver.finish(other)
+    driver.finish_each(driver.attempts())
     driver.settle()
     update(driver)
     driver.settle()
@@ -348,8 +343,7 @@ def test_an_episode_keeps_an_engine_of_its_version_between_two_turns():
     driver.request_batch()
     for rollout_id in list(driver.dialogues.thinking):
         driver.feed(driver.dialogues.ask(rollout_id))
-    for key in driver.attempts():
-        driver.finish(key, 2)
+    driver.finish_each(driver.attempts(), 2)
     thinking = list(driver.dialogues.thinking)
     update(driver)
     driver.settle()
@@ -371,8 +365,7 @@ def test_after_a_quiet_time_the_engine_of_a_turns_own_version_is_asked():
     driver.request_batch()
     for rollout_id in list(driver.dialogues.thinking):
         driver.feed(driver.dialogues.ask(rollout_id))
-    for key in driver.attempts():
-        driver.finish(key, 2)
+    driver.finish_each(driver.attempts(), 2)
     update(driver)
     driver.settle()
     old = next(name for name, version in versions(driver).items() if version == 0)

@@ -61,8 +61,7 @@ def test_an_update_ends_the_batch_with_the_groups_that_were_taken():
     heard: list[of.Fact] = []
     driver = Driver(config(), takes=False, hears=heard.extend)
     ids = begin(driver)
-    for group_id in ids[:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups(ids[:2])
     driver.take()
     driver.feed(ev.UpdateRequested(version=1))
     (batch,) = driver.batches
@@ -85,8 +84,7 @@ def test_a_request_for_a_whole_batch_ends_a_streamed_one():
     driver.finish_group(ids[0])
     driver.feed(ev.BatchRequested())
     assert [group.group_id for group in driver.batches[0].groups] == ids[:1]
-    for group_id in ids[1:4]:
-        driver.finish_group(group_id)
+    driver.finish_groups(ids[1:4])
     assert [group.group_id for group in driver.batches[1].groups] == ids[1:4]
 
 
@@ -94,8 +92,7 @@ def test_a_whole_batch_that_is_offered_can_be_taken_group_by_group():
     driver = Driver(config(), takes=False, store=MemoryStore())
     driver.request_batch()
     ids = driver.group_ids()
-    for group_id in ids[:3]:
-        driver.finish_group(group_id)
+    driver.finish_groups(ids[:3])
     assert driver.offers[-1].complete
     driver.takes = True
     begin(driver)
@@ -106,8 +103,7 @@ def test_a_whole_batch_that_is_offered_can_be_taken_group_by_group():
 def test_a_batch_ends_without_a_further_group_if_what_it_waited_for_is_dropped():
     driver = Driver(config(over_provision=1.0), supply=3)
     ids = begin(driver)
-    for group_id in ids[:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups(ids[:2])
     assert not driver.batches
     driver.feed(ev.GroupWithdrawn(group_id=ids[2], cause="the test drops it"))
     assert given(driver)[-1] == ()
@@ -141,30 +137,25 @@ def test_room_is_left_for_groups_that_the_batch_must_contain():
     driver = Driver(config(max_staleness=Staleness(1, rule="finish"), over_provision=2.0))
     first = begin(driver)
     for group_id in first[3:]:  # tokens of version 0, which are too old after version 1
-        for key in driver.attempts(group_id):
-            driver.progress(key, 1)
-    for group_id in first[:3]:
-        driver.finish_group(group_id)
+        driver.progress_each(driver.attempts(group_id), 1)
+    driver.finish_groups(first[:3])
     driver.update()
     driver.settle()
     begin(driver)
     due = [each for each in first[3:] if each in driver.state.in_flight.groups]
     new = [each for each in driver.group_ids() if each not in due]
     assert len(due) == 3
-    for group_id in new[:3]:
-        driver.finish_group(group_id)
+    driver.finish_groups(new[:3])
     # All three places belong to groups that still generate.
     assert len(driver.offers) == 3
-    for group_id in due:
-        driver.finish_group(group_id)
+    driver.finish_groups(due)
     assert [group.group_id for group in driver.batches[1].groups] == due
 
 
 def test_a_restart_gives_a_batch_from_its_first_group():
     driver = Driver(config(), store=MemoryStore())
     ids = begin(driver)
-    for group_id in ids[:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups(ids[:2])
     driver.save()
     driver.restart()
     begin(driver)
@@ -183,8 +174,7 @@ def test_a_restart_gives_a_batch_from_its_first_group():
 
 def test_groups_of_the_batch_in_work_stay_known_while_another_batch_is_delivered_again():
     driver = Driver(config(), store=MemoryStore())
-    for group_id in begin(driver)[:3]:
-        driver.finish_group(group_id)
+    driver.finish_groups(begin(driver)[:3])
     taken = begin(driver)[0]
     driver.finish_group(taken)
     assert list(driver.state.delivery.fresh.taken) == [taken]

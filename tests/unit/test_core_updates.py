@@ -62,8 +62,7 @@ def test_a_refit_begins_only_when_every_engine_is_paused_and_flushed():
 def test_abort_calls_everything_back_before_it_pauses_and_sends_it_again_with_its_tokens():
     driver = Driver(config(straggler="abort"))
     keys = driver.attempts()
-    for key in keys:
-        driver.progress(key, 5)
+    driver.progress_each(keys, 5)
     commands = driver.feed(ev.UpdateRequested(version=1))
     assert names(commands) == ["Abort"] * len(keys)
     for key in keys[:-1]:
@@ -149,8 +148,7 @@ def test_spans_of_a_continuation_are_offset_by_the_tokens_it_began_with():
 def test_a_synchronous_trainer_finds_the_engines_paused_and_gets_them_back_at_its_next_batch():
     driver = Driver(config(pace="synchronous"))
     driver.request_batch()
-    for group_id in driver.group_ids()[:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids()[:2])
     driver.settle()
     assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"paused"}
     driver.update()
@@ -175,8 +173,7 @@ def test_a_failed_refit_everywhere_keeps_the_old_version_and_goes_on():
 
 def test_an_engine_that_did_not_take_the_version_is_quarantined_and_its_rollouts_go_on():
     driver = Driver(config())
-    for key in driver.attempts():
-        driver.progress(key, 5)
+    driver.progress_each(driver.attempts(), 5)
     driver.feed(ev.UpdateRequested(version=1))
     while driver.controls:
         driver.answer_control()

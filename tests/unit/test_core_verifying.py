@@ -85,8 +85,7 @@ def test_answers_that_take_longer_than_a_quiet_time_are_not_asked_for_again():
         asked += 1
     assert asked == len(fleet)
     assert len(driver.sent) == 8
-    for attempt in driver.attempts():
-        driver.finish(attempt)
+    driver.finish_each(driver.attempts())
     driver.now += 30.0
     driver.feed(ev.BatchRequested())
     assert len(driver.verifications) == len(fleet)

@@ -85,8 +85,7 @@ def test_an_idle_engine_is_not_silent_and_its_clock_starts_with_the_next_request
     generate(fleet, 500, each={})
     fleet.request_batch()
     generate(fleet, 50, each={})
-    for key in fleet.attempts():
-        fleet.finish(key)
+    fleet.finish_each(fleet.attempts())
     generate(fleet, 500, each={})
     fleet.request_batch()
     generate(fleet, 59, each={})
@@ -116,8 +115,7 @@ def test_a_long_prefill_is_no_silence():
 
 def test_what_a_refit_flushed_is_prefilled_again_and_that_takes_its_time():
     fleet = driver(engines=("a",))
-    for key in fleet.attempts():
-        fleet.progress(key, 10_000)
+    fleet.progress_each(fleet.attempts(), 10_000)
     fleet.update()
     generate(fleet, 60 + 39, each={})
     assert not fleet.lost, "16 contexts of 10,000 tokens"
@@ -198,8 +196,7 @@ def test_what_is_usual_outlives_the_loss_so_one_that_comes_back_slow_is_found_ag
     fleet = three()
     fleet.feed(ev.EngineLost(engine="b", cause="gone"))
     fleet.come_back("b")
-    for key in fleet.attempts():
-        fleet.finish(key)
+    fleet.finish_each(fleet.attempts())
     fleet.request_batch()
     assert {send.engine for send in fleet.sends.values()} == {"a", "b", "c"}
     generate(fleet, 46, each={**FAST, "b": 5})

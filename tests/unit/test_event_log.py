@@ -151,8 +151,7 @@ def test_facts_have_tokens_only_if_somebody_asks_for_them(tells: bool):
     told: list[Fact] = []
     driver.hears = told.extend
     driver.request_batch()
-    for key in list(driver.sends):
-        driver.finish(key)
+    driver.finish_each(list(driver.sends))
     kinds: dict[str, Any] = {type(fact).__name__: fact for fact in told}
     with_tokens: list[object] = [
         kinds["PromptsReceived"].asked,

@@ -95,8 +95,7 @@ def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
         accepts=True,
     )
     driver.request_batch()
-    for group_id in driver.group_ids():
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids())
     assert driver.state.in_flight.counters.launched == 4 * 2, "it tapers from the first group on"
     for verdict in driver.verdicts:
         driver.feed(ev.Filtered(group_id=verdict.group.group_id, accepted=False))
@@ -224,8 +223,7 @@ def interrupted(tokens: Sequence[int]) -> Driver:
     driver.request_batch()
     first, second, *rest = driver.group_ids()
     for group_id, count in zip(rest, tokens, strict=False):
-        for key in driver.attempts(group_id):
-            driver.progress(key, count)
+        driver.progress_each(driver.attempts(group_id), count)
     for group_id in (first, second):
         short, long = driver.attempts(group_id)
         driver.finish(short, 10)

@@ -121,8 +121,7 @@ def race(driver: Driver, *, tokens: int = 5) -> int:
     driver.request_batch()
     loser = max(driver.group_ids())
     loses = prompt(driver.state.in_flight.groups[loser])
-    for attempt in driver.attempts(loser):
-        driver.progress(attempt, tokens, first=1000)
+    driver.progress_each(driver.attempts(loser), tokens, first=1000)
     for group_id in driver.group_ids():
         if group_id != loser:
             driver.finish_group(group_id)
@@ -145,8 +144,7 @@ def test_the_losers_begin_again_at_the_update_and_share_a_batch() -> None:
     for send in driver.sends.values():
         group = driver.state.in_flight.groups[send.group_id]
         assert send.input_ids.tolist() == group.prompt.input_ids.tolist()
-    for group_id in driver.group_ids():
-        driver.finish_group(group_id, 9)
+    driver.finish_groups(driver.group_ids(), 9)
     assert {prompt(group) for group in driver.batches[-1].groups} == losers
     for batch in driver.batches:
         assert all((r.versions == batch.version).all() for r in batch.rollouts)
@@ -238,10 +236,7 @@ def test_the_end_of_the_prompts_brings_every_loser() -> None:
         driver.request_batch()
         if driver.ended:
             break
-        batches = len(driver.batches)
-        while len(driver.batches) == batches:
-            assert driver.sends, "the trainer waits and nothing runs"
-            driver.finish_group(driver.group_ids()[0])
+        driver.finish_batch()
         delivered += [prompt(group) for group in driver.batches[-1].groups]
         driver.settle()
         driver.update()
@@ -253,8 +248,7 @@ def test_a_version_for_two_batches_throws_nothing_away_between_them() -> None:
     driver = Driver(config())
     driver.request_batch()
     loser = max(driver.group_ids())
-    for attempt in driver.attempts(loser):
-        driver.progress(attempt, 5, first=1000)
+    driver.progress_each(driver.attempts(loser), 5, first=1000)
     for group_id in driver.group_ids():
         if group_id != loser:
             driver.finish_group(group_id)
