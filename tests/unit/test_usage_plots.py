@@ -7,14 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
 from aprilsched.observe.log.usage import RunUsage, usage_of
 from aprilsched.observe.plots import TimeUnit, save, where_time_goes
-from aprilsched.observe.report.style import INK, finish, new_figure
-from tests.support.table import each_row
+from aprilsched.observe.report.style import finish, new_figure
 
 DATA = Path(__file__).resolve().parents[2] / "notebooks" / "data"
 
@@ -41,18 +39,6 @@ def test_the_pieces_of_a_bar_add_up(usages: dict[str, RunUsage], unit: TimeUnit)
         ],
     }
     assert np.allclose(ends(axes), wholes[unit], rtol=1e-9)
-
-
-def luminance(colour: str) -> float:
-    """As WCAG defines it."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
-    return float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
-
-
-@each_row("page", ["#FFFFFF", "#131416", "#0D1117"])
-def test_ink_can_be_read_on_light_and_dark_pages(page: str):
-    dark, light = sorted((luminance(INK), luminance(page)))
-    assert (light + 0.05) / (dark + 0.05) > 4
 
 
 def test_a_picture_has_no_background_and_nothing_black(tmp_path: Path):
