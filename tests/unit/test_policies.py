@@ -3,85 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, cast, get_args
+from dataclasses import replace
+from typing import cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.policies.placement import (
-    EngineLoads,
-    Place,
-    Placement,
-    Preference,
-    choose_engine,
-    place_of,
-    preference_of,
-)
 from aprilsched.kernel.core.policies.pool import Pool
-from aprilsched.kernel.core.policies.refill import PoolView
 from aprilsched.kernel.core.policies.schedule import Schedule
-from aprilsched.kernel.core.policies.stop import Groups, Samples, Stop, Tokens
-from aprilsched.kernel.core.policies.straggler import BEHAVIOURS, Behaviour, CachedKV, StragglerRule
-from aprilsched.kernel.core.state.records import RequestRecord
+from aprilsched.kernel.core.policies.straggler import CachedKV, StragglerRule
 from aprilsched.kernel.engines.base import Capabilities, Engine, PauseMode
 from aprilsched.kernel.shell.opening import check_engines, examine
-from tests.support.driver import Driver, prompts
+from tests.support.driver import Driver
 from tests.support.table import each_row
 
 # --- refill --------------------------------------------------------------------------------------
-
-
-view: Any = partial(
-    PoolView,
-    batch_groups=8,
-    group_size=2,
-    target_groups=8,
-    open_groups=4,
-    ready_groups=3,
-    in_flight=8,
-    wave_due=False,
-    batch_open=True,
-    asynchronous=False,
-)
-"""A batch of 8 groups of 2 in work, a pool of 8 with room for 4 groups."""
-
-
-@each_row(
-    ("changes", "groups"),
-    [
-        ({}, 4),
-        ({"ready_groups": 4}, 0),
-        ({"ready_groups": 4, "in_flight": 1}, 0),
-        ({"ready_groups": 4, "in_flight": 0}, 8),
-        ({"ready_groups": 4, "wave_due": True}, 4),
-        ({"ready_groups": 8, "batch_open": False}, 0),
-        ({"ready_groups": 8, "batch_open": False, "wave_due": True}, 4),
-        ({"ready_groups": 8, "batch_open": False, "asynchronous": True}, 4),
-    ],
-    ids=str,
-)
-def test_a_tapering_pool_is_not_refilled_near_its_batchs_end_unless_nothing_runs(
-    changes: dict[str, object], groups: int
-) -> None:
-    assert Pool(together=2, until=0.5).launches(view(**changes)) == groups
-
-
-@each_row(
-    ("together", "in_flight", "groups"),
-    [(2, 9, 2), (2, 12, 2), (2, 13, 0), (2, 16, 0), (2, 18, 0), (64, 0, 8)],
-)
-def test_a_pool_is_refilled_by_whole_bunches_unless_it_is_smaller(
-    together: int, in_flight: int, groups: int
-) -> None:
-    assert Pool(together=together).launches(view(in_flight=in_flight)) == groups
 
 
 def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
@@ -112,80 +50,6 @@ def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
 # --- placement -----------------------------------------------------------------------------------
 
 
-@dataclass
-class SlowLoads:
-    """A slow reference for EngineLoads, which computes everything again at each call."""
-
-    loads: dict[str, int]
-    max_lead: int
-
-    def take(self, prefer: str, avoid: frozenset[str]) -> str | None:
-        names = [name for name in self.loads if name not in avoid] or list(self.loads)
-        if not names:
-            return None
-        taken = min(names, key=lambda name: (self.loads[name], name))
-        near = self.loads[taken] + self.max_lead
-        if prefer in names and prefer not in avoid and self.loads[prefer] <= near:
-            taken = prefer
-        self.loads[taken] += 1
-        return taken
-
-
-ENGINES = ("a", "b", "c", "d")
-
-
-@given(
-    loads=st.dictionaries(st.sampled_from(ENGINES), st.integers(0, 6)),
-    max_lead=st.integers(-1, 4),
-    asked=st.lists(
-        st.tuples(st.sampled_from(["", *ENGINES]), st.frozensets(st.sampled_from(ENGINES))),
-        max_size=40,
-    ),
-)
-def test_engines_are_those_of_a_plain_search(
-    loads: dict[str, int], max_lead: int, asked: list[tuple[str, frozenset[str]]]
-) -> None:
-    slow = SlowLoads(loads=dict(loads), max_lead=max_lead)
-    fast = EngineLoads(loads)
-    for prefer, avoid in asked:
-        preference = Preference(engine=prefer, max_lead=max_lead) if prefer else None
-        engine = choose_engine(fast, preference, avoid=avoid)
-        assert engine == slow.take(prefer, avoid)
-        if engine is not None:
-            fast.add_request(engine)
-
-
-def test_an_engine_that_takes_no_requests_is_not_preferred() -> None:
-    moved = Preference(engine="b", max_lead=math.inf)
-    assert choose_engine(EngineLoads({"a": 9}), moved, avoid=()) == "a"
-
-
-PREFERENCES: list[tuple[Placement, dict[str, Any], Preference | None]] = [
-    ("prefix", {}, Preference(engine="a", max_lead=4)),
-    ("prefix", {"shares_context": True}, Preference(engine="a", max_lead=8)),
-    ("prefix", {"shares_context": True, "members": 9}, Preference(engine="a", max_lead=9)),
-    ("prefix", {"context_engine": ""}, None),
-    ("spread", {"shares_context": True}, None),
-    ("spread", {"destination": "b"}, Preference(engine="b", max_lead=math.inf)),
-    ("spread", {"destination": "b", "avoid": {"b"}}, None),
-    ("prefix", {"destination": "b", "avoid": {"b"}}, Preference(engine="a", max_lead=4)),
-]
-
-
-@pytest.mark.parametrize(("placement", "changes", "expected"), PREFERENCES)
-def test_a_request_prefers_its_destination_and_then_the_engine_with_its_context(
-    placement: Placement, changes: dict[str, Any], expected: Preference | None
-) -> None:
-    values: dict[str, Any] = {
-        "destination": "",
-        "avoid": frozenset[str](),
-        "context_engine": "a",
-        "members": 4,
-        "shares_context": False,
-    }
-    assert preference_of(placement, **{**values, **changes}) == expected
-
-
 # --- over-provisioning ---------------------------------------------------------------------------
 
 
@@ -202,91 +66,7 @@ def test_a_ratio_is_rounded_up_but_not_by_rounding_errors(
 # --- resume --------------------------------------------------------------------------------------
 
 
-def waiting(driver: Driver) -> list[RequestRecord]:
-    """Requests that wait to be sent, in the order of their places."""
-    return [
-        request for _, request in sorted(driver.state.in_flight.queue.places(), key=lambda p: p[0])
-    ]
-
-
-def interrupted(tokens: Sequence[int]) -> Driver:
-    """A driver that has delivered two groups of 20-token responses. The other responses were called
-    back with these numbers of tokens, and everything waits."""
-    driver = Driver(
-        SchedulerConfig(
-            batch_groups=2,
-            group_size=2,
-            over_provision=4.0,
-            straggler="abort",
-        )
-    )
-    driver.request_batch()
-    first, second, *rest = driver.group_ids()
-    for group_id, count in zip(rest, tokens, strict=False):
-        driver.progress_each(driver.attempts(group_id), count)
-    for group_id in (first, second):
-        short, long = driver.attempts(group_id)
-        driver.finish(short, 10)
-        driver.finish(long, 40)
-    driver.settle()
-    assert len(driver.batches) == 1
-    assert not driver.sends
-    return driver
-
-
-def test_carried_groups_go_on_in_the_order_of_their_launches() -> None:
-    driver = interrupted(tokens=[12, 5, 38, 4, 30, 2])
-    groups = [request.rollout.group.group_id for request in waiting(driver)]
-    assert groups == sorted(groups)
-
-
-def place(request: RequestRecord) -> Place:
-    rollout = request.rollout
-    return place_of(
-        training=rollout.group.evaluation_id is None,
-        carried=rollout.carried,
-        group_id=rollout.group.group_id,
-        index=rollout.index,
-    )
-
-
-def test_an_evaluation_goes_before_training() -> None:
-    driver = interrupted(tokens=[12, 5, 38, 4, 30, 2])
-    driver.feed(
-        ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2, start=900), group_size=1)
-    )
-    evaluated = next(driver.state.in_flight.open_requests())
-    assert evaluated.rollout.group.evaluation_id == 1
-    assert all(place(evaluated) < place(request) for request in waiting(driver))
-
-
-def test_a_new_request_goes_after_carried_ones() -> None:
-    driver = interrupted(tokens=[3] * 6)
-    carried = waiting(driver)[0]
-    driver.feed(ev.BatchRequested())
-    driver.settle()
-    fresh = next(r for r in driver.state.in_flight.requests.values() if r.attempt == 1)
-    fresh.attempt = 0
-    carried.rollout.group.group_id = 10**6  # launched later, but sent before
-    assert place(carried) < place(fresh)
-
-
 # --- stragglers ----------------------------------------------------------------------------------
-
-
-def test_every_rule_has_its_behaviour() -> None:
-    assert tuple(BEHAVIOURS) == get_args(StragglerRule)
-
-
-@each_row("behaviour", BEHAVIOURS.values(), ids=BEHAVIOURS)
-def test_a_behaviour_does_not_contradict_itself(behaviour: Behaviour) -> None:
-    assert behaviour.kv
-    if behaviour.waits_asleep:
-        assert behaviour.waits_inside
-    if "keep" in behaviour.kv:
-        assert behaviour.waits_inside, "only what waits in a pause keeps its KV"
-    if behaviour.called_back == "always":
-        assert not behaviour.waits_inside
 
 
 class OldServer:
@@ -348,48 +128,4 @@ def test_a_fleet_of_two_programs_is_refused() -> None:
         asyncio.run(examine(engines[1], config, engines))
 
 
-def test_every_way_to_run_is_tried_on_an_old_server() -> None:
-    assert set(REFUSED) == {(name, kv) for name, rule in BEHAVIOURS.items() for kv in rule.kv}
-
-
 # --- stop ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class FakeGroup:
-    members: Sequence[object]
-    tokens: int
-
-
-@dataclass
-class FakeReady:
-    samples: int
-    tokens: int
-    groups: int
-
-    def __len__(self) -> int:
-        return self.groups
-
-
-GROUPS = [FakeGroup([0] * 2, 10), FakeGroup([0] * 4, 5), FakeGroup([0] * 1, 100)]
-
-
-@each_row(
-    ("stop", "count"),
-    [
-        (Groups(1), 1),
-        (Groups(3), 3),
-        (Groups(4), None),
-        (Samples(2), 1),
-        (Samples(3), 2),
-        (Samples(8), None),
-        (Tokens(10), 1),
-        (Tokens(15), 2),
-        (Tokens(16), 3),
-        (Tokens(116), None),
-    ],
-)
-def test_a_batch_is_the_fewest_whole_groups_that_hold_enough(stop: Stop, count: int | None) -> None:
-    held = FakeReady(samples=7, tokens=115, groups=3)
-    assert stop.take(GROUPS) == count
-    assert stop.enough(held) is (count is not None)
