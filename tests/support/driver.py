@@ -499,6 +499,17 @@ class Driver:
         self.feed(ev.BatchRequested())
         self.settle()
 
+    def evaluate(
+        self, count: int = 1, *, start: int = 0, group_size: int = 1, evaluation_id: int = 1
+    ) -> None:
+        """Request an evaluation of `count` prompts."""
+        asked = prompts(count, start=start)
+        self.feed(
+            ev.EvaluationRequested(
+                evaluation_id=evaluation_id, prompts=asked, group_size=group_size
+            )
+        )
+
     def update(self, *, adapter: bool = False, republishable: bool = False) -> None:
         version = self.state.weights.versions.trainer + 1
         self.feed(ev.UpdateRequested(version=version, adapter=adapter, republishable=republishable))

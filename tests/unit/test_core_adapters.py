@@ -5,7 +5,7 @@ from __future__ import annotations
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, config, prompts
+from tests.support.driver import Driver, config
 
 
 def test_an_adapter_is_loaded_without_a_pause_and_serves_what_is_sent_afterwards():
@@ -139,9 +139,7 @@ def test_a_batch_that_waits_for_an_adapter_is_offered_with_the_last_answer():
 def test_an_evaluation_that_waits_for_an_adapter_begins_with_the_last_answer():
     driver = Driver(config(), engines=("a",), supply=0)
     driver.feed(ev.UpdateRequested(version=1, adapter=True))
-    driver.feed(
-        ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1, start=900), group_size=1)
-    )
+    driver.evaluate(start=900)
     assert not driver.attempts()
     driver.answer_refit()
     assert len(driver.attempts()) == 1

@@ -204,7 +204,7 @@ def test_asynchronous_pace_holds_a_bounded_number_of_ready_batches():
 
 def test_an_evaluation_runs_to_its_end_and_is_neither_filtered_nor_carried():
     driver = Driver(config(), accepts=True)
-    driver.feed(ev.EvaluationRequested(evaluation_id=9, prompts=prompts(3), group_size=2))
+    driver.evaluate(3, group_size=2, evaluation_id=9)
     assert len(driver.sends) == 6
     driver.feed(ev.UpdateRequested(version=1))
     assert not driver.controls, "an update waits for the evaluation"

@@ -8,7 +8,7 @@ from aprilsched.config import Health
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.admission import MAX_PAUSE_S, MAX_RETRY_AFTER_S, Admission
-from tests.support.driver import Driver, Key, config, prompts
+from tests.support.driver import Driver, Key, config
 
 FULL = "The request queue is full."
 
@@ -221,7 +221,7 @@ def test_an_engine_that_has_other_requests_may_be_busy_for_ever():
 
 def test_an_evaluation_waits_for_a_busy_engine_too():
     driver = Driver(config(), engines=("a",))
-    driver.feed(ev.EvaluationRequested(evaluation_id=7, prompts=prompts(2), group_size=2))
+    driver.evaluate(2, group_size=2, evaluation_id=7)
     driver.settle()
     refuse(driver, *driver.attempts()[1:])
     while driver.sends:

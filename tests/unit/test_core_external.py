@@ -13,7 +13,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, Key, config, prompts
+from tests.support.driver import Driver, Key, config
 
 
 def span(version: int, end: int, start: int = 0) -> VersionSpan:
@@ -158,7 +158,7 @@ def test_an_engine_that_is_being_asked_for_its_version_answers_first():
 @pytest.mark.parametrize("ended", [True, False])
 def test_an_evaluation_that_it_met_is_generated_again(ended: bool):
     driver = Driver(config(batch_groups=1, group_size=1, pace="synchronous"), engines=("a", "b"))
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2), group_size=1))
+    driver.evaluate(2)
     first, second = driver.attempts()
     driver.finish(first, 3, spans=(span(0, 3),))
     loaded(driver)
@@ -360,7 +360,7 @@ def test_an_evaluation_that_met_weights_which_are_not_followed_is_generated_agai
     driver = Driver(
         config(follow_weights=True, pace="synchronous", straggler="abort"), engines=("a", "b", "c")
     )
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     (key,) = driver.attempts()
     driver.finish(key, 2, spans=(span(4, 2),))
     assert not driver.evaluations
@@ -374,7 +374,7 @@ def test_an_evaluation_that_met_weights_which_are_not_followed_is_generated_agai
 def test_an_update_that_waits_does_not_excuse_weights_of_the_same_number():
     """The update waits for the evaluation, and has loaded nothing yet."""
     driver = Driver(config(pace="synchronous"), engines=("a", "b"))
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     (key,) = driver.attempts()
     engine = driver.sends[key].engine
     driver.feed(ev.UpdateRequested(version=1))

@@ -13,7 +13,7 @@ from aprilsched.kernel.core.state.records import GroupRecord
 from aprilsched.kernel.store import MemoryStore, SqliteStore, Store
 from aprilsched.trainers import check_fixed_groups
 from aprilsched.types import Score
-from tests.support.driver import Driver, Key, prompts
+from tests.support.driver import Driver, Key
 
 
 def config(rule: str = "again", **changes: object) -> SchedulerConfig:
@@ -230,7 +230,7 @@ def test_with_drop_group_a_lost_member_drops_its_group():
 @pytest.mark.parametrize(("rule", "size"), [("again", 2), ("shrink", 1)])
 def test_an_evaluation_keeps_the_rule_and_may_shrink_to_one_response(rule: str, size: int):
     driver = Driver(config(rule))
-    driver.feed(ev.EvaluationRequested(evaluation_id=0, prompts=prompts(1), group_size=2))
+    driver.evaluate(group_size=2, evaluation_id=0)
     group_id = next(iter(driver.state.in_flight.groups))
     lose(driver, driver.attempts(group_id)[0], tokens=3)
     driver.finish_group(group_id, 4)

@@ -8,7 +8,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.steps.outage import stranded
-from tests.support.driver import Driver, config, names, prompts
+from tests.support.driver import Driver, config, names
 
 
 def tick(driver: Driver, seconds: float) -> list[do.Command]:
@@ -29,7 +29,7 @@ def lose_all(driver: Driver, cause: str = "burnt") -> list[do.Command]:
 
 
 def evaluate(driver: Driver) -> None:
-    driver.feed(ev.EvaluationRequested(evaluation_id=7, prompts=prompts(3), group_size=1))
+    driver.evaluate(3, evaluation_id=7)
 
 
 # --- nobody is there -----------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from aprilsched.kernel.core.state.durations import Durations
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.kernel.store.codec import schedule_from, schedule_record
 from aprilsched.planning.presets import PRESETS
-from tests.support.driver import Driver, prompts
+from tests.support.driver import Driver
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -317,7 +317,7 @@ def test_waits_for_a_batch_and_for_an_evaluation_are_no_training() -> None:
     while len(driver.batches) < 2:
         driver.finish(driver.attempts()[0], 10)
     driver.now += 5.0
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     driver.now += 500.0
     driver.settle()
     while driver.state.evaluations.running:

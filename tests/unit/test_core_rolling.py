@@ -16,7 +16,7 @@ from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, Key, config, names, prompts
+from tests.support.driver import Driver, Key, config, names
 
 FREE_MOVES = Prices(step_seconds=1.0, prefill_tokens_per_s=1e9)
 """Recomputing costs next to nothing."""
@@ -183,7 +183,7 @@ def test_an_evaluation_is_of_one_version_and_an_update_waits_for_it():
     update(driver)
     end_all(driver, "a")
     driver.settle()
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2), group_size=1))
+    driver.evaluate(2)
     evaluated = [s for s in driver.sent if s.group_id in _evaluated(driver)]
     assert {send.engine for send in evaluated} == {"a"}
     assert names(update(driver)) == []
@@ -196,7 +196,7 @@ def test_an_evaluation_is_of_one_version_and_an_update_waits_for_it():
 def test_an_evaluation_has_an_engine_freed_for_it_whatever_that_costs():
     driver = started(Driver(rolling()))
     update(driver)
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     assert driver.aborts
     driver.settle()
     assert sorted(versions(driver).values()) == [0, 1]
@@ -207,7 +207,7 @@ def test_an_evaluation_before_a_sleep_still_gets_an_engine_of_its_version():
     """The sleep waits for the evaluation, and the evaluation for the version."""
     driver = started(Driver(rolling(), engines=("a",)))
     update(driver)
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     driver.feed(ev.SleepRequested(tags=("kv_cache",)))
     end_all(driver, "a")
     driver.settle()
@@ -221,7 +221,7 @@ def test_an_evaluation_before_a_sleep_still_gets_an_engine_of_its_version():
 def test_before_a_sleep_what_waits_for_an_old_version_gives_way_to_an_evaluation():
     driver = started(Driver(rolling(), engines=("a",)))
     update(driver)
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     driver.feed(ev.SleepRequested(tags=("kv_cache",)))
     driver.fail(driver.attempts()[0], "broke off")  # it is not sent again before the sleep
     end_all(driver, "a")
@@ -326,7 +326,7 @@ def test_an_update_takes_the_engine_that_began_to_catch_up_while_it_waited():
         end_all(driver, engine)
         driver.settle()
     assert versions(driver) == {"a": 1, "b": 1}
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     driver.feed(ev.UpdateRequested(version=2))
     driver.feed(ev.EngineJoined(info=driver.info("c", 0)))
     assert driver.state.fleet.control.standby["c"].catching_up

@@ -6,7 +6,7 @@ import pytest
 
 from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages import events as ev
-from tests.support.driver import Driver, config, names, prompts
+from tests.support.driver import Driver, config, names
 
 TAGS = ("kv_cache", "weights")
 
@@ -141,9 +141,7 @@ def test_a_synchronous_fleet_wakes_into_its_pause():
 def test_an_evaluation_ends_before_the_engines_sleep():
     driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
     driver.feed(ev.BatchRequested())
-    driver.feed(
-        ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1, start=900), group_size=1)
-    )
+    driver.evaluate(start=900)
     driver.feed(ev.SleepRequested(tags=TAGS))
     assert not driver.controls
     driver.finish_each(driver.attempts())

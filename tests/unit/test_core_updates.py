@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,19 +14,18 @@ from aprilsched.kernel.core.state.weights import PHASES, Update, UpdateKind, Upd
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.types import VersionSpan
 from tests.support.driver import Driver, Key, config, names, prompts
+from tests.support.table import each_row
 
 
-@pytest.mark.parametrize("kind", UpdateKind)
-@pytest.mark.parametrize("start", UpdatePhase)
-@pytest.mark.parametrize("finish", UpdatePhase)
+@each_row("kind", UpdateKind)
+@each_row("start", UpdatePhase)
+@each_row("finish", UpdatePhase)
 def test_an_update_enters_only_the_next_phase_of_its_kind(
     kind: UpdateKind, start: UpdatePhase, finish: UpdatePhase
 ):
     update = Update(version=1, kind=kind)
-    assert update.phase is PHASES[kind][0]
     update.phase = start
-    position = PHASES[kind].index(start) if start in PHASES[kind] else len(PHASES[kind])
-    if finish in PHASES[kind][position + 1 : position + 2]:
+    if (start, finish) in pairwise(PHASES[kind]):
         update.enter(finish)
         assert update.phase is finish
     else:
@@ -160,8 +160,7 @@ def test_a_synchronous_trainer_finds_the_engines_paused_and_gets_them_back_at_it
 def test_a_failed_refit_everywhere_keeps_the_old_version_and_goes_on():
     driver = Driver(config())
     driver.feed(ev.UpdateRequested(version=1))
-    while driver.controls:
-        driver.answer_control()
+    driver.settle_controls()
     driver.answer_refit(a=(0, "no space"), b=(0, "no space"))
     assert "no space" in driver.updates[0].cause
     assert driver.state.weights.versions.trainer == 0
@@ -175,8 +174,7 @@ def test_an_engine_that_did_not_take_the_version_is_quarantined_and_its_rollouts
     driver = Driver(config())
     driver.progress_each(driver.attempts(), 5)
     driver.feed(ev.UpdateRequested(version=1))
-    while driver.controls:
-        driver.answer_control()
+    driver.settle_controls()
     driver.answer_refit(b=(0, "corrupt file"))
     assert [loss.engine for loss in driver.lost] == ["b"]
     assert driver.updates[0].failed == (("b", "corrupt file"),)
@@ -188,8 +186,7 @@ def test_an_engine_that_did_not_take_the_version_is_quarantined_and_its_rollouts
 def test_an_engine_that_claims_success_with_another_version_is_quarantined():
     driver = Driver(config())
     driver.feed(ev.UpdateRequested(version=1))
-    while driver.controls:
-        driver.answer_control()
+    driver.settle_controls()
     driver.answer_refit(b=(0, ""))
     assert "says it has version 0" in driver.lost[0].cause
 

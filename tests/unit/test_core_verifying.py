@@ -10,7 +10,7 @@ from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.weights import UpdatePhase
 from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, config, names, prompts
+from tests.support.driver import Driver, config, names
 
 
 def one_at_a_time(**changes: object) -> Driver:
@@ -188,7 +188,7 @@ def test_a_label_alone_brings_the_only_engine_up_again():
 def test_an_engine_that_stands_by_before_the_update_is_waited_for_in_it():
     """Otherwise the update ends as failed while the weights are being loaded."""
     driver = one_at_a_time()
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     (key,) = driver.attempts()
     driver.feed(ev.UpdateRequested(version=4))
     driver.progress(key, 2, label=0)
@@ -290,7 +290,7 @@ def test_a_group_of_an_evaluation_with_other_tokens_is_generated_again(ends: boo
     driver = Driver(
         config(batch_groups=1, group_size=1, pace="synchronous"), engines=("a", "b"), version=3
     )
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2), group_size=1))
+    driver.evaluate(2)
     first, second = driver.attempts()
     if ends:
         driver.finish(first, 4, spans=(span(0, 4),))
@@ -320,7 +320,7 @@ def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: str
             driver.interrupt(key)
     assert driver.state.weights.update is not None
     assert driver.state.weights.update.phase is not UpdatePhase.WAITING
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(3), group_size=2))
+    driver.evaluate(3, group_size=2)
     assert not driver.state.evaluations.running
     driver.settle()
     assert driver.state.weights.versions.trainer == 1
@@ -335,6 +335,6 @@ def test_it_begins_too_when_the_update_is_withdrawn():
     driver = Driver(config(batch_groups=2, group_size=2, pace="asynchronous"), engines=("a", "b"))
     driver.request_batch()
     driver.feed(ev.UpdateRequested(version=1))
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=2))
+    driver.evaluate(group_size=2)
     driver.feed(ev.UpdateWithdrawn(version=1))
     assert len(driver.state.evaluations.running[1]) == 1

@@ -347,9 +347,7 @@ def test_the_end_of_the_prompts_drains_the_store() -> None:
 def test_an_evaluation_runs_together_with_a_bucket_and_after_it() -> None:
     driver = Driver(config())
     driver.request_batch()
-    driver.feed(
-        ev.EvaluationRequested(evaluation_id=9, prompts=prompts(3, start=900), group_size=2)
-    )
+    driver.evaluate(3, start=900, group_size=2, evaluation_id=9)
     asked = {s.group_id for s in driver.sends.values()} - {
         group.group_id for group in driver.state.in_flight.training_groups()
     }
