@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
 import pytest
 
@@ -12,7 +14,9 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.policies.pool import Pool
+from aprilsched.kernel.core.policies.refill import PoolView
 from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.kernel.core.policies.straggler import CachedKV, StragglerRule
 from aprilsched.kernel.engines.base import Capabilities, Engine, PauseMode
 from aprilsched.kernel.shell.opening import check_engines, examine
@@ -20,6 +24,40 @@ from tests.support.driver import Driver
 from tests.support.table import each_row
 
 # --- refill --------------------------------------------------------------------------------------
+
+
+view: Any = partial(
+    PoolView,
+    batch_groups=8,
+    group_size=2,
+    target_groups=8,
+    open_groups=4,
+    ready_groups=3,
+    in_flight=8,
+    wave_due=False,
+    batch_open=True,
+    asynchronous=False,
+)
+
+
+@each_row(
+    ("changes", "groups"),
+    [
+        ({}, 4),
+        ({"ready_groups": 4}, 0),
+        ({"ready_groups": 4, "in_flight": 1}, 0),
+        ({"ready_groups": 4, "in_flight": 0}, 8),
+        ({"ready_groups": 4, "wave_due": True}, 4),
+        ({"ready_groups": 8, "batch_open": False}, 0),
+        ({"ready_groups": 8, "batch_open": False, "wave_due": True}, 4),
+        ({"ready_groups": 8, "batch_open": False, "asynchronous": True}, 4),
+    ],
+    ids=str,
+)
+def test_a_tapering_pool_is_not_refilled_near_its_batchs_end_unless_nothing_runs(
+    changes: dict[str, object], groups: int
+) -> None:
+    assert Pool(together=2, until=0.5).launches(view(**changes)) == groups
 
 
 def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
@@ -47,9 +85,6 @@ def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
     assert len(driver.batches[0].groups) == 4
 
 
-# --- placement -----------------------------------------------------------------------------------
-
-
 # --- over-provisioning ---------------------------------------------------------------------------
 
 
@@ -61,9 +96,6 @@ def test_a_ratio_is_rounded_up_but_not_by_rounding_errors(
     ratio: float, batch_groups: int, groups: int
 ) -> None:
     assert Schedule(over_provision=ratio, refill=Pool()).target_groups(batch_groups) == groups
-
-
-# --- resume --------------------------------------------------------------------------------------
 
 
 # --- stragglers ----------------------------------------------------------------------------------
@@ -129,3 +161,43 @@ def test_a_fleet_of_two_programs_is_refused() -> None:
 
 
 # --- stop ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FakeGroup:
+    members: Sequence[object]
+    tokens: int
+
+
+@dataclass
+class FakeReady:
+    samples: int
+    tokens: int
+    groups: int
+
+    def __len__(self) -> int:
+        return self.groups
+
+
+GROUPS = [FakeGroup([0] * 2, 10), FakeGroup([0] * 4, 5), FakeGroup([0] * 1, 100)]
+
+
+@each_row(
+    ("stop", "count"),
+    [
+        (Groups(1), 1),
+        (Groups(3), 3),
+        (Groups(4), None),
+        (Samples(2), 1),
+        (Samples(3), 2),
+        (Samples(8), None),
+        (Tokens(10), 1),
+        (Tokens(15), 2),
+        (Tokens(16), 3),
+        (Tokens(116), None),
+    ],
+)
+def test_a_batch_is_the_fewest_whole_groups_that_hold_enough(stop: Stop, count: int | None) -> None:
+    held = FakeReady(samples=7, tokens=115, groups=3)
+    assert stop.take(GROUPS) == count
+    assert stop.enough(held) is (count is not None)
