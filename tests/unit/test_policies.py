@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.policies.placement import (
+    EngineLoads,
+    Placement,
+    Preference,
+    choose_engine,
+    place_of,
+    preference_of,
+)
 from aprilsched.kernel.core.policies.pool import Pool
 from aprilsched.kernel.core.policies.refill import PoolView
 from aprilsched.kernel.core.policies.schedule import Schedule
@@ -83,6 +94,93 @@ def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
         for verdict in driver.verdicts:
             driver.feed(ev.Filtered(group_id=verdict.group.group_id, accepted=True))
     assert len(driver.batches[0].groups) == 4
+
+
+# --- placement -----------------------------------------------------------------------------------
+
+
+@dataclass
+class SlowLoads:
+    """A slow reference for EngineLoads, which computes everything again at each call."""
+
+    loads: dict[str, int]
+    max_lead: int
+
+    def take(self, prefer: str, avoid: frozenset[str]) -> str | None:
+        names = [name for name in self.loads if name not in avoid] or list(self.loads)
+        if not names:
+            return None
+        taken = min(names, key=lambda name: (self.loads[name], name))
+        near = self.loads[taken] + self.max_lead
+        if prefer in names and prefer not in avoid and self.loads[prefer] <= near:
+            taken = prefer
+        self.loads[taken] += 1
+        return taken
+
+
+ENGINES = ("a", "b", "c", "d")
+
+
+@given(
+    loads=st.dictionaries(st.sampled_from(ENGINES), st.integers(0, 6)),
+    max_lead=st.integers(-1, 4),
+    asked=st.lists(
+        st.tuples(st.sampled_from(["", *ENGINES]), st.frozensets(st.sampled_from(ENGINES))),
+        max_size=40,
+    ),
+)
+def test_engines_are_those_of_a_plain_search(
+    loads: dict[str, int], max_lead: int, asked: list[tuple[str, frozenset[str]]]
+) -> None:
+    slow = SlowLoads(loads=dict(loads), max_lead=max_lead)
+    fast = EngineLoads(loads)
+    for prefer, avoid in asked:
+        preference = Preference(engine=prefer, max_lead=max_lead) if prefer else None
+        engine = choose_engine(fast, preference, avoid=avoid)
+        assert engine == slow.take(prefer, avoid)
+        if engine is not None:
+            fast.add_request(engine)
+
+
+PREFERENCES: list[tuple[Placement, dict[str, Any], Preference | None]] = [
+    ("prefix", {}, Preference(engine="a", max_lead=4)),
+    ("prefix", {"shares_context": True}, Preference(engine="a", max_lead=8)),
+    ("prefix", {"shares_context": True, "members": 9}, Preference(engine="a", max_lead=9)),
+    ("prefix", {"context_engine": ""}, None),
+    ("spread", {"shares_context": True}, None),
+    ("spread", {"destination": "b"}, Preference(engine="b", max_lead=math.inf)),
+    ("spread", {"destination": "b", "avoid": {"b"}}, None),
+    ("prefix", {"destination": "b", "avoid": {"b"}}, Preference(engine="a", max_lead=4)),
+]
+
+
+@each_row(("placement", "changes", "expected"), PREFERENCES)
+def test_a_request_prefers_its_destination_and_then_the_engine_with_its_context(
+    placement: Placement, changes: dict[str, Any], expected: Preference | None
+) -> None:
+    values: dict[str, Any] = {
+        "destination": "",
+        "avoid": frozenset[str](),
+        "context_engine": "a",
+        "members": 4,
+        "shares_context": False,
+    }
+    assert preference_of(placement, **{**values, **changes}) == expected
+
+
+def test_evaluations_go_first_then_carried_rollouts_then_older_groups() -> None:
+    order: list[tuple[bool, bool, int, int]] = [
+        (False, False, 9, 0),
+        (True, True, 5, 0),
+        (True, True, 5, 1),
+        (True, False, 3, 1),
+        (True, False, 4, 0),
+    ]
+    places = [
+        place_of(training=training, carried=carried, group_id=group_id, index=index)
+        for training, carried, group_id, index in order
+    ]
+    assert places == sorted(places)
 
 
 # --- over-provisioning ---------------------------------------------------------------------------
