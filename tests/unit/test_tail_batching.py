@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.lengths.log_law import LogLaw
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
+from aprilsched.kernel.core.policies.refill import OpenGroups, PoolView
 from aprilsched.kernel.core.policies.tail_batching import TailBatching
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GroupRecord
@@ -27,6 +30,65 @@ RESTART = Staleness(0, rule="restart")
 
 
 # --- the rule ------------------------------------------------------------------------------------
+
+
+@each_row(
+    ("wave_due", "batch_open", "open_groups", "put_aside", "ready", "launched"),
+    [
+        (True, True, 0, 0, 0, 10),
+        (True, True, 6, 6, 0, 10),
+        (True, True, 8, 8, 0, 0),
+        (True, True, 9, 7, 0, 8),  # two were launched before and have not raced
+        (True, True, 7, 7, 1, 0),  # one was complete before
+        (False, True, 3, 0, 0, 0),
+        (False, True, 0, 0, 6, 4),  # everything was rejected
+        (False, False, 0, 0, 8, 0),
+    ],
+)
+def test_a_race_is_launched_unless_a_batch_of_losers_is_there(
+    wave_due: bool, batch_open: bool, open_groups: int, put_aside: int, ready: int, launched: int
+) -> None:
+    view = PoolView(
+        batch_groups=8,
+        group_size=2,
+        target_groups=10,
+        open_groups=open_groups,
+        put_aside=put_aside,
+        ready_groups=ready,
+        in_flight=2 * open_groups,
+        wave_due=wave_due,
+        batch_open=batch_open,
+        asynchronous=False,
+    )
+    assert TailBatching().launches(view) == launched
+
+
+@each_row(
+    ("since", "wanted", "lacking", "running", "runs"),
+    [
+        ([3, 2, 1, -1], 5, 4, [], [0, 1, 2, 3]),  # the prompts have ended
+        ([-1, -1, 0], 2, 1, [2], [0, 2]),
+        ([2, 2, 2, -1], 4, 3, [0, 1], [0, 1, 2]),
+        ([2, 2], 0, -3, [], [0]),  # something runs whatever the batch lacks
+    ],
+)
+def test_what_runs_counts_and_something_runs(
+    since: list[int], wanted: int, lacking: int, running: list[int], runs: list[int]
+) -> None:
+    """Groups by their place; the first ones are the oldest."""
+    count = len(since)
+    view = OpenGroups(
+        tokens=np.zeros((count, 2), dtype=np.int64),
+        finished=np.zeros((count, 2), dtype=np.bool_),
+        sizes=np.full(count, 2, dtype=np.int64),
+        ages=np.arange(count, 0, -1, dtype=np.int64),
+        since_first_run=np.array(since, dtype=np.int64),
+        running=np.isin(np.arange(count), running),
+        wanted=wanted,
+        lacking=lacking,
+        law=LogLaw(),
+    )
+    assert TailBatching().members(view).tolist() == [2 * (place in runs) for place in range(count)]
 
 
 # --- in the core ---------------------------------------------------------------------------------
@@ -54,17 +116,16 @@ def prompts(driver: Driver) -> set[int]:
     return {prompt(groups[group_id]) for group_id in driver.group_ids()}
 
 
-def race(driver: Driver, *, tokens: int = 5) -> int:
-    """Run one batch, in which the youngest group loses after some tokens; returns its prompt."""
+def race(driver: Driver, *, updates: bool = True) -> int:
+    """Run one batch, in which the youngest group loses after 5 tokens; returns its prompt."""
     driver.request_batch()
     loser = max(driver.group_ids())
     loses = prompt(driver.state.in_flight.groups[loser])
-    driver.progress_each(driver.attempts(loser), tokens, first=1000)
-    for group_id in driver.group_ids():
-        if group_id != loser:
-            driver.finish_group(group_id)
+    driver.progress_each(driver.attempts(loser), 5, first=1000)
+    driver.finish_groups([group_id for group_id in driver.group_ids() if group_id != loser])
     driver.settle()
-    driver.update()
+    if updates:
+        driver.update()
     return loses
 
 
@@ -184,15 +245,9 @@ def test_the_end_of_the_prompts_brings_every_loser() -> None:
 
 def test_a_version_for_two_batches_throws_nothing_away_between_them() -> None:
     driver = Driver(config())
+    loser = race(driver, updates=False)
     driver.request_batch()
-    loser = max(driver.group_ids())
-    driver.progress_each(driver.attempts(loser), 5, first=1000)
-    for group_id in driver.group_ids():
-        if group_id != loser:
-            driver.finish_group(group_id)
-    driver.settle()
-    driver.request_batch()
-    assert loser in driver.state.in_flight.groups
+    assert loser in {prompt(group) for group in driver.state.in_flight.groups.values()}
     assert not driver.state.in_flight.ledger.total
 
 
