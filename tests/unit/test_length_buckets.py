@@ -17,7 +17,8 @@ from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.lengths.log_law import LogLaw, rest_of_groups
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.policies.length_buckets import LengthBuckets
+from aprilsched.kernel.core.policies.length_buckets import LengthBuckets, window
+from aprilsched.kernel.core.policies.refill import PoolView
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.kernel.core.state.ledger import Reason
@@ -95,6 +96,55 @@ def test_what_is_expected_is_finite_and_never_beyond_the_cap(
 
 
 # --- which of them run ---------------------------------------------------------------------------
+
+
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), min_size=1, max_size=20),
+    count=st.integers(-2, 20),
+)
+def test_no_other_neighbours_have_waited_longer(groups: list[tuple[int, int]], count: int) -> None:
+    rests = np.array([r for r, _ in groups], dtype=np.float64)
+    ages = np.array([a for _, a in groups], dtype=np.int64)
+    chosen = window(rests, ages, count)
+    count = max(0, min(count, len(groups)))
+    assert len(set(chosen.tolist())) == count
+    if not count:
+        return
+    order = np.argsort(rests, kind="stable")
+    sums = [ages[order[i : i + count]].sum() for i in range(len(groups) - count + 1)]
+    assert ages[chosen].sum() == max(sums)
+    kept = rests[chosen]
+    assert kept.tolist() == sorted(kept)
+    between = [r for r in rests if kept[0] < r < kept[-1]]
+    assert sorted(between) == [r for r in kept if kept[0] < r < kept[-1]], "no gap in the window"
+
+
+@each_row(
+    ("wave_due", "batch_open", "open_groups", "groups"),
+    [
+        (True, True, 0, 20),
+        (True, True, 14, 6),
+        (True, True, 25, 0),
+        (False, True, 3, 0),
+        (False, True, 0, 20),
+        (False, False, 0, 0),
+    ],
+)
+def test_the_store_is_filled_at_a_batchs_begin_and_when_it_has_run_dry(
+    wave_due: bool, batch_open: bool, open_groups: int, groups: int
+) -> None:
+    view = PoolView(
+        batch_groups=8,
+        group_size=2,
+        target_groups=12,
+        open_groups=open_groups,
+        ready_groups=3,
+        in_flight=2 * open_groups,
+        wave_due=wave_due,
+        batch_open=batch_open,
+        asynchronous=False,
+    )
+    assert LengthBuckets(store=2.5).launches(view) == groups
 
 
 # --- in the core ---------------------------------------------------------------------------------
