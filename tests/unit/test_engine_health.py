@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from aprilsched.config import Health
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.engine_health import EngineHealth, Window
 from aprilsched.types import Prompt, SamplingParams
 from tests.support.driver import Driver, config, names
 
@@ -145,19 +147,19 @@ def test_an_engine_that_slows_to_a_tenth_is_lost_with_the_figures():
 def test_half_the_usual_rate_is_slow_only_where_the_share_says_so():
     slower = {**FAST, "b": 20}
     fleet = three()
-    generate(fleet, 200, each=slower)
+    generate(fleet, 100, each=slower)
     assert not fleet.lost
     fleet = three(health=Health(stall_s=60, slow_share=0.5))
     generate(fleet, 46, each=slower)
     assert [loss.engine for loss in fleet.lost] == ["b"]
     fleet = three(health=Health(stall_s=60, slow_share=0.0))
-    generate(fleet, 200, each={**FAST, "b": 1})
+    generate(fleet, 100, each={**FAST, "b": 1})
     assert not fleet.lost
 
 
 def test_a_slowness_of_all_is_none_of_one():
     fleet = three()
-    commands = generate(fleet, 300, each={"a": 4, "b": 4, "c": 4})
+    commands = generate(fleet, 100, each={"a": 4, "b": 4, "c": 4})
     assert not fleet.lost
     assert "EngineSlow" not in names(commands)
 
@@ -165,7 +167,7 @@ def test_a_slowness_of_all_is_none_of_one():
 def test_an_engine_that_was_always_slower_is_not_lost():
     uneven = {"a": 50, "b": 50, "c": 4}
     fleet = driver(("a", "b", "c"))
-    generate(fleet, 300, each=uneven)
+    generate(fleet, 100, each=uneven)
     assert not fleet.lost
 
 
@@ -199,3 +201,45 @@ def test_what_is_usual_outlives_the_loss_so_one_that_comes_back_slow_is_found_ag
     assert {send.engine for send in fleet.sends.values()} == {"a", "b", "c"}
     generate(fleet, 46, each={**FAST, "b": 5})
     assert [loss.engine for loss in fleet.lost] == ["b", "b"]
+
+
+def test_a_lighter_load_is_not_held_against_a_heavier_one():
+    health = EngineHealth()
+    health.learn(Window(rate=200.0, fair=200.0, octave=1))
+    assert health.usual_at(1) == 200.0
+    assert health.usual_at(8) is None, "it never had so many"
+    health.learn(Window(rate=30.0, fair=30.0, octave=8))
+    assert health.usual_at(5) == 30.0
+
+
+def test_requests_that_wait_inside_the_engine_do_not_make_it_slow():
+    health = EngineHealth(max_running=10)
+    health.advance(15.0, 100)
+    health.tokens = 15 * 10 * 40
+    window = health.window(now=15.0)
+    assert window is not None
+    assert window.rate == pytest.approx(40.0)
+
+
+def test_work_is_counted_as_it_changes_and_not_in_pauses():
+    health = EngineHealth()
+    for until, requests in ((5.0, 100), (500.0, 0), (501.0, 10), (510.0, 4)):
+        health.advance(until, requests)
+    health.tokens = 5 * 100 + 1 * 10 + 9 * 4
+    window = health.window(now=510.0)
+    assert window is not None
+    assert window.rate == pytest.approx(1.0)
+    assert health.window(now=511.0) is None
+
+
+def test_context_to_be_prefilled_is_allowed_for():
+    health = EngineHealth(pending_prefill=30_000, tokens=150)
+    health.advance(15.0, 1)
+    window = health.window(now=15.0)
+    assert window is not None
+    assert window.fair == pytest.approx(20.0), "half of it went by with prefill"
+    health.pending_prefill = 60_000
+    health.advance(30.0, 1)
+    window = health.window(now=30.0)
+    assert window is not None
+    assert window.fair is None
