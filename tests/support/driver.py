@@ -100,6 +100,10 @@ def tokens(count: int, first: int = 100) -> Int32Array:
     return np.arange(first, first + count, dtype=np.int32)
 
 
+def span(version: int, end: int, start: int = 0) -> VersionSpan:
+    return VersionSpan(version=version, start=start, end=end)
+
+
 @dataclass
 class Driver:
     """A scheduler and its open commands."""
@@ -520,6 +524,10 @@ class Driver:
     def attempts(self, group_id: int | None = None) -> list[Key]:
         """Open attempts (of one group), oldest first."""
         return [key for key, send in self.sends.items() if group_id in (None, send.group_id)]
+
+    def on(self, engine: str) -> list[Key]:
+        """Open attempts on an engine, oldest first."""
+        return [key for key, send in self.sends.items() if send.engine == engine]
 
     def group_ids(self) -> list[int]:
         """Groups with open attempts, oldest first."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, config
+from tests.support.driver import Driver, config, span
 
 
 def test_an_adapter_is_loaded_without_a_pause_and_serves_what_is_sent_afterwards():
@@ -30,7 +29,7 @@ def test_tokens_are_of_the_adapter_they_were_sent_under_whatever_the_engines_lab
     (first, second) = driver.attempts()
     driver.progress(first, 5)
     driver.update(adapter=True)
-    label = (VersionSpan(version=0, start=0, end=8),)
+    label = (span(0, 8),)
     driver.finish(first, 3, spans=label)
     driver.finish(second, 8, spans=label)
     driver.request_batch()

@@ -26,10 +26,6 @@ def refuse(driver: Driver, *keys: Key, retry_after_s: float | None = None) -> No
         driver.interrupt(key, busy=FULL, retry_after_s=retry_after_s)
 
 
-def on(driver: Driver, engine: str) -> list[Key]:
-    return [key for key, send in driver.sends.items() if send.engine == engine]
-
-
 def pass_time(driver: Driver, seconds: float) -> None:
     driver.now += seconds
     driver.feed(ev.Tick())
@@ -39,11 +35,11 @@ def test_a_busy_engine_gets_no_more_than_it_took():
     driver = driver_of()
     first, *others = driver.attempts()
     refuse(driver, *others[3:])
-    assert on(driver, "a") == [first, *others[:3]]
+    assert driver.on("a") == [first, *others[:3]]
     driver.finish(first)
-    assert len(on(driver, "a")) == 5, "one has ended, and its answer is evidence of room for two"
+    assert len(driver.on("a")) == 5, "one has ended, and its answer is evidence of room for two"
     refuse(driver, driver.attempts()[-1])
-    assert len(on(driver, "a")) == 4
+    assert len(driver.on("a")) == 4
     state = driver.state
     assert not state.in_flight.ledger.total
     assert not state.in_flight.counters.retries
@@ -66,9 +62,9 @@ def test_a_busy_engine_is_reported_once_with_what_it_was_sent():
 
 def test_other_engines_get_what_a_busy_one_refuses():
     driver = driver_of(engines=("a", "b"))
-    refuse(driver, *on(driver, "a")[1:])
-    assert len(on(driver, "a")) == 1
-    assert len(on(driver, "b")) == 7
+    refuse(driver, *driver.on("a")[1:])
+    assert len(driver.on("a")) == 1
+    assert len(driver.on("b")) == 7
 
 
 def test_a_partial_response_waits_with_its_tokens():

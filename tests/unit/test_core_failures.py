@@ -91,14 +91,14 @@ def test_an_engine_that_refuses_what_others_take_is_lost():
     driver.request_batch()
     for loss in range(3):
         assert not driver.lost, loss
-        key = next(key for key, send in driver.sends.items() if send.engine == "a")
+        key = driver.on("a")[0]
         driver.fail(key, cause="HTTP 401", final=True)
         again = (key[0], key[1] + 1)
         assert driver.sends[again].engine == "b"
         driver.progress(again, 1)
         driver.finish(again)
         # Requests that were sent before the failure count as part of it.
-        for key in [key for key, send in driver.sends.items() if send.engine == "a"]:
+        for key in driver.on("a"):
             driver.interrupt(key)
     (lost,) = driver.lost
     assert lost.engine == "a"
@@ -187,7 +187,7 @@ def test_requests_that_fail_everywhere_cost_no_engine_that_serves_others():
     driver = Driver(config(batch_groups=8, group_size=1, retries=whole))
     driver.request_batch()
     for engine in "ab":
-        driver.progress(next(k for k, send in driver.sends.items() if send.engine == engine), 1)
+        driver.progress(driver.on(engine)[0], 1)
     for _ in range(12):
         fail_everywhere(driver)
         driver.settle()
@@ -231,7 +231,7 @@ def test_three_failures_are_the_requests_fault_if_the_engine_generates_then():
 def test_an_engine_that_fails_what_others_take_is_lost_although_it_serves_some():
     driver = Driver(config(batch_groups=12, group_size=1))
     driver.request_batch()
-    served = next(k for k, send in driver.sends.items() if send.engine == "a")
+    served = driver.on("a")[0]
     driver.progress(served, 1)
     for loss in range(3):
         assert not driver.lost, loss
@@ -275,7 +275,7 @@ def test_what_breaks_off_together_is_one_failure_of_its_engine():
 def test_late_news_of_a_lost_engine_are_void():
     driver = Driver(config())
     driver.request_batch()
-    key = next(k for k, send in driver.sends.items() if send.engine == "a")
+    key = driver.on("a")[0]
     driver.feed(ev.EngineLost(engine="a", cause="gone"))
     before = driver.state.in_flight.counters.tokens_generated
     driver.progress(key, 10)

@@ -7,8 +7,8 @@ import pytest
 from aprilsched import Batch, MemoryStore, SchedulerConfig
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.types import SamplingParams, VersionSpan
-from tests.support.driver import Driver
+from aprilsched.types import SamplingParams
+from tests.support.driver import Driver, span
 
 CONFIG = SchedulerConfig(
     batch_groups=1,
@@ -83,7 +83,7 @@ def test_they_are_once_the_engine_has_told():
     driver.update()
     driver.progress(key, 2, first=10)
     driver.save()
-    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=2))
+    spans = (span(0, 1), span(1, 2, 1))
     driver.interrupt(key, spans=spans)
     driver.save()
     driver.restart()

@@ -16,7 +16,7 @@ from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, Key, config, names
+from tests.support.driver import Driver, config, names, span
 
 FREE_MOVES = Prices(step_seconds=1.0, prefill_tokens_per_s=1e9)
 """Recomputing costs next to nothing."""
@@ -45,12 +45,8 @@ def update(driver: Driver) -> list[do.Command]:
     return driver.feed(ev.UpdateRequested(version=version, republishable=True))
 
 
-def on(driver: Driver, engine: str) -> list[Key]:
-    return [key for key, send in driver.sends.items() if send.engine == engine]
-
-
 def end_all(driver: Driver, engine: str) -> None:
-    for key in on(driver, engine):
+    for key in driver.on(engine):
         if key in driver.sends:
             driver.finish(key)
 
@@ -76,7 +72,7 @@ def test_an_engine_takes_the_version_when_its_last_response_ends():
     assert driver.controls[0].engine == "a"
     driver.settle()
     assert versions(driver) == {"a": 1, "b": 0}
-    assert on(driver, "b")  # they run on under their version
+    assert driver.on("b")  # they run on under their version
 
 
 def test_new_rollouts_go_to_an_engine_of_the_newest_version_only():
@@ -97,7 +93,7 @@ def test_a_response_that_breaks_off_goes_on_only_under_its_version():
     update(driver)
     end_all(driver, "a")
     driver.settle()
-    key = on(driver, "b")[0]
+    key = driver.on("b")[0]
     driver.fail(key, "the connection broke")
     again = next(send for send in driver.sent[::-1] if send.request_id == key[0])
     assert again.attempt == 2
@@ -110,14 +106,14 @@ def test_with_the_last_engine_of_its_version_a_rollout_begins_again():
     update(driver)
     end_all(driver, "a")
     driver.settle()
-    rollouts = [driver.sends[key].rollout_id for key in on(driver, "b")]
+    rollouts = [driver.sends[key].rollout_id for key in driver.on("b")]
     driver.feed(ev.EngineLost(engine="b", cause="killed"))
     assert driver.state.in_flight.ledger.tokens[Reason.VERSION_LOST] == 2 * len(rollouts)
     assert not driver.state.in_flight.ledger.total  # the rollouts themselves are still in flight
     for rollout_id in rollouts:
         send = next(send for send in driver.sent[::-1] if send.rollout_id == rollout_id)
         assert (send.engine, len(send.input_ids)) == ("a", 2)
-    driver.progress_each(on(driver, "a"), 1)
+    driver.progress_each(driver.on("a"), 1)
     for rollout_id in rollouts:
         assert driver.state.in_flight.rollouts[rollout_id].log.oldest_version == 1
 
@@ -128,12 +124,12 @@ def test_an_engine_that_should_take_over_is_lost_and_the_other_one_stays():
     driver.state.expectations.remaining = lambda _: 1000.0  # type: ignore[method-assign]
     update(driver)
     # Two rollouts end, so that requests of the newest version wait.
-    driver.finish_each(on(driver, "a")[:3])
+    driver.finish_each(driver.on("a")[:3])
     leaving = {c.name for c in driver.state.fleet.control.engines.values() if c.catching_up}
     assert leaving == {"a"}
     assert driver.aborts
     assert not driver.controls  # everything is aborted before any pause
-    kept = [driver.state.in_flight.requests[key[0]].rollout for key in on(driver, "a")]
+    kept = [driver.state.in_flight.requests[key[0]].rollout for key in driver.on("a")]
     driver.feed(ev.EngineLost(engine="b", cause="killed"))
     assert not driver.state.fleet.control.engines["a"].catching_up
     driver.interrupt(next(iter(driver.aborts)))
@@ -146,7 +142,7 @@ def test_moved_responses_are_recomputed_once_and_end_under_their_version():
     driver = started(Driver(rolling(prices=FREE_MOVES)))
     driver.state.expectations.remaining = lambda _: 1000.0  # type: ignore[method-assign]
     update(driver)
-    driver.finish_each(on(driver, "a")[:3])
+    driver.finish_each(driver.on("a")[:3])
     moved = driver.sends[next(iter(driver.aborts))]
     driver.settle()
     assert versions(driver) == {"a": 1, "b": 0}
@@ -288,7 +284,7 @@ def test_a_resumed_run_continues_each_rollout_under_its_version():
     update(driver)
     end_all(driver, "a")
     driver.settle()
-    waiting = [driver.sends[key].rollout_id for key in on(driver, "b")]
+    waiting = [driver.sends[key].rollout_id for key in driver.on("b")]
     driver.save()
     driver.restart(versions=(1, 0))
     assert versions(driver) == {"a": 1, "b": 0}
@@ -308,7 +304,7 @@ def test_a_resumed_run_continues_each_rollout_under_its_version():
 
 def test_a_rollout_that_met_a_restarted_engine_begins_again_and_is_not_mixed():
     driver = started(Driver(rolling(), version=3))
-    key = on(driver, "a")[0]
+    key = driver.on("a")[0]
     rollout_id = driver.sends[key].rollout_id
     spans = [VersionSpan(version=v, start=2 * i, end=2 * i + 2) for i, v in enumerate((3, 0))]
     driver.finish(key, 2, spans=tuple(spans))
@@ -480,7 +476,7 @@ def test_an_episode_that_keeps_a_withdrawn_turn_of_other_weights_is_dropped():
     (key,) = driver.attempts()
     driver.feed(driver.dialogues.withdraw(rollout_id))
     # The engine was restarted, and its answer comes before the abort.
-    driver.finish(key, 2, spans=(VersionSpan(version=0, start=0, end=2),))
+    driver.finish(key, 2, spans=(span(0, 2),))
     driver.feed(driver.dialogues.keep(rollout_id))
     driver.feed(driver.dialogues.end(rollout_id))
     assert driver.state.in_flight.ledger.rollouts[Reason.VERSION_LOST] == 1

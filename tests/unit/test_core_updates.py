@@ -12,8 +12,7 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.state.weights import PHASES, Update, UpdateKind, UpdatePhase
 from aprilsched.kernel.store import MemoryStore
-from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, Key, config, names, prompts
+from tests.support.driver import Driver, Key, config, names, prompts, span
 from tests.support.table import each_row
 
 
@@ -109,9 +108,9 @@ def test_spans_of_the_engine_replace_what_was_recorded_while_streaming():
     driver.progress(key, 10)
     driver.update()
     spans = (
-        VersionSpan(version=0, start=0, end=14),
-        VersionSpan(version=1, start=14, end=14),
-        VersionSpan(version=1, start=14, end=20),
+        span(0, 14),
+        span(1, 14, 14),
+        span(1, 20, 14),
     )
     driver.finish(key, 10, spans=spans)
     (rollout,) = driver.batches[0].rollouts
@@ -136,10 +135,10 @@ def test_spans_of_a_continuation_are_offset_by_the_tokens_it_began_with():
     (key,) = driver.attempts()
     driver.progress(key, 10)
     driver.feed(ev.UpdateRequested(version=1))
-    driver.interrupt(key, spans=(VersionSpan(version=0, start=0, end=10),))
+    driver.interrupt(key, spans=(span(0, 10),))
     driver.settle()
     (key,) = driver.attempts()
-    driver.finish(key, 4, spans=(VersionSpan(version=1, start=0, end=4),))
+    driver.finish(key, 4, spans=(span(1, 4),))
     (rollout,) = driver.batches[0].rollouts
     assert rollout.versions.tolist() == [0] * 10 + [1] * 4
     assert rollout.versions_exact
@@ -269,7 +268,7 @@ def test_what_no_refit_met_has_no_stale_keys(straggler: str):
     driver.progress(key, 10)
     driver.feed(ev.UpdateRequested(version=1))
     if straggler == "abort":
-        driver.interrupt(key, spans=(VersionSpan(version=0, start=0, end=10),))
+        driver.interrupt(key, spans=(span(0, 10),))
         driver.settle()
         (key,) = driver.attempts()
     driver.finish(key, 4)
@@ -283,7 +282,7 @@ def test_a_rollout_that_ended_in_the_pause_has_no_stale_keys():
     (key,) = driver.attempts()
     driver.progress(key, 10)
     driver.update()
-    driver.finish(key, 0, spans=(VersionSpan(version=0, start=0, end=10),))
+    driver.finish(key, 0, spans=(span(0, 10),))
     assert [r.stale_keys for r in driver.batches[0].rollouts] == [False]
 
 

@@ -9,8 +9,7 @@ from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.weights import UpdatePhase
-from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, config, names
+from tests.support.driver import Driver, config, names, span
 
 
 def one_at_a_time(**changes: object) -> Driver:
@@ -19,10 +18,6 @@ def one_at_a_time(**changes: object) -> Driver:
         engines=("a",),
         version=3,
     )
-
-
-def span(version: int, end: int, start: int = 0) -> VersionSpan:
-    return VersionSpan(version=version, start=start, end=end)
 
 
 # --- asked before the first request ----------------------------------------------------------

@@ -62,7 +62,7 @@ def test_one_token_of_one_request_is_a_sign_of_life():
     fleet = driver()
     for _ in range(4):
         generate(fleet, 50, each={"a": 1})
-        fleet.progress(next(k for k, s in fleet.sends.items() if s.engine == "b"), 1)
+        fleet.progress(fleet.on("b")[0], 1)
     assert not fleet.lost
 
 

@@ -419,14 +419,16 @@ def test_likely_tokens_come_with_their_tokens(cumulative: bool) -> None:
     np.testing.assert_allclose(logprobs, [[-i / 10, -np.inf] for i in range(5)], rtol=1e-6)
 
 
+NOT_LIKELY = "top_logprobs that are not 2 for each of 2"
+
+
 @each_row(
     ("companion", "rows", "complaint"),
     [
         (MASK, ..., "sampling masks that do not cover its tokens"),
-        *(
-            (top_logprobs(2), rows, "top_logprobs that are not 2 for each of 2")
-            for rows in (..., [[]], [[[-1.0, 5, None]]] * 2)
-        ),
+        (top_logprobs(2), ..., NOT_LIKELY),
+        (top_logprobs(2), [[]], NOT_LIKELY),
+        (top_logprobs(2), [[[-1.0, 5, None]]] * 2, NOT_LIKELY),
     ],
 )
 def test_tokens_without_their_rows_are_refused(
