@@ -20,6 +20,12 @@ def one_at_a_time(**changes: object) -> Driver:
     )
 
 
+def ask_after_a_quiet_time(driver: Driver) -> None:
+    driver.auto_verify = False
+    driver.now += 30.0
+    driver.feed(ev.BatchRequested())
+
+
 # --- asked before the first request ----------------------------------------------------------
 
 
@@ -42,9 +48,7 @@ def test_only_as_many_quiet_engines_are_asked_as_there_are_requests_for():
     fleet = tuple("abcdefgh")
     sizes = config(batch_groups=1, group_size=2, over_provision=1.0, pace="synchronous")
     driver = Driver(sizes, engines=fleet, version=3)
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     assert len(driver.verifications) == 2
     while driver.verifications:
         driver.verify()
@@ -70,9 +74,7 @@ def test_answers_that_take_longer_than_a_quiet_time_are_not_asked_for_again():
     fleet = tuple("abcd")
     sizes = config(batch_groups=2, group_size=4, over_provision=1.0, pace="synchronous")
     driver = Driver(sizes, engines=fleet, version=3)
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     asked = 0
     while driver.verifications and asked < 100:
         driver.now += 0.7
@@ -90,9 +92,7 @@ def test_an_engine_that_was_restarted_in_a_quiet_time_gets_nothing_and_stands_by
     driver = one_at_a_time()
     driver.request_batch()
     driver.finish(driver.attempts()[0])
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     driver.verify(0)
     assert list(driver.state.fleet.control.standby) == ["a"]
     assert [lost.standby for lost in driver.lost] == [True]
@@ -106,9 +106,7 @@ def test_it_is_brought_up_at_once_where_the_version_can_be_published_again(repub
     driver.update(republishable=republishable)
     driver.request_batch()
     driver.finish(driver.attempts()[0])
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     driver.verify(0)
     driver.settle()
     assert bool(driver.attempts()) is republishable
@@ -135,18 +133,14 @@ def test_a_request_that_the_engine_refuses_says_nothing_of_its_version():
 
 def test_an_engine_with_inconsistent_weights_stands_by():
     driver = one_at_a_time()
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     driver.verify(None)
     assert driver.state.fleet.control.standby["a"].inconsistent
 
 
 def test_a_pause_waits_for_the_answer():
     driver = one_at_a_time()
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     commands = driver.feed(ev.UpdateRequested(version=4))
     assert "Pause" not in names(commands)
     commands = driver.feed(ev.Verified(engine="a", version=3))
