@@ -51,6 +51,12 @@ class Received:
         self.facts.clear()
         self.driver.feed(ev.Planned(schedule=planned))
 
+    def leave_plans(self) -> None:
+        """Answer every plan with no other schedule."""
+        for _ in self.driver.plans:
+            self.driver.feed(ev.Planned(schedule=None))
+        self.driver.plans.clear()
+
     def step(self, *, training: float = 0.0, refit: float = 0.0, tokens: int = 10) -> None:
         """One batch that takes no time but for the training, and an update."""
         driver = self.driver
@@ -302,9 +308,7 @@ def test_a_trainer_of_which_nothing_is_known_is_not_waited_for(
     for _ in range(3):
         received.step(training=20.0)
         asked += [plan.paces for plan in received.driver.plans]
-        for _ in received.driver.plans:
-            received.driver.feed(ev.Planned(schedule=None))
-        received.driver.plans.clear()
+        received.leave_plans()
     assert asked == [first, ("synchronous", "asynchronous")]
 
 
@@ -335,9 +339,7 @@ def test_a_trainer_that_has_become_slower_is_planned_for_again() -> None:
     def step(training: float) -> None:
         received.step(training=training)
         asked.extend(len(driver.batches) for _ in driver.plans)
-        for _ in driver.plans:
-            driver.feed(ev.Planned(schedule=None))
-        driver.plans.clear()
+        received.leave_plans()
 
     for _ in range(9):
         step(10.0)
@@ -356,9 +358,7 @@ def test_a_small_part_of_a_step_is_no_reason_to_plan_again() -> None:
         driver.now += 100.0
         received.step(training=0.1 if step < 9 else 0.3)
         asked.extend(len(driver.batches) for _ in driver.plans)
-        for _ in driver.plans:
-            driver.feed(ev.Planned(schedule=None))
-        driver.plans.clear()
+        received.leave_plans()
     assert asked == [1, 3, 9]
 
 
@@ -427,9 +427,7 @@ def test_a_trainer_that_begins_to_take_groups_one_by_one_is_planned_for_again(pa
 
     def note() -> None:
         asked.extend((len(driver.batches), round(plan.train_early, 1)) for plan in driver.plans)
-        for _ in driver.plans:
-            driver.feed(ev.Planned(schedule=None))
-        driver.plans.clear()
+        received.leave_plans()
 
     for _ in range(10):
         received.step(training=20.0)
