@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from aprilsched.config import Health
@@ -98,15 +100,16 @@ def test_nothing_is_sent_before_the_engine_may_be_asked_again(asked: float | Non
     assert len(driver.sends) == 1
 
 
+refuse_whole = partial(Admission.refuse, partial=False, wait_s=None)
+
+
 def test_pauses_grow_while_an_engine_takes_nothing_and_start_again_with_an_answer():
     admission = Admission()
 
     def pauses(count: int) -> list[float]:
         seen: list[float] = []
         for sent in range(count):
-            admission.refuse(
-                0.0, sent=sent, attempts_sent=sent, others=0, partial=False, wait_s=None
-            )
+            refuse_whole(admission, 0.0, sent=sent, attempts_sent=sent, others=0)
             seen.append(admission.closed_until)
         return seen
 
@@ -133,14 +136,8 @@ def serve(room: int, requests: int, *, total: bool) -> tuple[int, int]:
         while len(queue) + (len(running) if total else 0) > room:
             number = queue.pop()
             refused += 1
-            admission.refuse(
-                now,
-                sent=number,
-                attempts_sent=sent,
-                others=len(queue) + len(running),
-                partial=False,
-                wait_s=None,
-            )
+            others = len(queue) + len(running)
+            refuse_whole(admission, now, sent=number, attempts_sent=sent, others=others)
         most = max(most, len(queue) + len(running))
         for number in queue:
             admission.answer(len(queue) + len(running), sent=number, attempts_sent=sent)
@@ -166,9 +163,7 @@ def test_a_bound_on_the_queue_does_not_bound_what_runs():
 def test_a_limit_that_is_gone_is_forgotten():
     admission, number = Admission(), 0
     for _ in range(20):  # Each time an answer has made room for another, it is refused.
-        admission.refuse(
-            0.0, sent=number, attempts_sent=number, others=3, partial=False, wait_s=None
-        )
+        refuse_whole(admission, 0.0, sent=number, attempts_sent=number, others=3)
         number += 1
     answers = 0
     while admission.limit < 64:
