@@ -95,22 +95,16 @@ RECORDED = [Recorded.load(path) for path in sorted(FOLDER.glob("*.sse"))]
 STREAMS = [(recorded, recorded.events()) for recorded in RECORDED]
 
 Use = Callable[[Any], None]
-ANSWERS: list[tuple[Any, type[Any], Use]] = [
-    (answer, kind, use)
-    for answer, (kind, use) in zip(
-        msgspec.json.decode((FOLDER / "answers.json").read_bytes()),
-        [
-            (ModelInfo, lambda info: _version(info.weight_version)),
-            (ServerInfo, lambda info: _facts(info)),
-            (OpenApi, lambda api: _strings(api.properties("ContinueGenerationReqInput"))),
-            (VLLMServerInfo, lambda info: None),
-            (UpdateAnswer, lambda answer: None),
-            (dict, lambda body: None),
-        ],
-        strict=True,
-    )
+USES: list[tuple[type[Any], Use]] = [
+    (ModelInfo, lambda info: _version(info.weight_version)),
+    (ServerInfo, lambda info: _facts(info)),
+    (OpenApi, lambda api: _strings(api.properties("ContinueGenerationReqInput"))),
+    (VLLMServerInfo, lambda info: None),
+    (UpdateAnswer, lambda answer: None),
+    (dict, lambda body: None),
 ]
-"""Control answers as servers send them, what they are decoded to, and a use of that."""
+"""What the control answers are decoded to, and a use of that."""
+ANSWERS = list(zip(msgspec.json.decode((FOLDER / "answers.json").read_bytes()), USES, strict=True))
 
 
 def _version(label: str | None) -> None:
@@ -260,7 +254,7 @@ def test_spoiled_control_answers_are_understood_or_refused(
         nonlocal cases, accepted
         draw = random.Random(seed)
         for _ in range(CASES):
-            answer, kind, use = draw.choice(ANSWERS)
+            answer, (kind, use) = draw.choice(ANSWERS)
             spoiled = spoiled_answer(draw, answer)
             try:
                 refusals: list[EngineError] = [
