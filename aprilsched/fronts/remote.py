@@ -46,7 +46,7 @@ from aprilsched.errors import (
 )
 from aprilsched.fronts.blocking import BlockingScheduler
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.shell import BiasNow, RefitReport
+from aprilsched.kernel.shell import RefitReport
 from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.kernel.shell.prompt_queue import PromptQueue
 from aprilsched.kernel.shell.protocol import AsyncScheduler
@@ -301,10 +301,6 @@ class Served:
         """Return the scheduler's state, which the reply copies."""
         return self.opened.state
 
-    async def bias(self) -> BiasNow:
-        """Return the bias of lengths."""
-        return self.opened.bias()
-
     async def enter(self, name: str, **named: object) -> object:
         """Enter a block of :data:`BLOCKS`."""
         block = BLOCKS[name](self.opened, **named)
@@ -407,7 +403,6 @@ CALLS: Mapping[str, Callable[..., Coroutine[Any, Any, Any]]] = {
     "report_logprobs": _of_scheduler(AsyncRolloutScheduler.report_logprobs),
     "checkpoint": _of_scheduler(AsyncRolloutScheduler.checkpoint),
     "state": Served.state,
-    "bias": Served.bias,
     "update_weights": _of_scheduler(AsyncRolloutScheduler.update_weights),
     "start_update": Served.start_update,
     "finish_update": Served.finish_update,
@@ -564,10 +559,6 @@ class RemoteScheduler(AsyncScheduler):
         """Return a copy of the scheduler's state."""
         return await self.call("state")
 
-    async def bias(self) -> BiasNow:
-        """Return the bias; see :meth:`aprilsched.RolloutScheduler.bias`."""
-        return await self.call("bias")
-
     async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
         """Write the scheduler's state to a file, which the scheduler's process writes."""
         await self.call("checkpoint", absolute(path), acknowledge=acknowledge)
@@ -674,10 +665,6 @@ class BlockingRemote(BlockingScheduler):
     def state(self) -> SchedulerState:
         """A copy of the scheduler's state."""
         return self._wait(self._remote.state)
-
-    def bias(self) -> BiasNow:
-        """Return the bias; see :meth:`aprilsched.RolloutScheduler.bias`."""
-        return self._wait(self._remote.bias)
 
 
 def absolute(path: Path | str) -> Path:

@@ -257,7 +257,7 @@ async def test_an_actor_that_dies_in_a_block_of_the_trainer(server: ThreadedServ
         async with rollouts.paused_for_weights(label=True):
             kill()
             with pytest.raises(SchedulerClosed, match="leave the block first"):
-                await asyncio.gather(*(rollouts.bias() for _ in range(1000)))
+                await asyncio.gather(*(rollouts.state() for _ in range(1000)))
 
     start(in_an_actor.served, server.url, store)
     async with asyncio.timeout(WAIT_SECONDS), ActorScheduler(NAME) as rollouts:
