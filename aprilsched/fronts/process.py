@@ -36,7 +36,7 @@ import itertools
 import logging
 import multiprocessing
 import os
-import pickle
+import pickle  # noqa: TID251 (between two processes of one program)
 import shutil
 import signal
 import socket

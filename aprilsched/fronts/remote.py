@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import pickle
+import pickle  # noqa: TID251 (between own processes)
 import traceback
 from abc import abstractmethod
 from collections.abc import (

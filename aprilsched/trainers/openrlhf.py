@@ -19,7 +19,7 @@ import asyncio
 import copy
 import itertools
 import os
-import runpy
+import runpy  # noqa: TID251 (OpenRLHF's own command)
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial

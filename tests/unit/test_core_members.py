@@ -13,7 +13,7 @@ from aprilsched.kernel.core.state.records import GroupRecord
 from aprilsched.kernel.store import MemoryStore, SqliteStore, Store
 from aprilsched.trainers import check_fixed_groups
 from aprilsched.types import Score
-from tests.support.driver import Driver, Key, prompts
+from tests.support.driver import Driver, Key
 
 
 def config(rule: str = "again", **changes: object) -> SchedulerConfig:
@@ -160,8 +160,7 @@ def test_a_group_shrinks_and_is_delivered_without_its_lost_member(scope: str, lo
     lost, *others = driver.attempts(group.group_id)
     if not lost_last:
         lose(driver, lost, tokens=5)
-    for key in others:
-        driver.finish(key, 4)
+    driver.finish_each(others, 4)
     if lost_last:
         lose(driver, lost, tokens=5)
     driver.settle()
@@ -231,7 +230,7 @@ def test_with_drop_group_a_lost_member_drops_its_group():
 @pytest.mark.parametrize(("rule", "size"), [("again", 2), ("shrink", 1)])
 def test_an_evaluation_keeps_the_rule_and_may_shrink_to_one_response(rule: str, size: int):
     driver = Driver(config(rule))
-    driver.feed(ev.EvaluationRequested(evaluation_id=0, prompts=prompts(1), group_size=2))
+    driver.evaluate(group_size=2, evaluation_id=0)
     group_id = next(iter(driver.state.in_flight.groups))
     lose(driver, driver.attempts(group_id)[0], tokens=3)
     driver.finish_group(group_id, 4)

@@ -15,7 +15,7 @@ from aprilsched.kernel.core.state.durations import Durations
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.kernel.store.codec import schedule_from, schedule_record
 from aprilsched.planning.presets import PRESETS
-from tests.support.driver import Driver, prompts
+from tests.support.driver import Driver
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -50,6 +50,12 @@ class Received:
     def plan(self, planned: Schedule) -> None:
         self.facts.clear()
         self.driver.feed(ev.Planned(schedule=planned))
+
+    def leave_plans(self) -> None:
+        """Answer every plan with no other schedule."""
+        for _ in self.driver.plans:
+            self.driver.feed(ev.Planned(schedule=None))
+        self.driver.plans.clear()
 
     def step(self, *, training: float = 0.0, refit: float = 0.0, tokens: int = 10) -> None:
         """One batch that takes no time but for the training, and an update."""
@@ -137,8 +143,7 @@ def test_engines_that_wait_for_the_trainer_go_on_as_soon_as_the_pace_is_asynchro
     received = Received()
     driver = received.driver
     driver.request_batch()
-    while not driver.batches:
-        driver.finish(driver.attempts()[0], 10)
+    driver.finish_batch(10)
     driver.settle()
     held = {send.engine for send in driver.sends.values()}
     assert held
@@ -164,8 +169,7 @@ def test_engines_that_generate_ahead_are_paused_as_soon_as_the_pace_is_synchrono
     driver.settle()
     driver.request_batch()
     driver.settle()
-    while not driver.batches:
-        driver.finish(driver.attempts()[0], 10)
+    driver.finish_batch(10)
     assert len(driver.batches[0].groups) == 2
 
 
@@ -178,8 +182,7 @@ def test_in_the_middle_of_a_batch_no_second_wave_is_begun() -> None:
     driver.finish(driver.attempts()[0], 10)
     received.plan(schedule("asynchronous", ratio=2.0))
     assert driver.state.in_flight.training == 2
-    while not driver.batches:
-        driver.finish(driver.attempts()[0], 10)
+    driver.finish_batch(10)
     assert driver.state.in_flight.training == 4, "the next batch has begun"
 
 
@@ -305,9 +308,7 @@ def test_a_trainer_of_which_nothing_is_known_is_not_waited_for(
     for _ in range(3):
         received.step(training=20.0)
         asked += [plan.paces for plan in received.driver.plans]
-        for _ in received.driver.plans:
-            received.driver.feed(ev.Planned(schedule=None))
-        received.driver.plans.clear()
+        received.leave_plans()
     assert asked == [first, ("synchronous", "asynchronous")]
 
 
@@ -320,7 +321,7 @@ def test_waits_for_a_batch_and_for_an_evaluation_are_no_training() -> None:
     while len(driver.batches) < 2:
         driver.finish(driver.attempts()[0], 10)
     driver.now += 5.0
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     driver.now += 500.0
     driver.settle()
     while driver.state.evaluations.running:
@@ -338,9 +339,7 @@ def test_a_trainer_that_has_become_slower_is_planned_for_again() -> None:
     def step(training: float) -> None:
         received.step(training=training)
         asked.extend(len(driver.batches) for _ in driver.plans)
-        for _ in driver.plans:
-            driver.feed(ev.Planned(schedule=None))
-        driver.plans.clear()
+        received.leave_plans()
 
     for _ in range(9):
         step(10.0)
@@ -359,9 +358,7 @@ def test_a_small_part_of_a_step_is_no_reason_to_plan_again() -> None:
         driver.now += 100.0
         received.step(training=0.1 if step < 9 else 0.3)
         asked.extend(len(driver.batches) for _ in driver.plans)
-        for _ in driver.plans:
-            driver.feed(ev.Planned(schedule=None))
-        driver.plans.clear()
+        received.leave_plans()
     assert asked == [1, 3, 9]
 
 

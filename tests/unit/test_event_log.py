@@ -151,8 +151,7 @@ def test_facts_have_tokens_only_if_somebody_asks_for_them(reports: bool):
     received: list[Fact] = []
     driver.hears = received.extend
     driver.request_batch()
-    for key in list(driver.sends):
-        driver.finish(key)
+    driver.finish_each(list(driver.sends))
     kinds: dict[str, Any] = {type(fact).__name__: fact for fact in received}
     with_tokens: list[object] = [
         kinds["PromptsReceived"].asked,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import math
-import pickle
+import pickle  # noqa: TID251 (only dumps, for vLLM)
 import socket
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -295,7 +295,7 @@ def _source(weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> Any:
 
 def _vllm(module: str) -> Any:
     try:
-        return importlib.import_module(f"{_PACKAGE}.{module}")
+        return importlib.import_module(f"{_PACKAGE}.{module}")  # noqa: TID251 (a module of vLLM)
     except (ImportError, RuntimeError, OSError) as error:  # It is missing or for another torch.
         raise ConfigError(
             f"VLLMPublisher needs vLLM in the trainer's environment ({error}); install the version "
