@@ -7,6 +7,7 @@ shows all of its errors.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,8 +25,6 @@ from aprilsched.types import NO_VERSION
 from tests.campaign.mix import Mix
 from tests.campaign.prompts import prompt_of
 from tests.campaign.truth import TruthModel, is_right, sampling_of, true_versions, wrong_rows
-
-__all__ = ["Checks", "Given", "Records"]
 
 
 @dataclass
@@ -85,15 +84,8 @@ class Checks:
         self._complain = complain
         self._model = TruthModel(mix.machine.vocab_size)
         self._broken = False
-        self.rollouts = 0
-        self.tokens = 0
-        self.inexact = 0
-        self.rows = 0
-        """Rows of companions that are called those of the sampling pass, and are."""
-        self.rows_of_another_pass = 0
-        """Those that say themselves that they are not."""
-        self.content_checked = 0
-        self.evaluations = 0
+        self.figures = Counter[str]()
+        """How much was checked."""
 
     # --- as a listener ---------------------------------------------------------------------------
 
@@ -107,10 +99,9 @@ class Checks:
             self._complain(f"invariant after {type(event).__name__}: {error}")
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        launched = [fact for fact in facts if isinstance(fact, GroupLaunched)]
-        if self.state is None:
-            return
-        for fact in launched:
+        for fact in facts:
+            if self.state is None or not isinstance(fact, GroupLaunched):
+                continue
             # What a killed process has not saved is launched again under the same ids.
             self.records.evaluated.discard(fact.group_id)
             group = self.state.in_flight.groups.get(fact.group_id)
@@ -166,7 +157,7 @@ class Checks:
 
     def evaluation(self, batch: Batch, asked: int, *, between: tuple[int, int]) -> None:
         """An evaluation came back; the trainer's version was within `between` all the while."""
-        self.evaluations += 1
+        self.figures["evaluations"] += 1
         found: set[int] = set()
         for rollout in batch.rollouts:
             truth = self.rollout(rollout, f"rollout {rollout.rollout_id} of an evaluation")
@@ -182,14 +173,10 @@ class Checks:
 
     def rollout(self, rollout: Rollout, name: str) -> Any:
         """Arrays of one length, versions that are true; returns the true versions."""
-        self.rollouts += 1
-        self.tokens += len(rollout)
-        lengths = {
-            len(rollout.token_ids),
-            len(rollout.logprobs),
-            len(rollout.versions),
-            len(rollout.loss_mask),
-        }
+        self.figures["rollouts"] += 1
+        self.figures["tokens"] += len(rollout)
+        arrays = (rollout.token_ids, rollout.logprobs, rollout.versions, rollout.loss_mask)
+        lengths = set(map(len, arrays))
         if len(lengths) > 1:
             self._complain(f"{name} has arrays of lengths {sorted(lengths)}")
             return np.empty(0, dtype=np.int32)
@@ -197,7 +184,7 @@ class Checks:
         truth = true_versions(rollout.logprobs, sampled)
         wrong = np.flatnonzero(truth != rollout.versions)
         if not rollout.versions_exact:
-            self.inexact += 1
+            self.figures["inexact"] += 1
         elif wrong.size:
             first = int(wrong[0])
             self._complain(
@@ -224,8 +211,8 @@ class Checks:
         if len(rollout.companions) != len(self.mix.config().companions):
             self._complain(f"{name} has the companions {list(rollout.companions)}")
         for companion in rollout.companions.values():
-            self.rows += int(companion.exact.sum())
-            self.rows_of_another_pass += int((~companion.exact).sum())
+            self.figures["rows"] += int(companion.exact.sum())
+            self.figures["rows_of_another_pass"] += int((~companion.exact).sum())
         # With adapters the truth says nothing of the weights below them.
         if not self.mix.has("adapters") and (wrong := wrong_rows(rollout, truth)):
             self._complain(f"{name} {wrong}")
@@ -252,7 +239,7 @@ class Checks:
                     f"rollout {rollout.rollout_id} has {len(rollout)} of "
                     f"{asked[0].max_new_tokens} tokens"
                 )
-        self.content_checked += 1
+        self.figures["content_checked"] += 1
         if not any(is_right(rollout, sampling, self._model) for sampling in asked):
             self._complain(f"rollout {rollout.rollout_id} of prompt {key} has tokens of another")
 
@@ -297,12 +284,7 @@ class Checks:
 
     def _tokens(self, state: SchedulerState) -> None:
         counters = state.in_flight.counters
-        held = 0
-        for rollout in state.in_flight.rollouts.values():
-            start = 0
-            for end, version, _ in rollout.log.runs:
-                held += end - start if version != NO_VERSION else 0
-                start = end
+        held = sum(rollout.log.sampled_tokens for rollout in state.in_flight.rollouts.values())
         known = counters.tokens_delivered + counters.tokens_discarded + held
         if counters.tokens_generated != known:
             self._complain(

@@ -17,8 +17,6 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.simulation.engine import run_virtual
 
-__all__ = ["History", "Outcome", "recorded"]
-
 _KEPT = 4000
 _SHOWN = 200
 _MOST_CHARACTERS = 160

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aprilsched import Prompt, SamplingParams
-from tests.campaign.callers import Callers
 from tests.campaign.mix import Mix
+
+if TYPE_CHECKING:
+    from tests.campaign.life import Life
 
 
 def prompt_of(mix: Mix, index: int, group_size: int) -> Prompt:
@@ -35,25 +37,16 @@ def prompt_of(mix: Mix, index: int, group_size: int) -> Prompt:
 
 
 class Source:
-    """Prompts of one life; sync or async, from the begin.
+    """Prompts of one life, sync or async, from the first one.
 
-    It raises at an index once in a run (`broken` is the run's), and dries up now and then.
+    It raises at an index once in a run, and dries up now and then.
     """
 
-    def __init__(
-        self,
-        mix: Mix,
-        callers: Callers,
-        *,
-        group_size: int,
-        broken: set[int],
-        note: Callable[[str], None],
-    ) -> None:
-        self._mix = mix
-        self._callers = callers
-        self._group_size = group_size
-        self._broken = broken
-        self._note = note
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._mix = mix = life.mix
+        self._group_size: int = mix.settings["group_size"]
+        self._broken = life.trial.broken
         self._next = 0
         draw = mix.draw("source")
         count = mix.prompts
@@ -78,7 +71,7 @@ class Source:
         if index in self._raises_at and index not in self._broken:
             self._broken.add(index)
             # The ends of iterators: a source that raises them has ended.
-            raise self._callers.throw(StopIteration, StopAsyncIteration)
+            raise self._life.trial.callers.throw(StopIteration, StopAsyncIteration)
         self._next += 1
         if index in self._bad_at:
             return self._bad(index)
@@ -111,12 +104,12 @@ class Source:
         if self._slow:
             await asyncio.sleep(self._slow * self._mix.draw(f"slow {index}").random())
         if index in self._dry_at:
-            self._note(f"the source is dry at {index}")
+            self._life.note(f"the source is dry at {index}")
             self.dry = True
             await asyncio.sleep(self._mix.draw(f"dry {index}").choice([3.0, 60.0, 300.0]))
             self.dry = False
         if index == self.dry_for_ever_at:
-            self._note(f"the source is dry at {index}, for ever")
+            self._life.note(f"the source is dry at {index}, for ever")
             self.dry = True
             await asyncio.Event().wait()
 

@@ -19,7 +19,6 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from tests.campaign import agents, servers, trial
@@ -134,7 +133,6 @@ def main() -> None:
     parser.add_argument("part", choices=["engines", "servers", "sessions"])
     parser.add_argument("--seeds", type=seeds, default=range(1), help="FIRST:LAST, or one")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
-    parser.add_argument("--out", type=Path, help="file of the summary")
     parser.add_argument("--verbose", action="store_true", help="print all that happens")
     parser.add_argument("--history", action="store_true", help="print that of failing seeds")
     parser.add_argument("--companions", action="store_true", help="engines, servers: with rows")
@@ -146,10 +144,7 @@ def main() -> None:
         results.append(result)
         if result["complaints"] or options.verbose:
             show(result, history=options.history)
-    found = json.dumps(summary(results), indent=1)
-    print(found)
-    if options.out:
-        options.out.write_text(found + "\n", encoding="utf-8")
+    print(json.dumps(summary(results), indent=1))
     sys.exit(any(result["complaints"] for result in results))
 
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import (
+    DiskPublisher,
+    LongTailWorkload,
+    RolloutScheduler,
+    SchedulerConfig,
+    SGLangFleet,
+)
 from aprilsched.config import Dispatch, Health, Retries, Timeouts
 from aprilsched.errors import ConfigError, FleetLost, PromptsExhausted, RefitError, RunGivenUp
-from aprilsched.kernel.core.invariants import check
-from aprilsched.kernel.core.messages import facts as of
-from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.http import HttpLimits
-from aprilsched.kernel.engines.refit import RefitFromDisk
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning.step_times.model import H200_QWEN3_4B
 from aprilsched.simulation.engine.settings import SimConfig
@@ -44,9 +44,8 @@ from tests.campaign.truth import (
     true_versions,
     wrong_rows,
 )
+from tests.support.checking import Checking
 from tests.support.faults import FaultyServer
-
-__all__ = ["run"]
 
 ENGINES = 3
 BATCHES = 12
@@ -77,59 +76,20 @@ RECOMPUTES = ("retract", "abort", "run")
 """Stragglers of these have every context computed under the weights that sample after it."""
 
 
-class Checkpoints:
-    """Publishes versions that were all written beforehand."""
+class Checkpoints(DiskPublisher):
+    """Publishes checkpoints whose content names their version."""
 
-    def __init__(self, folder: Path, versions: int) -> None:
-        self._folder = folder
-        for version in range(1, versions + 1):
-            path = self._path(version)
-            path.mkdir()
-            (path / "config.json").write_text("{}")
-            (path / "model.safetensors").write_text(CONTENT.format(version))
-
-    def holds(self, version: int) -> bool:
-        return self._path(version).is_dir()
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, self._write, keep=3 * BATCHES)
+        self._version = 0
 
     async def prepare(self, version: int) -> None:
-        pass
+        self._version = version
+        await super().prepare(version)
 
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        answers = await asyncio.gather(
-            *(self._update(engine, version) for engine in engines), return_exceptions=True
-        )
-        return {
-            engine.name: answer if isinstance(answer, Exception) else None
-            for engine, answer in zip(engines, answers, strict=True)
-        }
-
-    async def _update(self, engine: Engine, version: int) -> None:
-        assert isinstance(engine, RefitFromDisk)
-        await engine.update_from_disk(self._path(version), version)
-
-    def _path(self, version: int) -> Path:
-        return self._folder / f"version-{version:08d}"
-
-
-class Watch:
-    """A listener that checks the invariants of a scheduler and counts lost engines.
-
-    `state` is set once the scheduler exists.
-    """
-
-    def __init__(self) -> None:
-        self.state: SchedulerState | None = None
-        self.figures: Counter[str] = Counter()
-
-    def on_facts(self, facts: Sequence[of.Fact], now: float) -> None:
-        for fact in facts:
-            if isinstance(fact, of.EngineLost):
-                self.figures["standby" if fact.standby else "engines_lost"] += 1
-        # Most facts are chunks of tokens, which come alone and change nothing that is checked.
-        if self.state is not None and not isinstance(facts[-1], of.TokensReceived):
-            check(self.state)
+    def _write(self, path: Path) -> None:
+        (path / "config.json").write_text("{}")
+        (path / "model.safetensors").write_text(CONTENT.format(self._version))
 
 
 def settings_of(mix: Mix) -> SchedulerConfig:
@@ -174,9 +134,9 @@ class _Run:
         self.outcome = outcome
         self.history = history
         self.script = script
-        self.checkpoints = Checkpoints(folder, 3 * BATCHES)
+        self.checkpoints = Checkpoints(folder)
         self.train_s = TRAIN_S[mix.seed % len(TRAIN_S)]
-        self.watch = Watch()
+        self.checking = Checking()
         self.summary = Summary(trainer_waits=self.config.pace == "synchronous")
         self.model = TruthModel(VOCAB)
         self.servers: list[FaultyServer] = []
@@ -214,7 +174,7 @@ class _Run:
                     batcher = server.engine.batcher
                     self.figures["left_paused"] += batcher.paused is not None
                     self.figures["left_running"] += batcher.running + batcher.waiting
-        self.outcome.figures = dict(self.figures + self.watch.figures)
+        self.outcome.figures = dict(self.figures)
         for name in ("lost", "duplicated", "wrong", "left_running"):
             if self.figures[name]:
                 self.outcome.complaints.append(f"{self.figures[name]} rollouts are {name}")
@@ -233,10 +193,10 @@ class _Run:
             prompts,
             config=self.config,
             planner=ChaosPlanner(self.mix),
-            listeners=(self.summary, self.watch, self.history),
+            listeners=(self.summary, self.checking, self.history),
             run_id=f"campaign{self.outcome.seed:08d}",
         )
-        self.watch.state = scheduler.state
+        self.checking.scheduler = scheduler
         ending = "done"
         try:
             async with scheduler as rollouts:

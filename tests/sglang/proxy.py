@@ -7,8 +7,6 @@ import contextlib
 from collections.abc import AsyncGenerator
 from types import TracebackType
 
-__all__ = ["CuttingProxy"]
-
 BLOCK = 65536
 
 

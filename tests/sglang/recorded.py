@@ -38,23 +38,6 @@ from aprilsched.testing.contract import until
 from aprilsched.types import Int32Array, VersionSpan
 from tests.sglang.server import run_with_server_packages
 
-__all__ = [
-    "BATCHES",
-    "CONFIG",
-    "SCORED",
-    "TOLERANCE",
-    "TRIES",
-    "Recorder",
-    "Run",
-    "check_greedy",
-    "crossing",
-    "long_tail",
-    "record",
-    "scores",
-    "sequence_scores",
-    "until_crossing",
-]
-
 BATCHES = 6
 GROUPS = 4
 GROUP_SIZE = 4

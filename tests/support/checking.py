@@ -7,8 +7,6 @@ from aprilsched.kernel.core.invariants import check
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import Event
 
-__all__ = ["Checking"]
-
 
 class Checking:
     """Checks the invariants after every event, as soon as it has its `scheduler`."""
