@@ -54,9 +54,13 @@ def check(batches: Sequence[Batch], scheduler: RolloutScheduler) -> None:
             ]
 
 
-@each_row("straggler", STRAGGLERS)
-@each_row("pace", ["synchronous", "asynchronous"])
-@each_row("refill", ["wave", "pool"])
+@each_row(
+    ("straggler", "pace", "refill"),
+    [
+        *((straggler, "synchronous", "wave") for straggler in STRAGGLERS),
+        *((straggler, "asynchronous", "pool") for straggler in STRAGGLERS),
+    ],
+)
 async def test_every_rule_delivers_whole_groups_with_exact_versions(
     straggler: str, pace: str, refill: str
 ):

@@ -1,4 +1,5 @@
-"""Tests that a summary rebuilt from the event log alone equals the run's own summary."""
+"""Tests what the event log alone gives: a summary that equals the run's own, and the engines' time,
+whose parts add up to the wall time and have the right causes."""
 
 from __future__ import annotations
 
@@ -28,6 +29,8 @@ from aprilsched.__main__ import main
 from aprilsched.errors import EngineError, EngineRejected
 from aprilsched.kernel.core.messages.events import EngineLost
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.observe.figures.engine_sums import utilization_of
+from aprilsched.observe.figures.engine_time import PARTS
 from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.run_state import RunState
 from aprilsched.observe.figures.summary import Summary
@@ -35,6 +38,7 @@ from aprilsched.observe.log import EventLog
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.rebuild import rebuilt_summary, remainder_of
 from aprilsched.observe.log.run import read_run
+from aprilsched.observe.log.usage import RunUsage, UsageRecorder, usage_of
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
 from tests.support.small import config, workload
@@ -44,40 +48,43 @@ SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "-
 SHORT = ["--median", "60", "--cap", "600"]
 
 # fmt: off
-RUNS: dict[str, tuple[list[str], Callable[[RunSummary], object]]] = {
-    "waves": ([], lambda own: own.rollouts.in_flight),
-    "pool": (["--refill", "pool"], lambda own: own.tokens.reprefilled),
+RUNS: dict[str, tuple[list[str], set[str], Callable[[RunSummary], object]]] = {
+    "waves": ([], {"tail", "re_prefill", "pause"}, lambda own: own.rollouts.in_flight),
+    "pool": (["--refill", "pool"], {"re_prefill"}, lambda own: own.tokens.reprefilled),
     "buckets": (
-        ["--refill", "buckets", "--refill.probes", "1"],
+        ["--refill", "buckets", "--refill.probes", "1"], {"tail"},
         lambda own: own.rollouts.in_flight,
     ),
     "evict": (
-        ["--max-staleness", "1", "--max-staleness.rule", "evict"],
+        ["--max-staleness", "1", "--max-staleness.rule", "evict"], set(),
         lambda own: own.rollouts.dropped["stale"] and own.tokens.discarded,
     ),
     "tail": (
-        ["--refill", "tail", "--max-staleness", "0", "--max-staleness.rule", "restart"],
+        ["--refill", "tail", "--max-staleness", "0", "--max-staleness.rule", "restart"], set(),
         lambda own: own.rollouts.dropped["begun_again"] and own.tokens.discarded,
     ),
     "mask": (
-        ["--max-staleness", "1", "--refill", "pool", "--over-provision", "4"],
+        ["--max-staleness", "1", "--refill", "pool", "--over-provision", "4"], set(),
         lambda own: own.tokens.masked and own.staleness_max > own.staleness_max_trained,
     ),
-    "asynchronous": (["--pace", "asynchronous"], lambda own: own.seconds.pause),
-    "abort": (["--straggler", "abort"], lambda own: own.tokens.reprefilled),
-    "in place": (["--straggler", "in_place"], lambda own: own.rollouts.in_flight),
-    "run": (["--straggler", "run"], lambda own: own.staleness_max),
-    "auto": (["--over-provision", "auto"], lambda own: own.steady_state.forecast),
+    "asynchronous": (["--pace", "asynchronous"], {"pause"}, lambda own: own.seconds.pause),
+    "abort": (["--straggler", "abort"], {"re_prefill"}, lambda own: own.tokens.reprefilled),
+    "in place": (["--straggler", "in_place"], {"tail"}, lambda own: own.rollouts.in_flight),
+    "run": (["--straggler", "run"], {"tail"}, lambda own: own.staleness_max),
+    "auto": (["--over-provision", "auto"], set(), lambda own: own.steady_state.forecast),
     "a full fleet": (
-        ["--dispatch.max-in-flight", "20", "--sim.engines", "2"], lambda own: own.rollouts.in_flight
+        ["--dispatch.max-in-flight", "20", "--sim.engines", "2", "--sim.refit-seconds", "3"],
+        {"tail", "refit"},
+        lambda own: own.rollouts.in_flight,
     ),
     "a trainer": (
-        ["--train-seconds", "5", "--update-every", "2", "--burn-in", "1"],
+        ["--train-seconds", "5", "--update-every", "2", "--burn-in", "1"], {"trainer"},
         lambda own: own.seconds.trainer,
     ),
 }
 # fmt: on
-"""Arguments of ``aprilsched run``, and for each run what must occur in it."""
+"""Arguments of ``aprilsched run``, and for each run what must occur in it: parts of the engines'
+time, and figures."""
 
 
 def leaves(value: Any, where: str = "") -> dict[str, Any]:
@@ -107,9 +114,27 @@ def equal(rebuilt: Any, own: Any) -> bool:
     return type(own) is type(rebuilt) and own == rebuilt
 
 
+def check_usage(usage: RunUsage) -> dict[str, float]:
+    """Everything adds up, however it is cut; the seconds of all engines by part."""
+    assert usage.wall > 0
+    for row, edges in zip(usage.seconds, usage.edges, strict=True):
+        assert (row >= -1e-9).all()
+        assert row.sum() == pytest.approx(edges[-1] - edges[0])
+        assert edges[-1] == pytest.approx(usage.wall)
+    assert sum(usage.shares.values()) == pytest.approx(1)
+    for bins in (1, 7, 100):
+        series = usage.series(bins)
+        assert (series >= -1e-9).all()
+        assert series.sum(axis=0) == pytest.approx(usage.seconds)
+    whole = usage.series(10)
+    present = usage.edges[0][0] <= 1e-9
+    assert not present or whole[:, 0].sum(axis=1) == pytest.approx(usage.wall / 10)
+    return dict(zip(PARTS, usage.seconds.sum(axis=0).tolist(), strict=True))
+
+
 @each_row("name", RUNS)
 def test_every_figure_is_rebuilt(tmp_path: Path, name: str):
-    changes, shows = RUNS[name]
+    changes, parts, shows = RUNS[name]
     arguments = ["run", *SMALL, *SHORT, "--batches", "7", "--seed", "5", *changes]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     own = read_run(tmp_path).summary
@@ -119,6 +144,12 @@ def test_every_figure_is_rebuilt(tmp_path: Path, name: str):
     assert rebuilt.error is not None
     assert "was killed" in rebuilt.error
     assert differences(replace(rebuilt, error=None), own) == {}
+    usage = usage_of(tmp_path)
+    seconds = check_usage(usage)
+    assert usage.seconds.sum() == pytest.approx(usage.wall * len(usage.engines), rel=1e-3)
+    assert all(seconds[part] > 0 for part in parts)
+    assert sum(usage.tokens) > 0
+    assert 0 < usage.utilization < 1
 
 
 def test_a_simulated_run_is_rebuilt_too(tmp_path: Path):
@@ -302,3 +333,102 @@ def breaking(generate: Callable[[GenerationRequest], Any]) -> Any:
                     raise EngineError("sim", "broke off")
 
     return broken
+
+
+def run(program: Program, *, fleet: SimFleet | None = None, **arguments: Any) -> dict[str, float]:
+    """The seconds of each part in a run; live and afterwards they are the same ones."""
+    settings = config(**arguments.pop("config", {}))
+    live = RunState(batch_groups=4)
+    recorder = UsageRecorder(batch_groups=4)
+
+    async def whole() -> float:
+        async with RolloutScheduler(
+            fleet or SimFleet(2, stream_interval=8),
+            arguments.pop("prompts", None) or workload(),
+            config=settings,
+            listeners=[live, recorder],
+            **arguments,
+        ) as rollouts:
+            await program(rollouts)
+            return asyncio.get_running_loop().time()
+
+    end = run_virtual(whole())
+    live.advance(end)
+    usage = recorder.usage(end)
+    seconds = check_usage(usage)
+    for index, engine in enumerate(live.engines.values()):
+        assert engine.wall == pytest.approx(usage.seconds[index].sum())
+        assert engine.tokens == usage.tokens[index]
+        assert engine.capacity == usage.capacity[index]
+    # Live, time is divided by the slots known until then, which can only be fewer.
+    assert utilization_of(live.seconds()) >= usage.utilization * 0.999
+    return seconds
+
+
+def test_a_slow_reward():
+    async def score(rollout: Rollout, prompt: Prompt) -> float:
+        await asyncio.sleep(50)
+        return 1.0
+
+    seconds = run(train, reward=score, config={"over_provision": 1.0})
+    assert seconds["rewards"] / 2 == pytest.approx(5 * 50, rel=0.1)
+
+
+def test_a_slow_source_of_prompts():
+    async def slow() -> AsyncGenerator[Prompt]:
+        for index in range(1_000):
+            await asyncio.sleep(10)
+            yield workload().prompt(index)
+
+    seconds = run(train, prompts=slow(), config={"over_provision": 1.0})
+    # Four prompts a batch; what is under way meanwhile is no waiting.
+    assert seconds["prompts"] / 2 == pytest.approx(5 * 4 * 10, rel=0.1)
+
+
+@each_row("pace", ["synchronous", "asynchronous"])
+def test_a_slow_trainer(pace: str):
+    async def slowly(rollouts: RolloutScheduler) -> None:
+        for _ in range(4):
+            await rollouts.next_batch()
+            await asyncio.sleep(200)
+            await rollouts.update_weights(SimPublisher())
+
+    seconds = run(slowly, config={"pace": pace, "ready_batches": 1})
+    # An asynchronous one generates a batch ahead in this time.
+    least = 0.95 if pace == "synchronous" else 0.7
+    assert least * 4 * 200 < seconds["trainer"] / 2 <= 4 * 200 * 1.001
+
+
+def test_a_trainer_that_uses_the_memory_of_sleeping_engines():
+    async def colocated(rollouts: RolloutScheduler) -> None:
+        for _ in range(3):
+            await rollouts.next_batch()
+            async with rollouts.asleep():
+                await asyncio.sleep(30)
+            await rollouts.update_weights(SimPublisher())
+
+    seconds = run(colocated)
+    assert seconds["asleep"] / 2 == pytest.approx(90, rel=0.02)
+
+
+def test_tools_of_episodes():
+    async def talk(turn: Turn, prompt: Prompt) -> float:
+        sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
+        first = await turn.generate(prompt.input_ids, sampling)
+        await asyncio.sleep(100)
+        await turn.generate([*prompt.input_ids, *first.token_ids, 7], sampling)
+        return 1.0
+
+    prompts = [Prompt(input_ids=np.array([i + 1, 2], dtype=np.int32)) for i in range(200)]
+    seconds = run(train, prompts=prompts, episode=talk, config={"over_provision": 1.0})
+    assert seconds["environment"] / 2 == pytest.approx(5 * 100, rel=0.1)
+
+
+def test_an_engine_that_is_lost():
+    async def lose(rollouts: RolloutScheduler) -> None:
+        await rollouts.next_batch()
+        await rollouts.update_weights(SimPublisher())
+        rollouts._feed(EngineLost(engine="sim-1", cause="burnt"))
+        await rollouts.next_batch()
+
+    assert run(lose)["lost"] > 0

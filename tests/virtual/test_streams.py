@@ -20,8 +20,10 @@ async def streamed(rollouts: RolloutScheduler) -> list[Batch]:
     return [part async for part in rollouts.stream()]
 
 
-@each_row("pace", ["synchronous", "asynchronous"])
-@each_row("straggler", ["retract", "abort", "in_place"])
+@each_row(
+    ("pace", "straggler"),
+    [("synchronous", "retract"), ("asynchronous", "abort"), ("asynchronous", "in_place")],
+)
 def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(
     pace: str, straggler: str
 ):
