@@ -83,19 +83,14 @@ def servers(
 ) -> Iterator[tuple[CpuServer, CpuServer]]:
     """Two servers that return routed experts."""
     folder = tmp_path_factory.mktemp("servers")
-    both = tuple(
-        CpuServer(mixtures[0], folder / f"{name}.txt", "--enable-return-routed-experts")
-        for name in ("first", "second")
-    )
-    try:
-        for server in both:
-            server.start()
-        for server in both:
-            server.wait_ready()
-        yield both[0], both[1]
-    finally:
-        for server in both:
-            server.stop()
+    flag = "--enable-return-routed-experts"
+    with (
+        CpuServer(mixtures[0], folder / "first.txt", flag) as first,
+        CpuServer(mixtures[0], folder / "second.txt", flag) as second,
+    ):
+        first.wait_ready()
+        second.wait_ready()
+        yield first, second
 
 
 def prompts(every: int = 5) -> list[Prompt]:

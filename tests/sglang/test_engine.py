@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.errors import ControlTimeout, EngineError, EngineRejected, EngineUnreachable
+from aprilsched.errors import ControlTimeout, EngineRejected
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import ENDLESS, WAIT_SECONDS, Stream, greedy, until, whole
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import SOON, running
-from tests.sglang.proxy import CuttingProxy
 from tests.sglang.server import CpuServer
 
 SETTLE_SECONDS = 0.3
@@ -81,26 +80,6 @@ async def test_hazard_03_a_refit_in_the_safe_order_spares_the_scheduler(
         assert [span.version for span in stream.last.spans] == [0, 1, 2, 3]
 
 
-async def test_hazard_04_a_held_request_is_aborted_for_good(
-    engine: SGLangEngine, clean_server: CpuServer
-) -> None:
-    """SGLang loses an abort during the pause, and also every later abort of that request."""
-    await engine.pause("retract")
-    aborted = Stream(engine, greedy(ENDLESS)).start()
-    await asyncio.sleep(0)  # Asked for in one turn, they would share a body.
-    kept = Stream(engine, greedy(30)).start()
-    await asyncio.sleep(SETTLE_SECONDS)
-    await engine.abort(aborted.request.request_id)
-    await aborted.end()
-    assert aborted.last.finish == "abort"
-    assert len(aborted) == 0
-    assert aborted.last.spans == ()
-    assert not kept.chunks
-    await engine.resume()
-    assert len(await kept.end()) == 30
-    await until(lambda: _idle(clean_server), SOON)
-
-
 async def test_hazard_05_an_abort_under_in_place_takes_effect_after_resume(
     engine: SGLangEngine, clean_server: CpuServer
 ) -> None:
@@ -150,23 +129,6 @@ async def test_hazard_08_an_update_outside_a_pause_waits_and_is_bounded(
 
     await until(updated)
     await hasty.close()
-
-
-async def test_hazard_09_a_stream_that_is_left_leaves_no_zombie(
-    engine: SGLangEngine, clean_server: CpuServer
-) -> None:
-    """A stream is cancelled once, or again while it tells the server to abort. In both cases
-    nothing is decoded any more."""
-    streams = [await Stream(engine, greedy(ENDLESS)).start().reach(1) for _ in range(4)]
-    tasks = [stream.task for stream in streams if stream.task is not None]
-    for task in tasks:
-        task.cancel()
-    await asyncio.sleep(0)
-    for task in tasks[:2]:
-        task.cancel()
-    await asyncio.wait(tasks)
-    assert all(task.cancelled() for task in tasks)
-    await until(lambda: _idle(clean_server), SOON)
 
 
 async def test_hazard_10_the_stream_is_incremental_at_our_interval(engine: SGLangEngine) -> None:
@@ -237,37 +199,6 @@ async def test_hazard_13_no_timeout_and_no_pool_stop_a_long_tail(
     await asyncio.sleep(1.2 * seconds)
     await engine.resume()
     assert [len(await stream.end()) for stream in streams] == [60] * 120
-    await engine.close()
-
-
-async def test_hazard_14_a_generation_is_never_sent_twice(clean_server: CpuServer) -> None:
-    """If the connection breaks, the request ends with an error and is aborted, and it is not sent a
-    second time."""
-    async with CuttingProxy(clean_server.port) as proxy:
-        engine = SGLangEngine(proxy.url)
-        await engine.open()
-        proxy.generations = 0
-        stream = await Stream(engine, greedy(ENDLESS)).start().reach(1)
-        proxy.cut()
-        with pytest.raises(EngineError, match="connection") as caught:
-            await stream.end()
-        assert not isinstance(caught.value, EngineUnreachable)
-        assert proxy.generations == 1
-        await until(lambda: _idle(clean_server), SOON)
-        await engine.close()
-
-
-async def test_hazard_14_only_a_failure_to_connect_may_be_repeated(
-    clean_server: CpuServer,
-) -> None:
-    """The server stops after the probe. Nothing was sent, and the error says so."""
-    async with CuttingProxy(clean_server.port) as proxy:
-        engine = SGLangEngine(proxy.url)
-        await engine.open()
-    await asyncio.sleep(SETTLE_SECONDS)  # until the end of the kept connections was noticed
-    for call in (whole(engine, greedy()), engine.pause("retract"), engine.version()):
-        with pytest.raises(EngineUnreachable, match="is the server up at"):
-            await call
     await engine.close()
 
 
