@@ -253,7 +253,7 @@ class _Campaign:
         counters = rollouts.state.in_flight.counters
         ledger = rollouts.state.in_flight.ledger
         # Beginnings of answers whose ends were heard and not saved.
-        begun = ledger.tokens[Reason.RESTARTED]
+        started = ledger.tokens[Reason.RESTARTED]
         if ledger.rollouts or set(ledger.tokens) - {Reason.RESTARTED}:
             self._complain(f"the ledger has {ledger.rollouts} and {ledger.tokens}")
         if counters.tokens_generated != counters.tokens_delivered + started:

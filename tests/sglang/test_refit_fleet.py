@@ -172,7 +172,7 @@ async def test_a_server_killed_at_any_moment_of_a_refit_costs_nothing_and_rejoin
         trainer.weights, backend="gloo", bucket_bytes=BUCKET, timeout_s=30.0
     )
     batches: list[Batch] = []
-    said: list[str] = []
+    text: list[str] = []
     with CpuServer(models[0], tmp_path / "victim.txt") as victim:
         killer = Killer(victim)
         victim.wait_ready()
