@@ -293,9 +293,9 @@ def left_behind(store: SqliteStore, to: Path) -> SqliteStore:
     return SqliteStore(to / store.path.name, inline=True)
 
 
-def run(seed: int, *, aloud: bool = False) -> Outcome:
+def run(seed: int) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
-    outcome, history = Outcome(seed, kinds=["kills"]), History(aloud=aloud)
+    outcome, history = Outcome(seed, kinds=["kills"]), History()
     if seed % 2:
         outcome.kinds.append(ODD)
     with tempfile.TemporaryDirectory() as named:

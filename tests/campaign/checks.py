@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from aprilsched import Batch, Rollout, SamplingParams
+from aprilsched import Batch, Group, Rollout, SamplingParams
 from aprilsched.errors import InvariantViolation, PromptsExhausted, RunEnded
 from aprilsched.kernel.core.invariants import check as check_invariants
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
 from aprilsched.kernel.core.state.ledger import FAILURES
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.simulation.engine.toy_model import weights_key_of_version
 from aprilsched.types import NO_VERSION
 from tests.campaign.mix import Mix
 from tests.campaign.prompts import prompt_of
@@ -76,6 +77,9 @@ class Records:
 
 class Checks:
     """A listener that checks the state after each event; and the checks of what is delivered."""
+
+    weights_key: Callable[[int], int] = staticmethod(weights_key_of_version)
+    """What the engines call the weights of a version."""
 
     def __init__(self, mix: Mix, records: Records, complain: Callable[[str], None]) -> None:
         self.mix = mix
@@ -141,7 +145,7 @@ class Checks:
                 self._complain(f"group {group.group_id} of {name} is not whole: {sorted(sizes)}")
             for rollout in group.rollouts:
                 self.rollout(rollout, f"rollout {rollout.rollout_id} of {name}")
-                self._content(rollout, group.prompt.key)
+                self._content(rollout, group)
                 bound = settings["max_staleness"].bound
                 if bound is not None and not batch.redelivered:
                     self._staleness(rollout, version, bound, name)
@@ -193,31 +197,27 @@ class Checks:
             )
         mixed = rollout.versions_exact and len(set(truth[sampled].tolist())) > 1
         mix = self.mix
-        if mixed and mix.config().refit == "rolling" and not mix.has("other_settings"):
+        if mixed and mix.settings["refit"] == "rolling" and not mix.has("other_settings"):
             self._complain(f"{name} has tokens of several versions with rolling refits")
         if rollout.versions_exact:
             self._rows(rollout, truth, name)
-        covered = 0
-        for segment in rollout.segments:
-            if segment.start != covered or segment.end <= segment.start:
-                self._complain(f"{name} has segments with gaps or overlaps: {rollout.segments}")
-                break
-            covered = segment.end
-        if covered != len(rollout):
-            self._complain(f"{name} has segments up to {covered} of {len(rollout)} tokens")
+        edges = [0, *(segment.end for segment in rollout.segments)]
+        starts = [segment.start for segment in rollout.segments]
+        if edges != sorted(set(edges)) or starts != edges[:-1] or edges[-1] != len(rollout):
+            self._complain(f"{name} of {len(rollout)} tokens has the segments {rollout.segments}")
         return truth
 
     def _rows(self, rollout: Rollout, truth: Any, name: str) -> None:
-        if len(rollout.companions) != len(self.mix.config().companions):
+        if self.state and len(rollout.companions) != len(self.state.config.companions):
             self._complain(f"{name} has the companions {list(rollout.companions)}")
         for companion in rollout.companions.values():
             self.figures["rows"] += int(companion.exact.sum())
             self.figures["rows_of_another_pass"] += int((~companion.exact).sum())
         # With adapters the truth says nothing of the weights below them.
-        if not self.mix.has("adapters") and (wrong := wrong_rows(rollout, truth)):
+        if not self.mix.has("adapters") and (wrong := wrong_rows(rollout, truth, self.weights_key)):
             self._complain(f"{name} {wrong}")
 
-    def _content(self, rollout: Rollout, key: Any) -> None:
+    def _content(self, rollout: Rollout, group: Group) -> None:
         """Is each token what the model samples after those before it?"""
         mix = self.mix
         # Under weights that somebody else brought in, keys of older ones are met. In an earlier
@@ -225,23 +225,28 @@ class Checks:
         mixed = mix.settings["straggler"] == "in_place" or mix.has("foreign")
         if mix.has("adapters") or mixed or rollout.stale_keys:
             return
-        index = key if isinstance(key, int) else int(str(key).split()[1])
-        if mix.episodes:
-            asked = [SamplingParams(temperature=0.0)]
-        else:
-            prompt = prompt_of(mix, index, max(rollout.index + 1, 1))
-            # An evaluation may have one response of each prompt, which keeps its seed.
-            asked = [*sampling_of(rollout, prompt, 2), *sampling_of(rollout, prompt, 1)]
-            if not np.array_equal(rollout.prompt_ids, prompt.input_ids):
-                return  # a bad prompt that could be used
-            if len(rollout) != asked[0].max_new_tokens:
-                self._complain(
-                    f"rollout {rollout.rollout_id} has {len(rollout)} of "
-                    f"{asked[0].max_new_tokens} tokens"
-                )
+        if (asked := self.asked(rollout, group)) is None:
+            return
+        if not mix.episodes and len(rollout) != asked[0].max_new_tokens:
+            self._complain(
+                f"rollout {rollout.rollout_id} has {len(rollout)} of "
+                f"{asked[0].max_new_tokens} tokens"
+            )
         self.figures["content_checked"] += 1
-        if not any(is_right(rollout, sampling, self._model) for sampling in asked):
-            self._complain(f"rollout {rollout.rollout_id} of prompt {key} has tokens of another")
+        if not any(is_right(rollout, each, self._model, self.weights_key) for each in asked):
+            self._complain(f"rollout {rollout.rollout_id} of {group.prompt.key} has other tokens")
+
+    def asked(self, rollout: Rollout, group: Group) -> list[SamplingParams] | None:
+        """How the rollout may have been sampled; None if its prompt is a bad one."""
+        if self.mix.episodes:
+            return [SamplingParams(temperature=0.0)]
+        key = group.prompt.key
+        index = key if isinstance(key, int) else int(str(key).split()[1])
+        prompt = prompt_of(self.mix, index, max(rollout.index + 1, 1))
+        if not np.array_equal(rollout.prompt_ids, prompt.input_ids):
+            return None
+        # An evaluation may have one response of each prompt, which keeps its seed.
+        return [*sampling_of(rollout, prompt, 2), *sampling_of(rollout, prompt, 1)]
 
     # --- the end of a life -----------------------------------------------------------------------
 
@@ -261,7 +266,7 @@ class Checks:
                 f"{given} of {prompts} groups given, {failed} failed, and it ends: {error}"
             )
 
-    def end(self, state: SchedulerState, kept: Iterable[Batch]) -> None:
+    def end(self, state: SchedulerState) -> None:
         """Nothing is lost: every prompt and every token has its place."""
         if self._broken:
             return
@@ -273,8 +278,6 @@ class Checks:
         records = self.records
         there = {key for batch in records.batches.values() for key in batch.keys}
         there |= {g.prompt.key for g in state.in_flight.groups.values() if g.evaluation_id is None}
-        for batch in kept:
-            there |= {group.prompt.key for group in batch.groups}
         for delivered in state.delivery.unacknowledged.values():
             there |= {group.prompt.key for group in delivered.groups}
         there |= {records.launched.get(entry.group_id) for entry in state.in_flight.ledger.entries}

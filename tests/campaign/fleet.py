@@ -26,7 +26,6 @@ class ChaosFleet:
         """Every engine that ever was a member."""
         self.down: set[str] = set()
         """Engines that crashed and have not restarted."""
-        self.slowed: set[str] = set()
         self._changes: asyncio.Queue[FleetChange] = asyncio.Queue()
         self._open = False
         for _ in range(mix.engines):
@@ -109,17 +108,11 @@ class ChaosFleet:
     def slow_down(self, engine: SimEngine, rate: float, seconds: float) -> None:
         self._note(f"CHAOS {engine.name} computes at {rate:g} of its speed for {seconds:g} s")
         engine.decode_at(rate)
-        self.slowed.add(engine.name)
-        asyncio.get_running_loop().call_later(seconds, self._usual_speed, engine)
-
-    def _usual_speed(self, engine: SimEngine) -> None:
-        self.slowed.discard(engine.name)
-        engine.decode_at(1.0)
+        asyncio.get_running_loop().call_later(seconds, engine.decode_at, 1.0)
 
     def usual_speed(self) -> None:
         for engine in self.all:
-            if engine.name in self.slowed:
-                self._usual_speed(engine)
+            engine.decode_at(1.0)
 
     def restart_the_dead(self) -> None:
         for engine in self.all:

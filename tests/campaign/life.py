@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from aprilsched import Batch, RolloutScheduler
+from aprilsched import RolloutScheduler
 from aprilsched.errors import ConfigError
 from tests.campaign.calls import PATIENCE_S, Calls, Hang
 from tests.campaign.checks import Checks
@@ -195,10 +195,9 @@ class Life:
             self.complain(f"{trial.threads.open} pieces of work are left in threads")
         for complaint in await trial.fleet.left_on_engines():
             self.complain(complaint)
-        kept = getattr(self.scheduler._session.waits, "kept", None)
         if not self.ended.startswith("killed"):
             self.trainer.end_parts()
-            self.checks.end(state, [kept] if isinstance(kept, Batch) else [])
+            self.checks.end(state)
             trial.records.expect_redelivery(with_store=self.store is not None)
         trial.figures += self.checks.figures
         trial.figures["lives"] += 1

@@ -36,7 +36,7 @@ def prompt_of(mix: Mix, index: int, group_size: int) -> Prompt:
     )
 
 
-class Source:
+class Source(Iterator[Any]):
     """Prompts of one life, sync or async, from the first one.
 
     It raises at an index once in a run, and dries up now and then.
@@ -61,9 +61,9 @@ class Source:
 
     def __call__(self) -> Any:
         """What the scheduler is given."""
-        return _Async(self) if self._mix.async_source else _Sync(self)
+        return _Async(self) if self._mix.async_source else self
 
-    def give(self) -> Any:
+    def __next__(self) -> Any:
         """The next one; StopIteration at the end."""
         index = self._next
         if index >= self._mix.prompts:
@@ -114,14 +114,6 @@ class Source:
             await asyncio.Event().wait()
 
 
-class _Sync(Iterator[Any]):
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __next__(self) -> Any:
-        return self._source.give()
-
-
 class _Async(AsyncIterator[Any]):
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -129,6 +121,6 @@ class _Async(AsyncIterator[Any]):
     async def __anext__(self) -> Any:
         await self._source.wait()
         try:
-            return self._source.give()
+            return next(self._source)
         except StopIteration:
             raise StopAsyncIteration from None

@@ -23,10 +23,10 @@ from tests.campaign.life import Life
 from tests.campaign.mix import Mix
 
 
-def run(mix: Mix, *, aloud: bool = False) -> Outcome:
+def run(mix: Mix) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
     outcome = Outcome(mix.seed, kinds=sorted(mix.kinds), settings=mix.described())
-    history = History(aloud=aloud)
+    history = History()
     random.seed(mix.seed)
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(mix, outcome, history, Path(folder))
