@@ -248,19 +248,20 @@ async def _lose_one(rollouts: RolloutScheduler) -> None:
     rollouts._feed(EngineLost(engine=halfway(), cause="given up by the test"))
 
 
-def crossing(run: Run) -> list[Rollout]:
+def crossing(run: Run, versions: int = 2) -> list[Rollout]:
     """The rollouts that several versions sampled; a rollout of one version proves little."""
-    return [r for r in run.rollouts if len(set(r.versions.tolist())) > 1]
+    return [r for r in run.rollouts if len(set(r.versions.tolist())) >= versions]
 
 
-async def until_crossing(once: Callable[[int], Awaitable[Run]]) -> Run:
-    """The first run of `once`, given the number of the try, in which a response outlived an update.
+async def until_crossing(once: Callable[[int], Awaitable[Run]], versions: int = 2) -> Run:
+    """The first run of `once`, given the number of the try, in which a response has so many
+    versions.
 
     A server generates while a busy machine keeps the scheduler waiting, so the stragglers of a
     whole run may end before an update reaches them.
     """
     for number in range(TRIES):
-        if crossing(run := await once(number)):
+        if crossing(run := await once(number), versions):
             return run
     raise AssertionError(f"no response outlived an update in {TRIES} runs")
 

@@ -80,6 +80,26 @@ async def test_hazard_03_a_refit_in_the_safe_order_spares_the_scheduler(
         assert [span.version for span in stream.last.spans] == [0, 1, 2, 3]
 
 
+async def test_hazard_04_a_held_request_is_aborted_for_good(
+    engine: SGLangEngine, clean_server: CpuServer
+) -> None:
+    """SGLang loses an abort during the pause, and also every later abort of that request."""
+    await engine.pause("retract")
+    aborted = Stream(engine, greedy(ENDLESS)).start()
+    await asyncio.sleep(0)  # Asked for in one turn, they would share a body.
+    kept = Stream(engine, greedy(30)).start()
+    await asyncio.sleep(SETTLE_SECONDS)
+    await engine.abort(aborted.request.request_id)
+    await aborted.end()
+    assert aborted.last.finish == "abort"
+    assert len(aborted) == 0
+    assert aborted.last.spans == ()
+    assert not kept.chunks
+    await engine.resume()
+    assert len(await kept.end()) == 30
+    await until(lambda: _idle(clean_server), SOON)
+
+
 async def test_hazard_05_an_abort_under_in_place_takes_effect_after_resume(
     engine: SGLangEngine, clean_server: CpuServer
 ) -> None:
@@ -129,6 +149,23 @@ async def test_hazard_08_an_update_outside_a_pause_waits_and_is_bounded(
 
     await until(updated)
     await hasty.close()
+
+
+async def test_hazard_09_a_stream_that_is_left_leaves_no_zombie(
+    engine: SGLangEngine, clean_server: CpuServer
+) -> None:
+    """A stream is cancelled once, or again while it tells the server to abort. In both cases
+    nothing is decoded any more."""
+    streams = [await Stream(engine, greedy(ENDLESS)).start().reach(1) for _ in range(4)]
+    tasks = [stream.task for stream in streams if stream.task is not None]
+    for task in tasks:
+        task.cancel()
+    await asyncio.sleep(0)
+    for task in tasks[:2]:
+        task.cancel()
+    await asyncio.wait(tasks)
+    assert all(task.cancelled() for task in tasks)
+    await until(lambda: _idle(clean_server), SOON)
 
 
 async def test_hazard_10_the_stream_is_incremental_at_our_interval(engine: SGLangEngine) -> None:

@@ -70,6 +70,12 @@ def test_the_trainer_s_time_is_its_own(tmp_path: Path):
     assert with_trainer["delivered_tokens_per_s"] < without["delivered_tokens_per_s"]
 
 
+def test_one_version_all_along(tmp_path: Path):
+    summary = run(tmp_path, "--batches", "4", "--update-every", "0")
+    assert summary["off_policy_token_share"] == 0
+    assert {batch["version"] for batch in summary["per_batch"]} == {0}
+
+
 def test_a_run_folder_s_config_runs_again(tmp_path: Path):
     run(tmp_path / "a", "--batches", "3", "--seed", "9")
     config = tmp_path / "a" / "config.toml"

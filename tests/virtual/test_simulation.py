@@ -278,6 +278,7 @@ def test_a_step_is_whole_whoever_waits_for_the_trainer() -> None:
     }
     found = compare(results)
     assert found.fastest == found.best == "apart"
+    assert found.baseline == "sync"
     rows = {row.policy: row for row in found.policies}
     assert (rows["april"].efficiency or 0.0) > (rows["apart"].efficiency or 0.0)
     assert (rows["apart"].step_efficiency or 0.0) > (rows["april"].step_efficiency or 0.0)

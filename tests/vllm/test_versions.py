@@ -16,14 +16,15 @@ import pytest
 from aprilsched import DiskPublisher
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.testing.contract import until
+from tests.sglang.held import KINDS, Site, differences, run_and_check
 from tests.sglang.recorded import TOLERANCE, Recorder, check_whole, long_tail, scheduled
-from tests.vllm.held import KINDS, differences, fleet, run_and_check
+from tests.vllm.conftest import fleet, reset
 from tests.vllm.server import VLLMServer
 
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "buckets"])
 async def test_every_token_is_of_the_version_that_it_was_given(
     clean_pair: tuple[VLLMServer, VLLMServer],
     models: tuple[Path, Path],
@@ -32,8 +33,8 @@ async def test_every_token_is_of_the_version_that_it_was_given(
     kind: str,
 ) -> None:
     urls = [server.url for server in clean_pair]
-    held = await run_and_check(urls, models, tmp_path, vllm_python, kind, 4)
-    assert held.versions > 1
+    site = Site(urls, models, tmp_path, lambda url: reset(url, models[0]), fleet, vllm_python)
+    await run_and_check(site, kind, batches=4)
 
 
 @dataclass
