@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from aprilsched import Rollout
+from aprilsched import Prompt, Rollout
 from aprilsched.config import LengthBuckets
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.engines.base import Fleet
@@ -24,7 +25,7 @@ from tests.sglang.recorded import (
     until_crossing,
 )
 
-KINDS: dict[str, tuple[StragglerRule, dict[str, object]]] = {
+KINDS: dict[str, tuple[StragglerRule, dict[str, Any]]] = {
     "retract": ("retract", {}),
     "in_place": ("in_place", {}),
     "abort": ("abort", {}),
@@ -68,7 +69,14 @@ def differences(
     return found
 
 
-async def run_and_check(site: Site, kind: str, *, batches: int, versions: int = 2) -> None:
+async def run_and_check(
+    site: Site,
+    kind: str,
+    *,
+    batches: int,
+    versions: int = 2,
+    prompts: Sequence[Prompt] | None = None,
+) -> None:
     """Run a rule on the first server, or rolling refits on all, and check every token.
 
     Runs until a response has tokens of this number of `versions`, if the rule allows several.
@@ -83,7 +91,7 @@ async def run_and_check(site: Site, kind: str, *, batches: int, versions: int = 
             site.urls if rolling else site.urls[:1],
             site.models,
             rule,
-            prompts=long_tail(10 * batches, longest=400, every=2),
+            prompts=prompts or long_tail(10 * batches, longest=400, every=2),
             batches=batches,
             changes=changes,
             fleet=site.fleet,

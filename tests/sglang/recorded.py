@@ -185,7 +185,7 @@ async def record(
     prompts: Sequence[Prompt] | None = None,
     batches: int = BATCHES,
     lose_one: bool = False,
-    changes: Mapping[str, object] | None = None,
+    changes: Mapping[str, Any] | None = None,
     fleet: Callable[[Sequence[str]], Fleet] | None = None,
     folder: Path | None = None,
 ) -> Run:

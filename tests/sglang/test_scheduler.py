@@ -34,7 +34,7 @@ async def test_every_token_is_of_the_version_that_it_was_given(
         await reset(url, models[0])
 
     site = Site([clean_server.url], models, tmp_path, clean)
-    await run_and_check(site, kind, batches=BATCHES, versions=3)
+    await run_and_check(site, kind, batches=BATCHES, versions=3, prompts=long_tail(200))
 
 
 @pytest.mark.parametrize("rule", kinds("retract", "in_place", "abort", "run"))
