@@ -12,8 +12,6 @@ from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import PROMPT
 
-__all__ = ["CONFIG", "INTERVAL", "SCALE", "Raw", "asked", "served", "two_weights"]
-
 INTERVAL = 16
 SCALE = 0.5
 CONFIG = SimConfig(stream_interval=INTERVAL, vocab_size=512, stream_at_pause=False)

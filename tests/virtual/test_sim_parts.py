@@ -50,16 +50,6 @@ async def test_updates_in_parts_have_a_beginning_and_an_end():
         await engine.close()
 
 
-async def test_memory_calls_in_a_wrong_order_fail_and_change_nothing():
-    async with served() as server, Raw(server.url) as raw:
-        body = {"tags": ["weights"]}
-        assert (await raw.post("/release_memory_occupation", body))[0] == 500
-        await raw.post("/pause_generation", {"mode": "retract"})
-        assert (await raw.post("/resume_memory_occupation", body))[0] == 500
-        assert (await raw.post("/release_memory_occupation", {}))[0] == 200
-        assert (await raw.post("/resume_memory_occupation", {}))[0] == 200
-
-
 async def test_an_engine_that_is_started_again_has_all_its_memory():
     """A new server has all its memory, whatever the one before it had released."""
     async with served() as server:
