@@ -61,7 +61,7 @@ REASONED = {
     MADE: {
         "aprilsched.__main__": "a name of COMMANDS, our own table",
         "aprilsched.trainers.areal": "modules of AReaL, which are named in the module itself",
-        "aprilsched.trainers": "modules of trainers, which are named in their adapters",
+        "aprilsched.trainers.adapter": "modules of trainers, which are named in their adapters",
         "aprilsched.trainers.slime_trainer": "modules of slime or miles, whichever loaded it",
         "aprilsched.kernel.weights.vllm_transfer": "modules of vLLM, named in the module itself",
     },
