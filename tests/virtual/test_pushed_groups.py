@@ -32,8 +32,9 @@ async def push(rollouts: PushedRollouts, found: dict[str, str], keys: Sequence[s
         sampling = FOR_ONE if key == "refused" else None
         size = 3 if key == "two" else None
         rollouts.push(Prompt(input_ids=NOT_TOKENIZED, key=key, group_size=size, sampling=sampling))
-    while len(found) < len(keys):
-        await asyncio.sleep(1)
+    async with asyncio.timeout(1000):
+        while len(found) < len(keys):  # noqa: ASYNC110
+            await asyncio.sleep(1)
 
 
 def with_retries(retries: Retries) -> tuple[PushedRollouts, dict[str, str]]:
