@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import importlib.util
 import queue
 import re
@@ -23,6 +24,7 @@ import pytest
 
 from aprilsched import Group, Prompt, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.errors import ConfigError, RefitError
+from aprilsched.trainers import trl
 from aprilsched.trainers.trl import RolloutWorker
 from aprilsched.trainers.trl_tools import Conversation, ToolHarness
 from aprilsched.types import Rollout, Score
@@ -565,8 +567,6 @@ def test_a_folder_of_weights_has_the_files_and_the_index_that_transformers_loads
     import torch
     from transformers import AutoModelForCausalLM
 
-    from aprilsched.trainers import trl
-
     monkeypatch.setattr(trl, "_SHARD_BYTES", 100_000)
     made = worker(cpu, tmp_path, publisher=tmp_path / "weights")
     own = AutoModelForCausalLM.from_pretrained(model)
@@ -678,6 +678,13 @@ def test_prompts_are_texts_or_conversations(cpu: Any, calling: Any, tmp_path: Pa
     made = worker(cpu, tmp_path, train_dataset=data, tools=[add], processing_class=calling)
     with started_at(made), pytest.raises(ConfigError, match="only conversations have tools"):
         made.get()
+
+
+async def test_a_resumed_run_continues_with_its_next_prompt():
+    started: concurrent.futures.Future[None] = concurrent.futures.Future()
+    started.set_result(None)
+    prompts = trl._Prompts(DATA, lambda row: [5], started).skip(len(DATA) + 2)
+    assert (await anext(aiter(prompts))).key == 2
 
 
 class Weather:
