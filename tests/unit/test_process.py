@@ -30,7 +30,7 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.errors import AprilschedError, ConfigError, RefitError, SchedulerClosed
-from aprilsched.fronts import process, remote
+from aprilsched.fronts import process
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.testing import ThreadedServer
 from tests.support import in_a_process
@@ -69,11 +69,10 @@ def test_a_folder_that_cannot_be_written_loses_no_batch():
     with process.RolloutScheduler(in_a_process.long) as rollouts:
         (folder,) = Path(tempfile.gettempdir()).glob("aprilsched-*")
         folder.rmdir()
-        missing = r"cannot be written \(No such file or directory\); free space"
         for _ in range(2):
-            with pytest.raises(ConfigError, match=missing):
+            with pytest.raises(ConfigError, match=r"No such file or directory.*free space in"):
                 rollouts.next_batch()
-        with pytest.raises(ConfigError, match="cannot be written"):
+        with pytest.raises(FileNotFoundError):
             rollouts.evaluate([prompt(list(range(20_000)))])
         folder.mkdir()
         assert rollouts.next_batch().index == 0
@@ -166,7 +165,7 @@ def test_a_process_that_does_not_react_is_killed_with_the_second_interrupt(tmp_p
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[process.RolloutScheduler]:
     """A scheduler whose process stands still after its first batch, with prompts on their way."""
-    monkeypatch.setattr(remote, "SILENCE_S", 0.5)
+    monkeypatch.setattr(process, "SILENCE_S", 0.5)
     monkeypatch.setattr(process, "END_S", 0.5)
     queue = PromptQueue()
     queue.put(*(prompt([number]) for number in range(1, 5)))
@@ -194,7 +193,7 @@ def test_a_process_that_goes_on_has_lost_no_batch(stopped: process.RolloutSchedu
 def test_stops_forks_and_short_timeouts_at_random_lose_no_batch(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(remote, "SILENCE_S", 0.2)
+    monkeypatch.setattr(process, "SILENCE_S", 0.2)
     rng, got, forks = random.Random(seed), list[int](), list[int]()
     with process.RolloutScheduler(in_a_process.simple, pace="asynchronous") as rollouts:
         scheduler = child().pid
@@ -410,9 +409,7 @@ def test_weights_that_the_trainer_cannot_load(server: ThreadedServer, tmp_path: 
             rollouts.next_batch()
             with pytest.raises(RefitError, match="No space left") as raised:
                 rollouts.update_weights(publisher)
-            cause = raised.value.__cause__
-            assert isinstance(cause, RefitError)
-            assert isinstance(cause.__cause__, OSError)
+            assert isinstance(raised.value.__cause__, OSError)
             with pytest.raises(RefitError, match="give it a fleet of the same servers"):
                 rollouts.update_weights(elsewhere)
             save.error = None
@@ -448,8 +445,8 @@ def test_an_interrupted_update_of_the_trainers_process_runs_to_its_end(
 
 
 def test_the_tables_of_requests_share_no_name():
-    assert not remote.CALLS.keys() & remote.NOTICES.keys()
-    assert remote.BLOCKS.keys() == {"asleep", "paused_for_weights"}
+    assert not process.CALLS.keys() & process.NOTICES.keys()
+    assert process.BLOCKS.keys() == {"asleep", "paused_for_weights"}
 
 
 def test_what_moves_no_tensors_needs_no_wrapper():

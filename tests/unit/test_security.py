@@ -68,8 +68,7 @@ REASONED = {
     "imports pickle": {
         "aprilsched.kernel.shell.planning": "to a process that it starts itself, by own pipes",
         "aprilsched.kernel.shell.planning_child": "of the process that has started it, by a pipe",
-        "aprilsched.fronts.process": "between two processes of one program, by their own pipe",
-        "aprilsched.fronts.remote": "exceptions between own processes, by a pipe or by Ray",
+        "aprilsched.fronts.process": "between own processes, by their own pipe or by Ray",
         "aprilsched.kernel.weights.vllm_transfer": "it only serializes CUDA IPC handles, for vLLM",
     },
     "imports subprocess": {
