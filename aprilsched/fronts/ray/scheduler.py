@@ -27,7 +27,7 @@ Invariants:
 - A batch that a trainer's call has returned is not returned by it again, and one that was
   acknowledged is never delivered again.
 - After an update that a death has cut short, no engine generates before the update was repeated:
-  the store knows that an engine may have parts of two versions.
+  an engine may have parts of two versions under the label of one.
 """
 
 from __future__ import annotations
@@ -66,10 +66,8 @@ from aprilsched.fronts.process import (
 from aprilsched.fronts.ray.library import exceptions, named, ray
 from aprilsched.kernel.shell import RefitReport
 from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
-from aprilsched.kernel.weights.publisher import WeightPublisher
+from aprilsched.kernel.weights.publisher import AdapterPublisher, WeightPublisher
 
-WAIT_S = 300.0
-"""Default of `wait_s`."""
 POLL_S = 0.2
 """Seconds between two looks for an actor of the name."""
 DETACH_S = 10.0
@@ -127,7 +125,6 @@ def stop_scheduler(name: str) -> None:
         with suppress(exceptions.RayActorError, exceptions.GetTimeoutError):
             ray.get(actor.close.remote(), timeout=CLOSE_S)
         ray.kill(actor)
-        _started.pop(name, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +138,8 @@ class Possessions:
     """The last whole batch; batches come in the order of their numbers."""
     streamed: frozenset[int] = frozenset()
     """Groups of batch ``last + 1``, which it takes group by group."""
+    is_updating: bool = False
+    """Whether an update has not ended, so that engines may have different versions."""
     is_asleep: bool = False
     """Whether it is in a block of asleep()."""
 
@@ -167,7 +166,7 @@ class SchedulerActor(Served):
         try:
             async with self._admitting:
                 await self._admit(has, is_notice=request.name in NOTICES)
-            if request.name == "update_weights" and self._has_version(request):
+            if request.name == "update_weights" and self._has_version(request, has):
                 report = RefitReport(version=self.opened.version, quarantined={}, seconds=0.0)
                 return self.reply(report)
             reply = await self.answer(request)
@@ -225,10 +224,10 @@ class SchedulerActor(Served):
                 "scheduler has one trainer."
             )
 
-    def _has_version(self, request: Request) -> bool:
+    def _has_version(self, request: Request, has: Possessions) -> bool:
         """Return whether an update, which Ray repeats after a restart, was complete before."""
         is_complete = request.named["version"] == self.opened.version
-        return self._is_restarted and is_complete and not self.opened.state.weights.in_parts
+        return self._is_restarted and is_complete and not has.is_updating
 
     async def _end_session(self) -> None:
         """End the calls, updates and blocks of the trainer that was attached."""
@@ -264,6 +263,8 @@ class SchedulerActor(Served):
             )
         if self._order.checkpoint is not None and not self._is_restarted:
             made.restore(self._order.checkpoint)
+        if has.is_updating:
+            made.suspect_weights()
         await made.__aenter__()
         batches = made.state.in_flight.counters.batches
         if has.last >= batches:
@@ -302,7 +303,7 @@ class ActorScheduler(RemoteScheduler):
             store, or if another trainer has attached to it.
     """
 
-    def __init__(self, name: str, *, wait_s: float = WAIT_S) -> None:
+    def __init__(self, name: str, *, wait_s: float = 300.0) -> None:
         super().__init__()
         self._name = name
         self._wait_s = wait_s
@@ -405,14 +406,15 @@ class ActorScheduler(RemoteScheduler):
         """
         # Ray may repeat the call after the scheduler has the version.
         number = self.version + 1 if version is None else version
-        while True:
-            try:
-                return await super().update_weights(
-                    publisher, version=number, acknowledge=acknowledge
-                )
-            except UpdateLost:
-                if self.version == number:
-                    return RefitReport(version=number, quarantined={}, seconds=0.0)
+        self._has = replace(self._has, is_updating=not isinstance(publisher, AdapterPublisher))
+        try:
+            while True:
+                with suppress(UpdateLost):
+                    return await super().update_weights(
+                        publisher, version=number, acknowledge=acknowledge
+                    )
+        finally:
+            self._has = replace(self._has, is_updating=False)
 
     @asynccontextmanager
     async def asleep(
@@ -435,5 +437,5 @@ class RolloutScheduler(BlockingRemote):
     Leaving the ``with`` block leaves the scheduler as it is, for the next trainer.
     """
 
-    def __init__(self, name: str, *, wait_s: float = WAIT_S) -> None:
+    def __init__(self, name: str, *, wait_s: float = 300.0) -> None:
         super().__init__(ActorScheduler(name, wait_s=wait_s))

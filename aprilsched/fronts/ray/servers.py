@@ -13,7 +13,6 @@ Invariant: no process of a server outlives its actor, however that ends.
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import signal
@@ -31,8 +30,6 @@ from urllib.request import ProxyHandler, build_opener
 from aprilsched.errors import ConfigError, EngineUnreachable
 from aprilsched.fronts.ray import launcher
 from aprilsched.fronts.ray.library import exceptions, ray
-
-log = logging.getLogger("aprilsched")
 
 LOOPBACK = "127.0.0.1"
 COMMAND = (sys.executable, "-m", "sglang.launch_server")
@@ -99,7 +96,7 @@ class SGLangServers:
         self.names = tuple(f"{name}-{number}" for number in range(count))
         """Names of the actors, one for each server."""
         self._resources = {"num_cpus": cpus, "num_gpus": gpus}
-        self._bundle = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+        self._bundle = {"CPU": cpus, "GPU": gpus}
         self._host = host or LOOPBACK
         self._logs = Path(logs).absolute()
         self._ready_s = ready_s
@@ -198,8 +195,7 @@ class ServerActor:
         return self._url
 
     def _die_with_process(self) -> None:
-        code = self._process.wait()
-        log.error("server at %s has ended with exit code %d, and is started again", self._url, code)
+        self._process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         os._exit(1)

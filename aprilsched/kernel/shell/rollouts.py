@@ -297,6 +297,11 @@ class RolloutScheduler(AsyncScheduler):
         that it takes group by group. The others of them are delivered again."""
         self._feed(ev.TrainerReturned(batches=tuple(batches), groups=tuple(groups)))
 
+    def suspect_weights(self) -> None:
+        """Say, before the scheduler is opened, that an update may have ended halfway: no engine is
+        used before the next update."""
+        self._session.weights_unknown = True
+
     def trust_weights(self) -> None:
         """Say, before the scheduler is opened, that the weights in the engines are the trainer's,
         whatever their label, so that a label is not reported as one of an earlier run."""

@@ -106,6 +106,9 @@ class Session:
         self._version_watch = Watch(shell, self._ask_version)
         self._load_watch = Watch(shell, ask_load)
         self._planning = Planning(shell, planner)
+        self.weights_unknown = False
+        """Whether an update was under way when the process before this one died, so that engines
+        may have parts of two versions under the label of one."""
         self.weights_trusted = False
         """Whether the weights that the engines have at the start are the trainer's."""
         self._stopping = asyncio.Event()
@@ -152,6 +155,7 @@ class Session:
     async def _open(self) -> None:
         adopt = await self.durability.open()
         if self.state.weights.in_parts:
+            self.weights_unknown = True
             log.warning(
                 "the process before this one ended while weights were loaded in parts, so no "
                 "engine is used before the next update"
@@ -183,14 +187,14 @@ class Session:
         try:
             self._claim.take(self._fleet.engines)
             self.engines.update((engine.name, engine) for engine in self._fleet.engines)
-            if self.state.weights.in_parts:
+            if self.weights_unknown:
                 for engine in self._fleet.engines:
                     if isinstance(engine, RefitElsewhere):
                         engine.expect_weights()
             return await check_engines(
                 self._fleet.engines,
                 self.config,
-                resumed=self.state.resumed,
+                resumed=self.state.resumed or self.weights_unknown,
                 trusted=self.weights_trusted or self.config.follow_weights,
             )
         except BaseException:
