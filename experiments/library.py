@@ -104,11 +104,11 @@ def pooled(
 
     Each process is replaced after 50 tasks, so that memory that a task leaves does not add up.
     """
-    began = said = time.monotonic()
+    started_at = printed = time.monotonic()
     # Not concurrent.futures: its executor of Python 3.11 hangs when it replaces a worker.
     with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=50) as pool:
         for done, result in enumerate(pool.imap_unordered(function, tasks), start=1):
             yield result
-            if time.monotonic() > said + every_s:
-                said = time.monotonic()
-                say(f"{done} of {len(tasks)}, {said - began:.0f} s")
+            if time.monotonic() > printed + every_s:
+                printed = time.monotonic()
+                say(f"{done} of {len(tasks)}, {printed - started_at:.0f} s")

@@ -277,7 +277,7 @@ class BlockingScheduler:
         call = _Call(work, self._thread.loop, self._hand_over_resolved)
         self._calls.add(call)
         try:
-            call.begin()
+            call.start()
             call.wait()
             return call.outcome.result()
         except BaseException:
@@ -426,7 +426,7 @@ class _Call(Generic[T]):
         self.ended = True
         self._running.release()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         self._on_loop(self._begin)
 
     def withdraw(self) -> None:

@@ -95,10 +95,10 @@ class Bias:
         The new forecast uses newer length estimates and covers the last `batches`. `work` and
         `time` are ratios, new over former, of a batch's forecast work and time.
         """
-        told, since = list(self._told), min(self._since, batches)
-        first = len(told) - since
-        told[first:] = [(each / work, took / time) for each, took in told[first:]]
-        self._told, self._since = deque(told, maxlen=_MOST_TOLD), 0
+        pairs, since = list(self._told), min(self._since, batches)
+        first = len(pairs) - since
+        pairs[first:] = [(each / work, took / time) for each, took in pairs[first:]]
+        self._told, self._since = deque(pairs, maxlen=_MOST_TOLD), 0
 
     def factor(self) -> float:
         """Return the factor; 1 if nothing is known."""

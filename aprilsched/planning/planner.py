@@ -80,7 +80,7 @@ class Tried:
     schedule: Schedule
     outcome: Outcome
 
-    def told(self, *, explained: tuple[float, float], batches: int) -> Schedule:
+    def as_schedule(self, *, explained: tuple[float, float], batches: int) -> Schedule:
         """Return the schedule; its forecast records the data that the choice was made with."""
         forecast = self.schedule.forecast
         if forecast is not None:
@@ -137,7 +137,7 @@ class Planner:
             best = now
         if space.placement is not None and _cache_gain(best, setting) > _MOST_CACHE_GAIN:
             best = replace(best, schedule=replace(best.schedule, placement="prefix"))
-        return best.told(explained=explained, batches=known)
+        return best.as_schedule(explained=explained, batches=known)
 
     def setting(self, command: Plan, config: SchedulerConfig) -> Setting:
         """Return the conditions in which candidates are tried out."""
@@ -579,4 +579,4 @@ def in_words(schedule: Schedule) -> str:
     """Return the schedule in words."""
     pace = f", {schedule.pace} pace" if schedule.pace is not None else ""
     placed = "" if schedule.placement is None else f", {_PLACED[schedule.placement]}"
-    return schedule.refill.told(f"{schedule.over_provision:g}") + pace + placed
+    return schedule.refill.as_schedule(f"{schedule.over_provision:g}") + pace + placed

@@ -180,17 +180,17 @@ class Trial:
         # Deferred groups need a longer burn-in than anything else to reach a steady state.
         burn_in = setting.burn_in * (3 if self._store else 1)
         while self._batches < burn_in + batches:
-            began, before, version = self.now, self._bound, self._batches
+            asked_at, before, version = self.now, self._bound, self._batches
             delivered, training = self._batch()
             waited = self._train(training)
             self._refit()
             if version >= burn_in:
-                seconds = self.now - began
+                seconds = self.now - asked_at
                 seen.add(delivered, version, seconds=seconds, waited=waited)
                 # A step lasts until the last group that the trainer waits for is generated. On the
                 # asynchronous pace, if this is the last group of the batch, tokens generated after
                 # it shorten the next step.
-                driven = training.awaited - began
+                driven = training.awaited - asked_at
                 if not self._asynchronous:
                     seen.not_driven += training.taken - training.awaited
                 elif driven > 0 and training.awaited == training.taken:
@@ -287,20 +287,20 @@ class Trial:
     def _training_on(self, groups: Sequence[TrialGroup], asked: float) -> _Training:
         """Return when the trainer trains on a complete batch that it requested at `asked`."""
         seconds = self._train_seconds[self._batches % len(self._train_seconds)]
-        early, begins = seconds * self._setting.train_early, self.now
+        early, starts = seconds * self._setting.train_early, self.now
         if not early or len(groups) == 1:
-            return _Training(awaited=begins, composed=begins, taken=begins, done=begins + seconds)
+            return _Training(awaited=starts, composed=starts, taken=starts, done=starts + seconds)
         done = composed = awaited = asked
         for group in groups[:-1]:
             if group.scored_at > done:
                 done = awaited = group.scored_at
             composed = done
             done += early / (len(groups) - 1)
-        if begins > done:
-            done = awaited = begins
+        if starts > done:
+            done = awaited = starts
         return _Training(
             awaited=awaited,
-            composed=max(composed, begins),
+            composed=max(composed, starts),
             taken=done,
             done=done + seconds - early,
         )
@@ -473,8 +473,8 @@ class Trial:
                 away = {(id(each.group), each.member) for _, _, each in self._away}
                 chosen = [each for each in chosen if (id(each[0]), each[1]) not in away]
             self._queue.extend(chosen)
-            begins = None if tail else self._refill.tail_begins
-            self._tail_at = -1 if begins is None else int((1 - begins) * len(chosen))
+            starts = None if tail else self._refill.tail_begins
+            self._tail_at = -1 if starts is None else int((1 - starts) * len(chosen))
             if tail:
                 self._admit()
 
@@ -499,7 +499,7 @@ class Trial:
             queue.popleft()
             self._tickets += 1
             room -= 1
-            decoded.begin(Running(self._tickets, member, group, goal))
+            decoded.join(Running(self._tickets, member, group, goal))
             tokens += prompt + have
             groups.add(id(group))
         if groups:
@@ -765,7 +765,7 @@ class DecodeBatch:
     def _to_come(self, left: int) -> float:
         return 0.0 if self._spare is None else min(left + self._spare, RESERVE_CLIP)
 
-    def begin(self, running: Running) -> None:
+    def join(self, running: Running) -> None:
         have = running.group.have[running.member]
         running.end = self.step + running.goal - have
         self._read += self.prompt + have

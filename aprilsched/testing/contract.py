@@ -678,12 +678,12 @@ async def the_load_tells_what_is_on_it(subject: Subject) -> None:
     assert before.generated is not None
     assert after.generated is not None
     assert 0 < after.generated - before.generated <= sum(map(len, streams)) + len(streams)
-    for began, ended in (
+    for started, ended in (
         (before.decode_seconds, after.decode_seconds),
         (before.prefill_seconds, after.prefill_seconds),
     ):
-        assert (began is None) == (ended is None), "a time is told always or never"
-        assert began is None or ended is None or ended >= began
+        assert (started is None) == (ended is None), "a time is told always or never"
+        assert started is None or ended is None or ended >= started
 
 
 async def _refit(subject: Subject, weights: Path, version: int) -> None:

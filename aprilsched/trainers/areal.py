@@ -377,14 +377,14 @@ class RolloutEngine:
 
         async def harness(session: Session, prompt: Prompt) -> float:
             context = _areal("areal.infra.workflow_context")
-            told: Any = await agent.run(
+            outcome: Any = await agent.run(
                 prompt.metadata["item"],
                 base_url=session.url,
                 api_key=session.key,
                 http_client=await context.get_httpx_client(),
             )
             # By the ids of the responses; the last one is that of the whole sequence.
-            *_, reward = map(float, told.values() if hasattr(told, "values") else (told,))
+            *_, reward = map(float, outcome.values() if hasattr(outcome, "values") else (outcome,))
             _areal("areal.utils.stats_tracker").get(context.stat_scope()).scalar(reward=reward)
             return reward
 
@@ -497,9 +497,9 @@ class RolloutEngine:
         end = time.monotonic() + self.config.request_timeout
         while True:
             with suppress(TimeoutError):
-                said = name_resolve.wait(saved, timeout=1.0, poll_frequency=_POLL_SECONDS)
+                saved_at = name_resolve.wait(saved, timeout=1.0, poll_frequency=_POLL_SECONDS)
                 # The name may be there from a former run, which counted its versions from 0 too.
-                if float(said) >= self._began:
+                if float(saved_at) >= self._began:
                     break
                 time.sleep(_POLL_SECONDS)
             if not self.initialized:  # A trainer that fails while it saves must not hang here.
@@ -701,7 +701,7 @@ class _TurnEngine:
         """
         ModelResponse = _areal("areal.api").ModelResponse
 
-        begun = time.perf_counter()
+        started = time.perf_counter()
         images = images_of(req.image_data or ())
         self._shown = len(images), req.processor
         sent = np.array(req.input_ids)[one_placeholder_each(req.input_ids, *self._shown)]
@@ -711,7 +711,7 @@ class _TurnEngine:
         added = len(req.input_ids) - len(self._tokens)
         self._tokens = [*req.input_ids, *response]
         self._mask += [0] * added + [1] * len(response)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         return ModelResponse(
             input_tokens=list(req.input_ids),
             output_tokens=response,

@@ -238,7 +238,7 @@ class GenerateFunctions:
         """Call an agent as miles does, on its event loop."""
         given = _sampling_of(session.sampling)
         try:
-            said = await self._trainer.load(path)(
+            returned = await self._trainer.load(path)(
                 base_url=session.open_url,
                 prompt=sample.prompt,
                 request_kwargs={
@@ -251,8 +251,8 @@ class GenerateFunctions:
             if not session.turns:
                 raise
             log.warning("the agent of sample %s has failed: %s", sample.index, error)
-            said = None
-        sample.metadata.update(said or {})
+            returned = None
+        sample.metadata.update(returned or {})
         return sample
 
     def settle(self, sample: Any, made: Any) -> None:
@@ -269,10 +269,10 @@ class GenerateFunctions:
                 )
         elif mask is not None:
             # Both end with the response, and the function may have added a last result.
-            begin, own = len(sample.tokens) - sample.response_length, len(tokens) - len(mask)
+            offset, own = len(sample.tokens) - sample.response_length, len(tokens) - len(mask)
             sample.loss_mask = [
                 int(each and (not own <= place < len(tokens) or bool(mask[place - own])))
-                for place, each in enumerate(sample.loss_mask, begin)
+                for place, each in enumerate(sample.loss_mask, offset)
             ]
         if made.status.value != "pending":
             sample.status = made.status

@@ -413,7 +413,7 @@ class _Rollouts:
     @contextmanager
     def _prompts_flow(self, rollouts: RolloutScheduler) -> Generator[None]:
         """Let groups be taken from the data source in this block only."""
-        rollouts.on_loop(self._prompts.begin)
+        rollouts.on_loop(self._prompts.start)
         try:
             yield
         finally:
@@ -608,19 +608,19 @@ class _Rollouts:
         args, filters = self._args, self._trainer.filters
         key: Any = group.prompt.key
         samples = self._samples[key]
-        said = await asyncio.to_thread(filters.call_dynamic_filter, self._filter, args, samples)
-        dropped = not said.keep
+        verdict = await asyncio.to_thread(filters.call_dynamic_filter, self._filter, args, samples)
+        dropped = not verdict.keep
         if (drops := getattr(filters, "should_drop_dynamic_filter_output", None)) is not None:
             # A group that was dropped a moment ago may be in flight still.
             flying = {each.group_id for each in self._scheduler.state.in_flight.training_groups()}
             self._refused &= flying
             left = len(flying - self._refused)
             dropped = drops(
-                said, remaining_batch_size=left, target_data_size=args.rollout_batch_size
+                verdict, remaining_batch_size=left, target_data_size=args.rollout_batch_size
             )
         if dropped:
             self._refused.add(group.group_id)
-            self._dropped.on_dynamic_filter_drop(reason=said.reason)
+            self._dropped.on_dynamic_filter_drop(reason=verdict.reason)
             if args.rollout_all_samples_process_path is not None:
                 self._rejected.append(samples)
         return not dropped
@@ -816,7 +816,7 @@ class _Prompts:
         """Whether a call of the trainer waits for a batch."""
         return self._flow.is_set()
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         """Let prompts be taken."""
         self._flow.set()
 

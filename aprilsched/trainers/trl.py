@@ -326,8 +326,8 @@ class RolloutWorker:
         with extra("trl"):
             from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-        told = self._rewards.conversations(group)
-        calls = sum(each.calls for each in told)
+        by_rollout = self._rewards.conversations(group)
+        calls = sum(each.calls for each in by_rollout)
         rewards, advantages = _advantages(group)
         spread = float(np.nanstd(rewards)) if np.isfinite(rewards).any() else float("nan")
         for index, (rollout, reward, advantage) in enumerate(
@@ -348,7 +348,7 @@ class RolloutWorker:
                 for name in self._rewards.names
             }
             if calls:
-                own = told[index]
+                own = by_rollout[index]
                 parts["tools/call_frequency"] = float(own.calls)
                 parts["tools/failure_frequency"] = own.failures / own.calls if own.calls else 0.0
             yield RolloutSample(
@@ -445,7 +445,7 @@ class RolloutWorker:
 
     # --- what the callback calls ---------------------------------------------------------------
 
-    def begin(self, model: Any) -> None:
+    def start_sync(self, model: Any) -> None:
         """Note the model that is trained."""
         self._model = model
 
@@ -727,9 +727,12 @@ class _Rewards:
         columns = await asyncio.gather(
             *(_rewarded(function, call, count) for function in self._functions)
         )
-        told = [each.reward for each in self.conversations(group)]
+        by_rollout = [each.reward for each in self.conversations(group)]
         for name in self._own:
-            columns = [*columns, [each[1] if each and each[0] == name else None for each in told]]
+            columns = [
+                *columns,
+                [each[1] if each and each[0] == name else None for each in by_rollout],
+            ]
         scores: list[Score] = []
         for rewards in zip(*columns, strict=True):
             found = {
@@ -760,10 +763,10 @@ class _Rewards:
         """What TRL calls reward functions with."""
         row = self._dataset[_row(group)]
         count = len(group.rollouts)
-        told = [self.messages(group, each) for each in group.rollouts]
+        by_rollout = [self.messages(group, each) for each in group.rollouts]
         return {
-            "prompts": [prompt for prompt, _ in told],
-            "completions": [completion for _, completion in told],
+            "prompts": [prompt for prompt, _ in by_rollout],
+            "completions": [completion for _, completion in by_rollout],
             "completion_ids": [rollout.token_ids.tolist() for rollout in group.rollouts],
             **{name: [row[name]] * count for name in row if name not in _NOT_COLUMNS},
         }
@@ -892,7 +895,7 @@ def _callback(worker: RolloutWorker) -> TrainerCallback:
         def on_train_begin(
             self, args: Any, state: Any, control: Any, model: Any = None, **_: Any
         ) -> None:
-            worker.begin(model)
+            worker.start_sync(model)
             if state.is_world_process_zero and state.global_step:
                 worker.restore(_folder(args, state))
 

@@ -126,8 +126,8 @@ class ToolHarness:
             environment: Any = free.pop() if free else self._factories[name]()
             try:
                 given = {k: v for k, v in row.items() if not self._named or k != "environment"}
-                begun = await called(partial(environment.reset, **given))
-                found = Conversation(prompt=_with(messages, begun))
+                opening = await called(partial(environment.reset, **given))
+                found = Conversation(prompt=_with(messages, opening))
                 await self._converse(session, found, [*self._tools, *_methods(environment)])
                 if hasattr(environment, "get_reward"):
                     reward = await called(environment.get_reward)
@@ -152,9 +152,9 @@ class ToolHarness:
                 return
             for call in calls:
                 function = call["function"]
-                said = await self._result(found, named, function["name"], function["arguments"])
-                told = {"role": "tool", "name": function["name"], "content": said}
-                found.completion.append(told)
+                answer = await self._result(found, named, function["name"], function["arguments"])
+                tool_message = {"role": "tool", "name": function["name"], "content": answer}
+                found.completion.append(tool_message)
             turn += 1
 
     async def _result(
@@ -169,9 +169,9 @@ class ToolHarness:
         try:
             if name not in tools:
                 raise ValueError(f"unknown tool {name}")
-            said = str(await called(partial(tools[name], **json.loads(arguments))))
+            answer = str(await called(partial(tools[name], **json.loads(arguments))))
             # Half of a surrogate pair, which a tool may make of its arguments, has no tokens.
-            return said.encode("utf-8", "replace").decode()
+            return answer.encode("utf-8", "replace").decode()
         except Exception as error:
             found.failures += 1
             return str({"error": str(error)})
@@ -200,15 +200,15 @@ def _methods(environment: object) -> list[Callable[..., Any]]:
     ]
 
 
-def _with(messages: list[Message], begun: Any) -> list[Message]:
+def _with(messages: list[Message], opening: Any) -> list[Message]:
     """Return the messages with what `reset` has returned, at the end of the last one."""
-    if begun is None:
+    if opening is None:
         return messages
     *before, last = messages
     content: Any = last["content"]
-    if isinstance(begun, str) != isinstance(content, str):
-        content, begun = (
+    if isinstance(opening, str) != isinstance(content, str):
+        content, opening = (
             [{"type": "text", "text": each}] if isinstance(each, str) else each
-            for each in (content, begun)
+            for each in (content, opening)
         )
-    return [*before, {**last, "content": content + begun}]
+    return [*before, {**last, "content": content + opening}]

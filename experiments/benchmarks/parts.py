@@ -61,9 +61,11 @@ def named(name: str, *modules: str) -> Any:
 def simulator(policy: str) -> Cost:
     """A simulated run with one engine."""
     run = _simulation(policy)
-    began = time.process_time()
+    started_at = time.process_time()
     run.run()
-    return Cost(cpu_s=time.process_time() - began, rollouts=run.state.in_flight.counters.delivered)
+    return Cost(
+        cpu_s=time.process_time() - started_at, rollouts=run.state.in_flight.counters.delivered
+    )
 
 
 def core(policy: str) -> Cost:
@@ -72,11 +74,11 @@ def core(policy: str) -> Cost:
     handle, spent = scheduler.handle, [0]
 
     def timed(self: Any, event: Any, now: float) -> Any:
-        began = time.perf_counter_ns()
+        started_at = time.perf_counter_ns()
         try:
             return handle(self, event, now)
         finally:
-            spent[0] += time.perf_counter_ns() - began
+            spent[0] += time.perf_counter_ns() - started_at
 
     scheduler.handle = timed
     run = _simulation(policy)
@@ -115,12 +117,12 @@ async def client(url: str, *, store: Path | None = None) -> Cost:
     saved = None if store is None else SqliteStore(store)
     tokens = 0
     async with RolloutScheduler(SGLangFleet([url]), prompts, config=config, store=saved) as running:
-        began = time.process_time()
+        started_at = time.process_time()
         async for batch in running:
             tokens += batch.tokens
             if store is not None:
                 batch.acknowledge()
-        cpu_s = time.process_time() - began
+        cpu_s = time.process_time() - started_at
     if tokens != ROLLOUTS * ANSWER_TOKENS:
         raise SystemExit(f"{tokens} tokens arrived instead of {ROLLOUTS * ANSWER_TOKENS}")
     return Cost(cpu_s=cpu_s, rollouts=ROLLOUTS)
@@ -149,9 +151,9 @@ async def gateway(url: str) -> Cost:
         made(SGLangFleet([url]), settings=replace(settings(), port=0)) as served,
         aiohttp.ClientSession(served.url, connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
-        began = time.process_time()
+        started_at = time.process_time()
         await asyncio.gather(*(one(session, number) for number in range(requests)))
-        return Cost(cpu_s=time.process_time() - began, rollouts=requests)
+        return Cost(cpu_s=time.process_time() - started_at, rollouts=requests)
 
 
 def _prompt_ids(number: int) -> list[int]:

@@ -93,16 +93,16 @@ def alike(everything: dict[str, Any]) -> str:
                 row = rows.get(f"{name}:0:1{variant}{seed}")
                 if row is None:
                     continue
-                (low, high), told = row["step_interval"], row.get("forecast", {})
+                (low, high), received = row["step_interval"], row.get("forecast", {})
                 other = rows.get(f"{AGAINST.get(name)}:0:1{variant}{seed}")
                 same = other is not None and row["machine"] == other["machine"]
                 where = "" if row["machine"] == "fifth machine" else f" ({row['machine']})"
                 where += f", seed {seed[2:]}" if seed else ""
-                said = ""
-                if told:
-                    said = f"{told['step_seconds']:.1f} s, {share(told['efficiency'])}"
-                    if told["efficiency_found"] is not None:
-                        said += f" (found: {share(told['efficiency_found'])})"
+                printed = ""
+                if received:
+                    printed = f"{received['step_seconds']:.1f} s, {share(received['efficiency'])}"
+                    if received["efficiency_found"] is not None:
+                        printed += f" (found: {share(received['efficiency_found'])})"
                 text.append(
                     f"| {shape}, {NAMES[name]}{where} "
                     f"| {row['counted']} | {row['step_s']:.1f} ({low:.1f} to {high:.1f}) "
@@ -112,7 +112,7 @@ def alike(everything: dict[str, Any]) -> str:
                     f"| {times(row, other) if same else ''} "
                     f"| {format(row['generated_s'], ',.0f') if 'generated_s' in row else ''} "
                     f"| {share(row['own_generated'])} | {share(row['off_policy'])} "
-                    f"| {row['age']:.1f}, {row['oldest']} | {row['mean_length']:.0f} | {said} |"
+                    f"| {row['age']:.1f}, {row['oldest']} | {row['mean_length']:.0f} | {printed} |"
                 )
     return "\n".join(text)
 
@@ -127,19 +127,24 @@ def sixth(everything: dict[str, Any]) -> str:
     for several in SIXTH:
         above: dict[str, Any] | None = None
         for row in (rows[name] for name in several):
-            (low, high), told, compared, said = row["step_interval"], row.get("forecast"), "", ""
+            (low, high), received, compared, printed = (
+                row["step_interval"],
+                row.get("forecast"),
+                "",
+                "",
+            )
             if above is not None:
                 ratios = [row[name] / above[name] for name in ("tokens_s", "generated_s")]
                 compared = "{:.2f} (generated: {:.2f})".format(*ratios)
-            if told:
-                said = f"{told['step_seconds']:.2f} s, {share(told['efficiency'])} "
-                said += f"(found: {share(told['efficiency_found'])})"
+            if received:
+                printed = f"{received['step_seconds']:.2f} s, {share(received['efficiency'])} "
+                printed += f"(found: {share(received['efficiency_found'])})"
             text.append(
                 f"| {titled(row['cell'])} | {row['counted']} "
                 f"| {row['step_s']:.2f} ({low:.2f} to {high:.2f}) | {row['tokens_s']:,.0f} "
                 f"| {row['generated_s']:,.0f} | {compared} | {row['passes_s']:.1f} "
                 f"| {share(row['own_generated'])} | {share(row['off_policy'])} "
-                f"| {row['age']:.1f}, {row['oldest']} | {row['mean_length']:.0f} | {said} |"
+                f"| {row['age']:.1f}, {row['oldest']} | {row['mean_length']:.0f} | {printed} |"
             )
             above = row
     return "\n".join(text)
@@ -163,10 +168,12 @@ def markdown(everything: dict[str, Any]) -> str:
             continue
         low, high = row["step_interval"]
         least, most = row["efficiency_interval"]
-        told = row.get("forecast", {})
-        said = f"{told['step_seconds']:.2f} s, {told['efficiency']:.2f}" if told else ""
-        if told.get("efficiency_found") is not None:
-            said += f" (found: {told['efficiency_found']:.2f})"
+        received = row.get("forecast", {})
+        printed = (
+            f"{received['step_seconds']:.2f} s, {received['efficiency']:.2f}" if received else ""
+        )
+        if received.get("efficiency_found") is not None:
+            printed += f" (found: {received['efficiency_found']:.2f})"
         text.append(
             f"| {titled(row['cell'])} | {row['counted']} "
             f"| {row['step_s']:.2f} ({low:.2f} to {high:.2f}) "
@@ -176,7 +183,7 @@ def markdown(everything: dict[str, Any]) -> str:
             f"| {share(row['own_efficiency'])}, {share(row['own_generated'])} "
             f"| {row['tokens_s']:,.0f} "
             f"| {row['off_policy']:.2f} | {row['age']:.1f}, {row['oldest']} "
-            f"| {row['mean_length']:.0f} | {said} |"
+            f"| {row['mean_length']:.0f} | {printed} |"
         )
     return "\n".join(text)
 

@@ -220,7 +220,7 @@ async def drive(cell: Cell, urls: list[str], meter: Meter, until: float) -> None
 async def measured(cell: Cell, urls: list[str], until: float) -> dict[str, Any]:
     """One cell; what there is of it if the time ends first."""
     meter, error = Meter(cell), ""
-    began = time.time()
+    started_at = time.time()
     try:
         await drive(cell, urls, meter, until)
     except TimeoutError:
@@ -229,7 +229,7 @@ async def measured(cell: Cell, urls: list[str], until: float) -> dict[str, Any]:
         error = f"{type(found).__name__}: {found}"
         traceback.print_exc()
     return {
-        "kind": "cell", "cell": cell.name, "began": began, "seconds": time.time() - began,
+        "kind": "cell", "cell": cell.name, "began": started_at, "seconds": time.time() - started_at,
         "error": error, "batches": meter.rows(), "chosen": meter.chosen, "pace_chosen": PACED,
         "config": str(cell.config),
     }  # fmt: skip
@@ -318,13 +318,13 @@ def main() -> None:
     server: Server | None = None
     try:
         for kind, names in groupby(options.cells.split(","), lambda name: Cell.of(name).server):
-            began = time.time()
+            started_at = time.time()
             server = Server(options.out, options, kind)
             server.wait(400)
-            booted = time.time() - began
+            booted = time.time() - started_at
             server.warm_up(0.02 if options.cpu else 0.3)
             note(options.out / "cells.jsonl", kind="boot", server=kind, seconds=booted,
-                 warm_s=time.time() - began - booted)  # fmt: skip
+                 warm_s=time.time() - started_at - booted)  # fmt: skip
             asyncio.run(run(options, names, server))
         if options.refit and server is not None:
             refit(options, server)

@@ -250,9 +250,9 @@ class Slots:
         """The reward of each complete response, [E, slots] on the CPU."""
         tokens, ends = self.tokens.cpu(), self.ends.cpu()
         tail = ATTEMPT + 3
-        begins = (ends - tail).clamp(min=ASKED)
-        index = (begins[..., None] + torch.arange(tail)).clamp(max=self.length - 1)
-        tails, counts = tokens.gather(2, index).tolist(), (ends - begins).tolist()
+        starts = (ends - tail).clamp(min=ASKED)
+        index = (starts[..., None] + torch.arange(tail)).clamp(max=self.length - 1)
+        tails, counts = tokens.gather(2, index).tolist(), (ends - starts).tolist()
         return torch.tensor([
             [
                 score(row[:count], self.problems[policy][slot // self.size])
@@ -518,14 +518,14 @@ def main() -> None:
     given = parser.parse_args()
     torch.manual_seed(hash(tuple(given.seeds)) % 1000)
     block = Block(conditions(given.block, given.seeds), given)
-    began = time.monotonic()
+    started_at = time.monotonic()
     with given.out.open("a") as file:
         for lines in block.run():
             file.writelines(json.dumps(line) + "\n" for line in lines)
             file.flush()
             if "held_out" in lines[0]:
                 mean = sum(line["held_out"] for line in lines) / len(lines)
-                at = round(time.monotonic() - began, 1)
+                at = round(time.monotonic() - started_at, 1)
                 print(given.block, at, lines[0]["update"], round(mean, 3), flush=True)
             if time.time() > given.until:
                 break

@@ -241,23 +241,23 @@ class Server:
             sampling_params={"max_new_tokens": options.cap, "temperature": 1.0,
                              "stop_token_ids": [EOS]},
         )  # fmt: skip
-        told = [answer["output_ids"] for answer in answers]
+        received = [answer["output_ids"] for answer in answers]
         solved = [
             study.score(tokens, prompt.metadata["problem"])
-            for tokens, prompt in zip(told, asked, strict=True)
+            for tokens, prompt in zip(received, asked, strict=True)
         ]
         return {
             "held_out": sum(solved) / len(solved),
-            "length": sum(map(len, told)) / len(told),
-            "capped": sum(len(tokens) >= options.cap for tokens in told) / len(told),
+            "length": sum(map(len, received)) / len(received),
+            "capped": sum(len(tokens) >= options.cap for tokens in received) / len(received),
         }
 
     def steps(self, running: int, tokens: int) -> float:
         """Seconds of a decode step of so many requests."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         self.call("/generate", input_ids=[[5, 6, 7]] * running,
                   sampling_params={"max_new_tokens": tokens, "ignore_eos": True})  # fmt: skip
-        return (time.monotonic() - began) / tokens
+        return (time.monotonic() - started_at) / tokens
 
     def stop(self) -> None:
         for kind in (signal.SIGTERM, signal.SIGKILL):
@@ -463,19 +463,19 @@ def main(study: Study = GRPO) -> None:
     disable_progress_bar()
     for folder in (given.out, given.work):
         folder.mkdir(parents=True, exist_ok=True)
-    began = time.time()
+    started_at = time.time()
     notes = (given.out / f"{given.name}.jsonl").open("a")
 
     def note(**line: Any) -> None:
         notes.write(json.dumps({"kind": "note", "at": round(time.time(), 2), **line}) + "\n")
         notes.flush()
         shown = {k: v for k, v in line.items() if not isinstance(v, dict | list)}
-        print(round(time.time() - began, 1), shown, flush=True)
+        print(round(time.time() - started_at, 1), shown, flush=True)
 
     server = Server(given, given.work / "server.log")
     try:
         server.wait(400)
-        note(kind="boot", seconds=time.time() - began)
+        note(kind="boot", seconds=time.time() - started_at)
         server.steps(256 if not given.cpu else 4, 16)
         if given.probe:
             for running in (1, 4, 32, 64, 128, 256, 384, 512):

@@ -107,7 +107,7 @@ class LargerTrainer(train.Trainer):
     def save(self) -> None:
         """Save the state, in turn in two files that stay mapped: a new file of 370 MB for each
         update would take as long as the update of the engine."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         flat = torch.cat([tensor.detach().flatten() for tensor in self._tensors()])
         mapped = torch.from_file(str(self._states[self.updates % 2]), shared=True, size=len(flat))
         mapped.copy_(flat)
@@ -115,15 +115,15 @@ class LargerTrainer(train.Trainer):
         known = {"updates": self.updates, "size": len(flat), "steps": steps}
         self._known.with_suffix(".new").write_text(json.dumps(known))
         os.replace(self._known.with_suffix(".new"), self._known)
-        self._seconds["save"] += time.monotonic() - began
+        self._seconds["save"] += time.monotonic() - started_at
 
     def accumulate(self, part: Batch, share: float) -> dict[str, float]:
         x = part.to_torch(packed=True)
         rows = x.companions.get(ROWS)
         if self._last != self.updates:
-            self._last, began = self.updates, time.monotonic()
+            self._last, started_at = self.updates, time.monotonic()
             self._measure(part, x)
-            self._seconds["measure"] += time.monotonic() - began
+            self._seconds["measure"] += time.monotonic() - started_at
         if rows is not None and self._replays:
             self._rows = rows.to(self.device)
         try:
@@ -164,9 +164,9 @@ class LargerTrainer(train.Trainer):
             with passes as flips, mixed:
                 logits = self.model(input_ids=padded, use_cache=False).logits
             following = logits[:, :-1].float().log_softmax(-1)
-            told = following.gather(-1, padded[:, 1:, None])[..., 0]
-            told = torch.cat([torch.zeros_like(told[:, :1]), told], 1)
-            found = found.index_put((place,), told[counts])
+            received = following.gather(-1, padded[:, 1:, None])[..., 0]
+            received = torch.cat([torch.zeros_like(received[:, :1]), received], 1)
+            found = found.index_put((place,), received[counts])
             if flipped is not None:
                 flipped[place] = torch.stack(flips).sum(0).view(padded.shape)[counts]
         return found, flipped

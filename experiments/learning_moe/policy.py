@@ -77,22 +77,22 @@ def write(model: Any, folder: Path | str) -> None:
     """Write the weights in bfloat16 under the names that servers read, and the configuration."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    told: dict[str, torch.Tensor] = {}
+    received: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         tensor = tensor.detach().to(torch.bfloat16).cpu()
         stem, _, kind = name.rpartition(".experts.")
         if not stem:
-            told[name] = tensor
+            received[name] = tensor
             continue
         for expert, own in enumerate(tensor):
             parts = {"down_proj": own} if kind == "down_proj" else dict(
                 zip(("gate_proj", "up_proj"), own.chunk(2), strict=True)
             )  # fmt: skip
-            told |= {
+            received |= {
                 f"{stem}.experts.{expert}.{part}.weight": value.contiguous()
                 for part, value in parts.items()
             }
-    save_file(told, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(received, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
 
@@ -174,9 +174,9 @@ def supervise(model: Any, options: argparse.Namespace) -> None:
     muon = Muon(list(inner.values()), MUON)
     adam = torch.optim.AdamW(others, lr=PEAK, betas=(0.9, 0.98), weight_decay=0.0)
     mixed = model.config.model_type == "qwen3_moe"
-    losses, began = list[torch.Tensor](), time.monotonic()
+    losses, started_at = list[torch.Tensor](), time.monotonic()
     for step, (ids, weights) in enumerate(batches(options.seed, device, options.tokens)):
-        done = (time.monotonic() - began) / options.seconds
+        done = (time.monotonic() - started_at) / options.seconds
         if done >= 1:
             break
         rate = min(1.0, (step + 1) / _WARM) * (1 if done < 0.6 else max(0.02, (1 - done) / 0.4))

@@ -85,16 +85,16 @@ def attempts(source: torch.Generator, numbers: torch.Tensor, count: int) -> torc
     f, allowed = _computed(d, ops[1], e)
     g, h = torch.maximum(f, t), torch.minimum(f, t)
     i, allowed_too = _computed(g, ops[2], h)
-    told = torch.stack([left[..., 0], left[..., 1], a, ops[0], b, c, t, d, ops[1], e, f, g, ops[2],
+    received = torch.stack([left[..., 0], left[..., 1], a, ops[0], b, c, t, d, ops[1], e, f, g, ops[2],
                         h, i], -1)  # fmt: skip
     symbols = torch.zeros(15, dtype=torch.bool, device=device)
     symbols[[3, 8, 12]] = True
-    told = torch.where(symbols, told, told + NUMBER)
+    received = torch.where(symbols, received, received + NUMBER)
     # The valid ones come first; where there are too few, the rest repeats the first of them.
     valid = valid & allowed & allowed_too
     place = (~valid).to(torch.uint8).sort(dim=-1, stable=True)
     place = torch.where(place.values > 0, place.indices[:, :1], place.indices)[:, :count]
-    return told.gather(1, place[..., None].expand(-1, -1, 15))
+    return received.gather(1, place[..., None].expand(-1, -1, 15))
 
 
 def _numbers(source: torch.Generator, count: int, held_out: bool | None) -> torch.Tensor:
@@ -137,12 +137,12 @@ def score(response: Sequence[int], problem: Problem) -> float:
     """1.0 for a response whose last attempt is right and says so, and 0.0 otherwise."""
     numbers, target = problem
     tokens = [int(token) for token in response]
-    begins = len(tokens) - ATTEMPT - 1
-    if begins < 0 or tokens[-2:] != [YES, EOS] or (begins and tokens[begins - 1] != NO):
+    starts = len(tokens) - ATTEMPT - 1
+    if starts < 0 or tokens[-2:] != [YES, EOS] or (starts and tokens[starts - 1] != NO):
         return 0.0
-    r, s, a, op, b, c, t, d, op2, e, f, g, op3, h, i, said = tokens[begins:-2]
-    r, s, a, b, c, t, d, e, f, g, h, i, said = (
-        token - NUMBER for token in (r, s, a, b, c, t, d, e, f, g, h, i, said)
+    r, s, a, op, b, c, t, d, op2, e, f, g, op3, h, i, text = tokens[starts:-2]
+    r, s, a, b, c, t, d, e, f, g, h, i, text = (
+        token - NUMBER for token in (r, s, a, b, c, t, d, e, f, g, h, i, text)
     )
 
     def computes(x: int, symbol: int, y: int, gives: int) -> bool:
@@ -156,7 +156,7 @@ def score(response: Sequence[int], problem: Problem) -> float:
         and computes(d, op2, e, f)
         and sorted((g, h)) == sorted((f, t))
         and computes(g, op3, h, i)
-        and i == target == said
+        and i == target == text
     )
 
 

@@ -153,9 +153,9 @@ async def measure(fleet: Fleet, publisher: WeightPublisher, updates: int) -> lis
         for number in range(WARM_UP + updates):
             await _in_mid_answer(rollouts)
             in_flight = rollouts.state.in_flight.open_attempts
-            began = loop.time()
+            started_at = loop.time()
             await rollouts.update_weights(timed)
-            total = loop.time() - began
+            total = loop.time() - started_at
             await timeline.continued.wait()
             if number >= WARM_UP:
                 calls = [[name, round(seconds, 6)] for name, seconds in timeline.calls]

@@ -36,7 +36,7 @@ class Timeline:
     def __init__(self) -> None:
         self.requested = 0.0
         self.cpu = 0.0
-        self.began: dict[str, float] = {}
+        self.started_at: dict[str, float] = {}
         self.ended: dict[str, float] = {}
         self.continued = asyncio.Event()
         self.calls: list[tuple[str, float]] = []
@@ -46,7 +46,7 @@ class Timeline:
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         for fact in facts:
             if isinstance(fact, UpdateBegun):
-                self.began, self.ended, self.calls = {}, {}, []
+                self.started_at, self.ended, self.calls = {}, {}, []
                 self.requested, self.cpu = now, time.process_time()
                 self.continued.clear()
             elif isinstance(fact, EngineModeChanged):
@@ -55,7 +55,7 @@ class Timeline:
     def _change(self, fact: EngineModeChanged, now: float) -> None:
         for step, mode in STEPS.items():
             if fact.finish == mode:
-                self.began[step] = now
+                self.started_at[step] = now
             elif fact.start == mode:
                 self.ended[step] = now
         if fact.start == Mode.CONTINUING:
@@ -67,7 +67,7 @@ class Timeline:
         whole = self.ended["continue"] - self.requested
         overhead = whole - self.publish
         engine = sum(seconds for _, seconds in self.calls)
-        steps = {step: self.ended[step] - self.began[step] for step in STEPS}
+        steps = {step: self.ended[step] - self.started_at[step] for step in STEPS}
         return {
             "whole": whole,
             "publish": self.publish,
@@ -92,22 +92,22 @@ class Timeline:
 
     def _timed(self, name: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
         async def timed(*args: Any) -> Any:
-            began = asyncio.get_running_loop().time()
+            started_at = asyncio.get_running_loop().time()
             try:
                 return await call(*args)
             finally:
-                self.calls.append((name, asyncio.get_running_loop().time() - began))
+                self.calls.append((name, asyncio.get_running_loop().time() - started_at))
 
         return timed
 
     def _timed_http(self, call: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
         async def timed(method: str, path: str, *args: Any, **more: Any) -> Any:
-            began = asyncio.get_running_loop().time()
+            started_at = asyncio.get_running_loop().time()
             try:
                 return await call(method, path, *args, **more)
             finally:
                 if path != _WEIGHTS:  # that is the refit itself
-                    self.calls.append((path, asyncio.get_running_loop().time() - began))
+                    self.calls.append((path, asyncio.get_running_loop().time() - started_at))
 
         return timed
 
@@ -125,11 +125,11 @@ class TimedPublisher:
     async def publish(
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
-        began = asyncio.get_running_loop().time()
+        started_at = asyncio.get_running_loop().time()
         try:
             return await self._publisher.publish(version, engines)
         finally:
-            self._timeline.publish = asyncio.get_running_loop().time() - began
+            self._timeline.publish = asyncio.get_running_loop().time() - started_at
 
 
 def empty_checkpoint(directory: Path) -> Path:

@@ -71,7 +71,7 @@ class Letters(TruthModel):
         self, states: Sequence[ContextState], counts: Sequence[int], key: int
     ) -> list[tuple[Int32Array, Float32Array]]:
         blocks = super().sample(states, counts, key)
-        return [(_letters(ids), said) for ids, said in blocks]
+        return [(_letters(ids), printed) for ids, printed in blocks]
 
 
 def _letters(ids: Int32Array) -> Int32Array:
@@ -89,7 +89,10 @@ class _OddCalls(Letters):
         self, states: Sequence[ContextState], counts: Sequence[int], key: int
     ) -> list[tuple[Int32Array, Float32Array]]:
         blocks = TruthModel.sample(self, states, counts, key)
-        return [(np.where(ids % 40, _letters(ids), _call(ids // 40)), said) for ids, said in blocks]
+        return [
+            (np.where(ids % 40, _letters(ids), _call(ids // 40)), printed)
+            for ids, printed in blocks
+        ]
 
 
 class _Fleet(SimFleet):
@@ -265,11 +268,11 @@ class _Campaign:
         ledger = rollouts.state.in_flight.ledger
         self.figures["attempts_again"] = counters.retries
         # Beginnings of answers whose ends were heard and not saved.
-        begun = ledger.tokens[Reason.RESTARTED]
-        self.figures["tokens_discarded_for_these"] = begun
+        started = ledger.tokens[Reason.RESTARTED]
+        self.figures["tokens_discarded_for_these"] = started
         if ledger.rollouts or set(ledger.tokens) - {Reason.RESTARTED}:
             self._complain(f"the ledger has {ledger.rollouts} and {ledger.tokens}")
-        if counters.tokens_generated != counters.tokens_delivered + begun:
+        if counters.tokens_generated != counters.tokens_delivered + started:
             self._complain(f"generated tokens are neither delivered nor counted: {counters}")
 
     def _check_one(self, rollout: Rollout, agent: _Agent) -> None:

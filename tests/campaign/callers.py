@@ -149,8 +149,8 @@ class Callers:
                     context = answered
                     self._maybe_raise(0.02)
                     await self._dawdle()
-                    told = draw.randrange(0, 4)
-                    context = np.concatenate((context, np.full(told, 7, dtype=np.int32)))
+                    received = draw.randrange(0, 4)
+                    context = np.concatenate((context, np.full(received, 7, dtype=np.int32)))
                 return self._score(draw.choice([None, *GOOD_SCORES]))
             finally:
                 self.running -= 1

@@ -51,7 +51,7 @@ class VirtualThreads:
         context = contextvars.copy_context()
         seconds = self._seconds(getattr(executor, "_thread_name_prefix", ""))
 
-        def begin() -> None:
+        def start() -> None:
             if not future.set_running_or_notify_cancel():
                 self.open -= 1
                 return  # cancelled while it waited for a worker
@@ -72,9 +72,9 @@ class VirtualThreads:
 
         self.open += 1
         if workers.free:
-            begin()
+            start()
         else:
-            workers.queue.append(begin)
+            workers.queue.append(start)
         return asyncio.wrap_future(future, loop=loop)
 
     def _workers_of(self, executor: Any) -> _Workers:

@@ -91,8 +91,8 @@ class ChaosStore:
                 f"batches {sorted(gone)} were deleted from the store and the trainer was never "
                 "given them"
             )
-        for told in self.on_saved:
-            told()
+        for received in self.on_saved:
+            received()
 
     def close(self) -> None:
         self._inner.close()

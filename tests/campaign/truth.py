@@ -62,9 +62,9 @@ class TruthModel(ToyModel):
     def sample(
         self, states: Sequence[ContextState], counts: Sequence[int], key: int
     ) -> list[tuple[Int32Array, Float32Array]]:
-        said = np.float32(-(_version_of(key) + 1) / _UNIT)
+        text = np.float32(-(_version_of(key) + 1) / _UNIT)
         blocks = super().sample(states, counts, key)
-        return [(ids, np.full(len(ids), said, dtype=np.float32)) for ids, _ in blocks]
+        return [(ids, np.full(len(ids), text, dtype=np.float32)) for ids, _ in blocks]
 
 
 def true_versions(logprobs: Float32Array, sampled: np.ndarray) -> Int32Array:

@@ -144,8 +144,8 @@ def rows(table: str) -> set[str]:
 def test_the_event_log_is_described_line_by_line():
     table = fact_lines()
     kinds = {*Fact.__subclasses__(), *Order.__subclasses__()} - {Order}
-    told = {kind.__name__ for kind in kinds}
-    assert rows(table) == told >= {"LogBegun", "LogResumed", "TokensReceived"}
+    received = {kind.__name__ for kind in kinds}
+    assert rows(table) == received >= {"LogBegun", "LogResumed", "TokensReceived"}
     assert "*token_ids*" in table
 
 

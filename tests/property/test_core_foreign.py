@@ -62,8 +62,8 @@ class Servers(Driver):
         refit, update = self.refits[0], self.state.weights.update
         if refit.external:
             # Nothing is loaded: each server is asked what it has, or told a label before.
-            told = not refit.followed and update is not None and not update.labelled
-            for name in refit.engines if told else ():
+            received = not refit.followed and update is not None and not update.labelled
+            for name in refit.engines if received else ():
                 self.labels[name] = refit.version
             named = {name for name in refit.engines if self.labels[name] == refit.version}
             if not refit.followed:
@@ -155,7 +155,7 @@ class Foreign(Interleavings):
         supply=st.sampled_from([9, 10_000]),
         takes=st.booleans(),
     )
-    def begin(  # type: ignore[override]
+    def low(  # type: ignore[override]
         self,
         straggler: StragglerRule,
         pace: Pace,

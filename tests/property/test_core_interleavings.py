@@ -100,7 +100,7 @@ class Interleavings(RuleBasedStateMachine):
         rolling=st.sampled_from([False, False, True]),
         member=st.sampled_from(["again", "again", "shrink", "drop_group"]),
     )
-    def begin(
+    def first(
         self,
         straggler: StragglerRule,
         pace: PaceRule,
@@ -401,11 +401,11 @@ class Interleavings(RuleBasedStateMachine):
         self.driver.progress(self._pick(choice), count)
 
     @precondition(lambda self: self.driver.sends)
-    @rule(choice=st.integers(0, 99), count=st.integers(0, 4), told=st.booleans())
-    def finish(self, choice: int, count: int, told: bool) -> None:
+    @rule(choice=st.integers(0, 99), count=st.integers(0, 4), received=st.booleans())
+    def finish(self, choice: int, count: int, received: bool) -> None:
         key = self._pick(choice)
         version = self._version_on(key)
-        spans = (VersionSpan(version=version, start=0, end=count),) if told else None
+        spans = (VersionSpan(version=version, start=0, end=count),) if received else None
         self.driver.finish(key, count, spans=spans)
 
     @precondition(lambda self: self.driver.sends)
@@ -598,7 +598,7 @@ class Interleavings(RuleBasedStateMachine):
             and not driver.state.delivery.takes_parts
         ):
             driver.feed(ev.BatchRequested())
-        told = len(driver.updates_wanted)
+        received = len(driver.updates_wanted)
         self.time_passes(12, set())
         state = driver.state
         if (
@@ -611,7 +611,7 @@ class Interleavings(RuleBasedStateMachine):
             return
         # Once it was told, or a batch is offered, the trainer waits for no tokens.
         waits = state.delivery.takes_parts and state.collecting
-        assert len(driver.updates_wanted) > told or not waits, (
+        assert len(driver.updates_wanted) > received or not waits, (
             f"it waits for ever: {state.fleet.control.standby}, {driver.verifications}"
         )
         # No adapter brings an engine back that has lost the model which they belong to.

@@ -34,7 +34,7 @@ from tests.support.driver import Driver
 pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.NonInteractiveExampleWarning")
 
 
-def told(rollout: RolloutRecord) -> tuple[Any, ...]:
+def received(rollout: RolloutRecord) -> tuple[Any, ...]:
     """Everything that must be the same after a restart."""
     log = rollout.log
     generating = rollout.state in GENERATING
@@ -76,7 +76,7 @@ def picture(state: SchedulerState) -> dict[str, Any]:
                 group.opened,
                 group.again,
                 group.first_run,
-                [told(member) for member in group.members],
+                [received(member) for member in group.members],
             )
             for group in in_flight.training_groups()
             if not group.offered
@@ -263,7 +263,7 @@ class Restarts(Interleavings):
 class Branches(Restarts):
     """Mostly episodes that talk, and restarts in between."""
 
-    begin = sleep = wake = hold = planned = None  # pyright: ignore[reportAssignmentType]
+    start = sleep = wake = hold = planned = None  # pyright: ignore[reportAssignmentType]
     evaluate = withdraw_evaluation = load_seen = None  # pyright: ignore[reportAssignmentType]
     withdraw_group = withdraw_update = None  # pyright: ignore[reportAssignmentType]
     lose = fail = other_weights = None  # pyright: ignore[reportAssignmentType]

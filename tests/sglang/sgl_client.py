@@ -27,11 +27,11 @@ def main(url: str, out: str, tokens: str) -> None:
         )
 
     backend = sgl.RuntimeEndpoint(url)
-    told = []
+    received = []
     for stream in (False, True):
         state = tale.run(start="Once upon a time", backend=backend, stream=stream)
         pieces = list(state.text_iter("rest")) if stream else []
-        told.append(
+        received.append(
             {
                 "text": state["rest"],
                 "streamed": "".join(pieces),
@@ -39,4 +39,4 @@ def main(url: str, out: str, tokens: str) -> None:
                 "meta_info": state.get_meta_info("rest"),
             }
         )
-    Path(out).write_text(json.dumps(told))
+    Path(out).write_text(json.dumps(received))

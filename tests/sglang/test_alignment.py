@@ -49,9 +49,9 @@ def perturbed(model: Path, folder: Path) -> Path:
     copy = Path(shutil.copytree(model, folder / f"perturbed-{model.name}"))
     file = copy / "model.safetensors"
     data = bytearray(file.read_bytes())
-    begin = 8 + int.from_bytes(data[:8], "little")
-    first, last = json.loads(data[8:begin])["model.norm.weight"]["data_offsets"]
-    row = np.frombuffer(data, dtype=np.float32, offset=begin + first, count=(last - first) // 4)
+    low = 8 + int.from_bytes(data[:8], "little")
+    first, last = json.loads(data[8:low])["model.norm.weight"]["data_offsets"]
+    row = np.frombuffer(data, dtype=np.float32, offset=low + first, count=(last - first) // 4)
     row *= 1.05
     file.write_bytes(data)
     return copy

@@ -47,6 +47,6 @@ async def test_all_rollouts_of_a_busy_server_come(
         assert {len(rollout) for group in batch.groups for rollout in group.rollouts} == {24}
         assert list(rollouts.state.fleet.control.engines) == [fleet.engines[0].name]
         assert not rollouts.state.in_flight.ledger.total
-    (said,) = [each.getMessage() for each in caplog.records if "has no room" in each.getMessage()]
-    assert "The request queue is full" in said
-    assert "--max-queued-requests" in said
+    (text,) = [each.getMessage() for each in caplog.records if "has no room" in each.getMessage()]
+    assert "The request queue is full" in text
+    assert "--max-queued-requests" in text

@@ -73,14 +73,14 @@ async def test_the_built_in_workload_fits_the_model_that_is_served(
     assert facts.context_tokens is not None
     assert workload["vocab_size"] == facts.vocab_size == 512
     assert workload["cap"] == min(6000, facts.context_tokens - 8)
-    for flag, said in (
+    for flag, text in (
         ("--vocab-size 32000", f"knows {facts.vocab_size} token ids"),
         ("--cap 1000000", f"has room for {facts.context_tokens - 8} tokens"),
         ("--prompt-tokens 1000000", f"has room for {facts.context_tokens} tokens"),
     ):
         code, _, errors = await _started(f"--engine {url} {BUILT_IN} {flag} --out {tmp_path / 'r'}")
         assert code == 2
-        assert said in errors
+        assert text in errors
         assert errors.count("\n") == 1
         assert not (tmp_path / "r").exists()
 

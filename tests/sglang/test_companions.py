@@ -187,39 +187,39 @@ def _check(
 ) -> None:
     """Compare the rows of those rollouts that were interrupted most with both routers."""
     chosen = sorted(rollouts, key=lambda rollout: len(rollout.segments), reverse=True)[:12]
-    says = truth(mixtures, chosen, folder)
+    text = truth(mixtures, chosen, folder)
     for index, rollout in enumerate(chosen):
         # After an update in place, the keys are of one version and the weights of another.
         upto = rollout.segments[0].end if in_place else len(rollout)
-        _check_experts(rollout, [own[index] for own in says.experts], upto)
-        _check_masks(rollout, [own[index] for own in says.logprobs], upto)
-        _check_cut(rollout, [own[index] for own in says.logprobs], upto)
-        _check_likely(rollout, [own[index] for own in says.logprobs], upto)
+        _check_experts(rollout, [own[index] for own in text.experts], upto)
+        _check_masks(rollout, [own[index] for own in text.logprobs], upto)
+        _check_cut(rollout, [own[index] for own in text.logprobs], upto)
+        _check_likely(rollout, [own[index] for own in text.logprobs], upto)
 
 
-def _check_likely(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: int) -> None:
+def _check_likely(rollout: Rollout, text: Sequence[NDArray[np.float32]], upto: int) -> None:
     """The likely tokens are those of the version that sampled their token."""
     rows = rollout.companions["top_logprobs"]
     assert rows.exact.all()
     assert rows.rows.values.shape == (len(rollout), 3, 2)
-    ids, told = np.moveaxis(rows.rows.values[:upto], -1, 0)
+    ids, received = np.moveaxis(rows.rows.values[:upto], -1, 0)
     at = np.arange(upto)
-    by_model = np.stack([each[len(rollout.prompt_ids) - 1 :][:upto] for each in says])
+    by_model = np.stack([each[len(rollout.prompt_ids) - 1 :][:upto] for each in text])
     own, other = (by_model[(rollout.versions[:upto] + n) % 2, at] for n in (0, 1))
-    np.testing.assert_allclose(told, -np.sort(-own)[:, :3], atol=CLOSE)
+    np.testing.assert_allclose(received, -np.sort(-own)[:, :3], atol=CLOSE)
     of_ids = np.take_along_axis(own, ids.astype(np.int64), -1)
-    np.testing.assert_allclose(of_ids, told, atol=CLOSE)
-    assert np.median(np.abs(np.take_along_axis(other, ids.astype(np.int64), -1) - told)) > 0.1
+    np.testing.assert_allclose(of_ids, received, atol=CLOSE)
+    assert np.median(np.abs(np.take_along_axis(other, ids.astype(np.int64), -1) - received)) > 0.1
 
 
-def _check_experts(rollout: Rollout, says: Sequence[NDArray[np.uint8]], upto: int) -> None:
+def _check_experts(rollout: Rollout, text: Sequence[NDArray[np.uint8]], upto: int) -> None:
     rows = rollout.companions["routed_experts"]
     prompt = len(rollout.prompt_ids)
     assert rows.rows.values.dtype == np.uint8
     assert rows.rows.values.shape == (prompt + len(rollout) - 1, LAYERS, PER_TOKEN)
     assert rows.exact.all()
     own = np.sort(rows.rows.values[prompt - 1 :], -1)[:upto]
-    by_model = np.stack([each[prompt - 1 : -1] for each in says])
+    by_model = np.stack([each[prompt - 1 : -1] for each in text])
     at = np.arange(upto)
     expected = by_model[rollout.versions[:upto] % 2, at]
     assert (own == expected).all((1, 2)).mean() == 1.0
@@ -227,7 +227,7 @@ def _check_experts(rollout: Rollout, says: Sequence[NDArray[np.uint8]], upto: in
     assert (own == other).all((1, 2)).mean() < 0.5, "both models route alike: this shows nothing"
 
 
-def _check_cut(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: int) -> None:
+def _check_cut(rollout: Rollout, text: Sequence[NDArray[np.float32]], upto: int) -> None:
     """What the server reports of its cut policy is what a trainer computes from the masks."""
     rows = rollout.companions["sampling_mask"].aligned(prompt=len(rollout.prompt_ids))
     ids = np.concatenate((rollout.prompt_ids, rollout.token_ids))
@@ -241,17 +241,17 @@ def _check_cut(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: int)
                 kept=rows.values,
                 offsets=np.array([0, *rows.offsets]),
             )[response]
-            for each in says
+            for each in text
         ]
     )
     # The last event of a response has those of its own tokens, which are the last ones.
-    told = np.array(rollout.answers[-1].values[CUT])
-    known = np.arange(len(rollout))[-len(told) :]
+    received = np.array(rollout.answers[-1].values[CUT])
+    known = np.arange(len(rollout))[-len(received) :]
     own = ours[rollout.versions[known] % 2, known]
-    np.testing.assert_allclose(told[known < upto], own[known < upto], atol=CLOSE)
+    np.testing.assert_allclose(received[known < upto], own[known < upto], atol=CLOSE)
 
 
-def _check_masks(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: int) -> None:
+def _check_masks(rollout: Rollout, text: Sequence[NDArray[np.float32]], upto: int) -> None:
     """Each mask has the likeliest tokens up to top-k and top-p under the token's version, but for
     tokens so close to the edge that rounding decides."""
     rows = rollout.companions["sampling_mask"]
@@ -260,7 +260,7 @@ def _check_masks(rollout: Rollout, says: Sequence[NDArray[np.float32]], upto: in
     prompt = len(rollout.prompt_ids)
     for index in range(0, upto, 7):
         kept = set(rows.rows.row(index).tolist())
-        logprobs = says[int(rollout.versions[index]) % 2][prompt - 1 + index]
+        logprobs = text[int(rollout.versions[index]) % 2][prompt - 1 + index]
         order = np.argsort(-logprobs)[:TOP_K]
         share = np.exp(logprobs[order].astype(np.float64))
         before = np.cumsum(share) - share

@@ -28,12 +28,12 @@ def killed_and_resumed(url: str, weights: Path, tmp_path: Path) -> dict[str, Any
     prompts.write_text("\n".join(lines) + "\n")
     out = tmp_path / "run"
     command = [sys.executable, "-m", "aprilsched"]
-    begin = [
+    start = [
         "run", "--engine", url, "--prompts", str(prompts), "--weights", str(weights),
         "--batches", "8", "--batch-groups", "2", "--group-size", "2", "--over-provision", "2",
         "--train-seconds", "1", "--out", str(out), "--quiet",
     ]  # fmt: skip
-    process = subprocess.Popen([*command, *begin], start_new_session=True)
+    process = subprocess.Popen([*command, *start], start_new_session=True)
     # The trainer's seconds keep the run from ending before it is killed.
     log = out / "events.jsonl"
     while not (log.exists() and b'"BatchDelivered"' in log.read_bytes()):

@@ -39,11 +39,11 @@ TOKENS = 1500
 """Tokens of a response, which lasts through all that a test does."""
 LABELS = ["default", "one", "two", "three"]
 """The versions in their order; they have the weights of the two models in turn."""
-SAID: Any = [{"role": "user", "content": "How are you, Zoë?"}]
+TEXTS: Any = [{"role": "user", "content": "How are you, Zoë?"}]
 
 
 @dataclass
-class Told:
+class Received:
     """What a client was told of one response."""
 
     prompt: list[int] = field(default_factory=list)
@@ -101,7 +101,7 @@ async def load(session: aiohttp.ClientSession, weights: Path, label: str) -> Non
 # --- the clients -------------------------------------------------------------------------------
 
 
-async def streamed_completion(client: Any, told: list[Told]) -> None:
+async def streamed_completion(client: Any, received: list[Received]) -> None:
     """OpenAI's client with a stream of two choices."""
     stream = await client.completions.create(
         model="any",
@@ -114,7 +114,7 @@ async def streamed_completion(client: Any, told: list[Told]) -> None:
     )
     async for event in stream:
         for choice in event.choices:
-            one = told[choice.index]
+            one = received[choice.index]
             one.prompt += choice.model_extra.get("prompt_token_ids", [])
             one.ids += choice.token_ids
             one.logprobs += choice.logprobs.token_logprobs
@@ -125,11 +125,11 @@ async def streamed_completion(client: Any, told: list[Told]) -> None:
                 one.exact = choice.weight_versions_exact
 
 
-async def streamed_chat(client: Any, told: list[Told]) -> None:
+async def streamed_chat(client: Any, received: list[Received]) -> None:
     """OpenAI's client with a streamed chat."""
     stream = await client.chat.completions.create(
         model="any",
-        messages=SAID,
+        messages=TEXTS,
         max_completion_tokens=TOKENS,
         logprobs=True,
         top_logprobs=2,
@@ -137,7 +137,7 @@ async def streamed_chat(client: Any, told: list[Told]) -> None:
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
     async for event in stream:
-        (choice,), (one,) = event.choices, told
+        (choice,), (one,) = event.choices, received
         more = choice.model_extra
         one.prompt += more.get("prompt_token_ids", [])
         one.ids += more.get("token_ids", [])
@@ -151,25 +151,25 @@ async def streamed_chat(client: Any, told: list[Told]) -> None:
             one.exact = more["weight_versions_exact"]
 
 
-async def whole_chat(client: Any, told: list[Told]) -> None:
+async def whole_chat(client: Any, received: list[Received]) -> None:
     """OpenAI's client with a chat that is not streamed."""
     answer = await client.chat.completions.create(
         model="any",
-        messages=SAID,
+        messages=TEXTS,
         max_completion_tokens=TOKENS,
         logprobs=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
-    (choice,), (one,) = answer.choices, told
+    (choice,), (one,) = answer.choices, received
     one.prompt, one.ids = choice.prompt_token_ids, choice.token_ids
     one.logprobs = [each.logprob for each in choice.logprobs.content]
     one.finish, one.spans = choice.finish_reason, choice.weight_versions
     one.exact = choice.weight_versions_exact
 
 
-async def curl(url: str, told: list[Told]) -> None:
+async def curl(url: str, received: list[Received]) -> None:
     """A plain curl that prints a stream."""
-    (one,) = told
+    (one,) = received
     one.prompt = [9, 8, 7, 6, 5]
     params = {"max_new_tokens": TOKENS, "ignore_eos": True}
     body = {"input_ids": one.prompt, "sampling_params": params, "stream": True}
@@ -196,12 +196,12 @@ async def curl(url: str, told: list[Told]) -> None:
 
 
 async def sglangs_client(
-    url: str, tokenizer: ModelTokenizer, folder: Path, told: list[Told]
+    url: str, tokenizer: ModelTokenizer, folder: Path, received: list[Received]
 ) -> None:
     """SGLang's language with its RuntimeEndpoint, in its own environment."""
     out = folder / "sgl.json"
     await asyncio.to_thread(run_with_server_packages, "sgl_client", url, out, TOKENS // 2)
-    for one, answer in zip(told, json.loads(out.read_text()), strict=True):
+    for one, answer in zip(received, json.loads(out.read_text()), strict=True):
         meta = answer["meta_info"]
         one.prompt = tokenizer.encode("Once upon a time")
         one.logprobs, one.ids = ([t[k] for t in meta["output_token_logprobs"]] for k in (0, 1))
@@ -214,23 +214,23 @@ async def sglangs_client(
 # --- the tests ---------------------------------------------------------------------------------
 
 
-def text_of(tokenizer: ModelTokenizer, told: Told) -> str:
+def text_of(tokenizer: ModelTokenizer, received: Received) -> str:
     """The text of the tokens. Random tokens are often no characters, and then depend on the way in
     which they are decoded."""
-    pieces = tokenizer.detokenizer(told.prompt, skip_special=True)
-    return "".join([*map(pieces.push, told.ids), pieces.rest()])
+    pieces = tokenizer.detokenizer(received.prompt, skip_special=True)
+    return "".join([*map(pieces.push, received.ids), pieces.rest()])
 
 
-def prove(told: Sequence[Told], models: tuple[Path, Path], folder: Path) -> None:
+def prove(received: Sequence[Received], models: tuple[Path, Path], folder: Path) -> None:
     """Check that each token's logprob is its score by the model of its version alone.
 
     A server that dies takes with it which tokens it had sampled before an update and sent after it.
     The response says then that its versions are not exact, and these tokens, the first ones behind
     the border, are of the version before.
     """
-    prompts = [(np.array(t.prompt, np.int32), np.array(t.ids, np.int32)) for t in told]
+    prompts = [(np.array(t.prompt, np.int32), np.array(t.ids, np.int32)) for t in received]
     found = sequence_scores(models, prompts, folder)
-    for index, one in enumerate(told):
+    for index, one in enumerate(received):
         of = np.concatenate(
             [
                 np.full(span["end"] - span["start"], LABELS.index(span["version"]) % 2)
@@ -266,7 +266,7 @@ async def test_no_client_notices_three_updates_and_the_death_of_a_server(
     tmp_path: Path,
 ):
     tokenizer = load_tokenizer(tokenizer_folder)
-    completion, chat, whole, curled, own = ([Told() for _ in range(n)] for n in (2, 1, 1, 1, 2))
+    completion, chat, whole, curled, own = ([Received() for _ in range(n)] for n in (2, 1, 1, 1, 2))
     async with gateway_of(clean_pair, tokenizer_folder) as (gateway, session):
         url = gateway.url
         client: Any
@@ -282,8 +282,8 @@ async def test_no_client_notices_three_updates_and_the_death_of_a_server(
             group.create_task(curl(url, curled))
             group.create_task(sglangs_client(url, tokenizer, tmp_path, own))
             watched = [*completion, *chat, *curled]
-            begun = [*watched, *whole, own[0]]
-            await until(lambda: len(gateway.service.responses) == len(begun), seconds=60)
+            started = [*watched, *whole, own[0]]
+            await until(lambda: len(gateway.service.responses) == len(started), seconds=60)
             await asked(session, "continue_generation")
             for number, label in enumerate(LABELS[1:], start=1):
                 seen = [len(one.ids) for one in watched]

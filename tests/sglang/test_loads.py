@@ -31,11 +31,11 @@ async def test_a_server_that_measures_itself_tells_more(
         try:
             await whole(engine, greedy(200))
             load = await engine.load(metrics=True)
-            told = engine is telling
-            assert (load.tokens_per_s is not None) == told
+            received = engine is telling
+            assert (load.tokens_per_s is not None) == received
             assert load.decode_seconds is not None
             assert load.prefill_seconds is not None
-            assert set(load.series) == (set(SERIES) if told else set())
+            assert set(load.series) == (set(SERIES) if received else set())
             assert load.generated is not None
             assert load.generated > 0
         finally:

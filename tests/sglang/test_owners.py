@@ -80,9 +80,9 @@ async def is_paused(url: str) -> bool | None:
 async def test_a_second_gateway_leaves_a_paused_server_paused(clean_server: CpuServer):
     url = clean_server.url
     async with paused_gateway(url), gateway_process(url) as second:
-        _, said = await second.communicate()
+        _, text = await second.communicate()
         assert second.returncode == 2
-        assert b"is owned by another scheduler or gateway" in said
+        assert b"is owned by another scheduler or gateway" in text
         assert await is_paused(url)
     # The first has given its claim back.
     async with gateway_process(url) as third:

@@ -163,7 +163,7 @@ class Deaths:
     """How the server is killed at one of the moments, and the log message for it."""
 
     when: str
-    says: tuple[str, ...]
+    reports: tuple[str, ...]
     prepare: Callable[[Killer, Trainer], None] = field(default=lambda killer, trainer: None)
 
 
@@ -208,7 +208,7 @@ async def test_a_server_killed_at_any_moment_of_a_refit_costs_nothing_and_rejoin
         trainer.weights, backend="gloo", bucket_bytes=BUCKET, timeout_s=30.0
     )
     batches: list[Batch] = []
-    said: list[str] = []
+    text: list[str] = []
     try:
         victim.start()
         victim.wait_ready()
@@ -219,7 +219,7 @@ async def test_a_server_killed_at_any_moment_of_a_refit_costs_nothing_and_rejoin
                 for moment in moments:
                     caplog.clear()
                     await die(rollouts, killer, trainer, refit, moment, batches)
-                    said += told(caplog, "aprilsched")
+                    text += received(caplog, "aprilsched")
                     await rejoin(rollouts, killer, trainer, refit, batches)
                 delivered = check(batches, rollouts, recorder)
                 await refit.aclose()
@@ -228,9 +228,9 @@ async def test_a_server_killed_at_any_moment_of_a_refit_costs_nothing_and_rejoin
     finally:
         victim.stop()
     assert killer.kills == len(moments)
-    for moment, line in zip(moments, said, strict=True):
+    for moment, line in zip(moments, text, strict=True):
         assert line.startswith(f"engine {killer.name} is out of use: "), moment.when
-        assert any(words in line for words in moment.says), moment.when
+        assert any(words in line for words in moment.reports), moment.when
     # A server that dies takes its word about a refit's last chunk with it; the rollout says so.
     told_exactly = [rollout for rollout in delivered if rollout.versions_exact]
     crossing = check_greedy(told_exactly, models, tmp_path)
@@ -286,7 +286,7 @@ async def rejoin(
     batches.append(await step(rollouts, trainer, refit))
 
 
-def told(caplog: pytest.LogCaptureFixture, logger: str) -> list[str]:
+def received(caplog: pytest.LogCaptureFixture, logger: str) -> list[str]:
     """The logged errors: there is one line for each death."""
     return [
         record.getMessage()

@@ -171,6 +171,6 @@ async def test_weights_that_somebody_else_loads_are_never_taken_for_those_of_bef
     exact = [rollout for rollout in delivered if rollout.versions_exact]
     assert len(exact) >= len(delivered) - 2, "a chunk of each server may be of either version"
     check_greedy(exact, models, tmp_path)
-    said = [r.getMessage() for r in caplog.records if "on standby" in r.getMessage()]
-    assert len(said) == 2
-    assert all("version 1 where the fleet has 0" in line for line in said)
+    text = [r.getMessage() for r in caplog.records if "on standby" in r.getMessage()]
+    assert len(text) == 2
+    assert all("version 1 where the fleet has 0" in line for line in text)

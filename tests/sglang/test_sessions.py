@@ -105,8 +105,8 @@ def proven_versions(
     sequences: Sequence[Rollout], models: tuple[Path, Path], folder: Path
 ) -> set[int]:
     """The versions of some sequences, whose tokens have the logprobs of the weights of these."""
-    told = [(each.prompt_ids, each.token_ids) for each in sequences]
-    found = sequence_scores(models, told, folder)
+    received = [(each.prompt_ids, each.token_ids) for each in sequences]
+    found = sequence_scores(models, received, folder)
     versions: set[int] = set()
     for index, each in enumerate(sequences):
         sampled = np.flatnonzero(each.versions != NO_VERSION)

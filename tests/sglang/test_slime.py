@@ -61,7 +61,7 @@ class Run:
         self.step = 0
         self._loop: Loop | None = None
 
-    def begin(self) -> None:
+    def low(self) -> None:
         """Begin a process. Its labels begin at 1, and its first weights are the next version's."""
         args = arguments(
             self._folder,
@@ -164,7 +164,7 @@ def run(
 
 
 def test_responses_are_carried_over_the_trainers_own_updates_and_over_a_restart(run: Run):
-    run.begin()
+    run.low()
     while not run.crossed(3):
         run.take()
     # The process dies with responses in flight that are half generated. Its checkpoint has them.
@@ -178,13 +178,13 @@ def test_responses_are_carried_over_the_trainers_own_updates_and_over_a_restart(
         }
     run.end()
     version = run.version + 1
-    run.begin()
+    run.low()
     run.take()
     assert run.batches[-1].version == version, "versions go on, and labels begin again"
     found: dict[int, list[int]] = {}
     while not partial.keys() <= found.keys():
         run.take()
         found = {each.rollout_id: each.token_ids.tolist() for each in run.rollouts}
-    for rollout_id, begun in partial.items():
-        assert found[rollout_id][: len(begun)] == begun
+    for rollout_id, started in partial.items():
+        assert found[rollout_id][: len(started)] == started
     run.check()

@@ -64,10 +64,10 @@ def test_twenty_steps_on_a_real_server_with_a_resume_between(
     step 10."""
     folder = tmp_path / "run"
 
-    def begin(**steps: Any) -> Run:
+    def since(**steps: Any) -> Run:
         return Run(sglang([clean_server.url]), model, folder, **steps)
 
-    train_and_resume(torch, model, folder, begin, saved=10, ended=12, last=20)
+    train_and_resume(torch, model, folder, since, saved=10, ended=12, last=20)
 
 
 async def look(where: str, days: int) -> str:
@@ -118,7 +118,7 @@ def test_a_server_that_dies_in_a_broadcast_does_not_end_the_training(
     assert run.trainer.state.global_step == 8
     assert run.engines == [stays.url.removeprefix("http://")]
     check_versions(torch, model, run)
-    check_staleness(run, begin=0)
+    check_staleness(run, since=0)
     seen = {sample.group_id for sample in [*run.samples, *run.worker._samples]}
     assert len(seen | run.in_flight) == run.launched
 

@@ -181,13 +181,13 @@ def score(name: str, source: str, images: str, *models_and_targets: str) -> None
         with torch.no_grad():
             for each, ids in np.load(source).items():
                 parts = [kind.places if one == kind.image else (one,) for one in ids.tolist()]
-                told = torch.tensor([sum(parts, ())])
+                received = torch.tensor([sum(parts, ())])
                 if name == "qwen2_vl":
-                    given["mm_token_type_ids"] = (told == kind.image).int()
-                logits = model(input_ids=told, **given).logits[0].double() + bias
-                picked = logits.log_softmax(-1)[:-1].gather(1, told[0, 1:, None])[:, 0].numpy()
-                begins = np.cumsum([len(part) for part in parts])[:-1]
-                found[each] = picked[begins - 1]
+                    given["mm_token_type_ids"] = (received == kind.image).int()
+                logits = model(input_ids=received, **given).logits[0].double() + bias
+                picked = logits.log_softmax(-1)[:-1].gather(1, received[0, 1:, None])[:, 0].numpy()
+                starts = np.cumsum([len(part) for part in parts])[:-1]
+                found[each] = picked[starts - 1]
         np.savez(Path(target), **found)
 
 

@@ -20,10 +20,10 @@ def tensors(model: Path) -> Iterator[tuple[str, Tensor]]:
     A safetensors file is the length of a JSON header in 8 bytes, the header, and the data.
     """
     data = (model / "model.safetensors").read_bytes()
-    begin = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:begin])
+    start = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:start])
     header.pop("__metadata__", None)
     for name, entry in header.items():
         first, last = entry["data_offsets"]
-        row = torch.frombuffer(bytearray(data[begin + first : begin + last]), dtype=torch.uint8)
+        row = torch.frombuffer(bytearray(data[start + first : start + last]), dtype=torch.uint8)
         yield name, row.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

@@ -383,8 +383,8 @@ class Driver:
         command = self.verifications.pop(0)
         control = self.state.fleet.control.of(command.engine)
         has = self.state.weights.base if control is None else control.base
-        said = has if version == -1 else version
-        self.feed(ev.Verified(engine=command.engine, version=said))
+        text = has if version == -1 else version
+        self.feed(ev.Verified(engine=command.engine, version=text))
 
     def progress(self, key: Key, count: int, *, first: int = 100, label: int | None = None) -> None:
         if self.unique is not None:

@@ -222,13 +222,13 @@ def in_a_fork(work: Callable[[], Any]) -> str:
     child = os.fork()
     if child == 0:
         try:
-            said = repr(work())
+            text = repr(work())
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said.encode())
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing, text.encode())
         os._exit(0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        said = pipe.read().decode()
+        text = pipe.read().decode()
     os.waitpid(child, 0)
-    return said
+    return text

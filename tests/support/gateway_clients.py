@@ -173,7 +173,7 @@ async def _ask(
     leaves_after = rng.randint(0, 12) if fate < LEAVES else None
     aborts_after = rng.randint(0, 5) if LEAVES <= fate < LEAVES + ABORTS else None
     slow = LEAVES + ABORTS <= fate < LEAVES + ABORTS + SLOW
-    began, events = time.perf_counter(), 0
+    started_at, events = time.perf_counter(), 0
     if leaves_after is not None and not body["stream"]:
         try:
             async with asyncio.timeout(rng.uniform(0, 2)), session.post(path, json=body) as answer:
@@ -192,7 +192,7 @@ async def _ask(
                 if not line.startswith(b"data: {"):
                     continue
                 if not events:
-                    tally.first_s.append(time.perf_counter() - began)
+                    tally.first_s.append(time.perf_counter() - started_at)
                 events += 1
                 request.take(json.loads(line.removeprefix(b"data: ")))
                 if events == aborts_after:
@@ -202,7 +202,7 @@ async def _ask(
                     await asyncio.sleep(rng.uniform(0, slow_s))
     request.check(aborted=aborts_after is not None)
     if not slow and aborts_after is None:
-        tally.all_s.append(time.perf_counter() - began)
+        tally.all_s.append(time.perf_counter() - started_at)
     tally.tokens += sum(request.texts.values())
     for spans in request.spans.values():
         tally.versions[len(spans)] += 1
@@ -262,5 +262,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     ordered = sorted(values)
     if not ordered:
         return {}
-    told = {f"p{q}": ordered[min(len(ordered) - 1, len(ordered) * q // 100)] for q in (50, 90, 99)}
-    return {name: round(value, 4) for name, value in {**told, "max": ordered[-1]}.items()}
+    received = {
+        f"p{q}": ordered[min(len(ordered) - 1, len(ordered) * q // 100)] for q in (50, 90, 99)
+    }
+    return {name: round(value, 4) for name, value in {**received, "max": ordered[-1]}.items()}

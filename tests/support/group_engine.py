@@ -96,13 +96,13 @@ class GroupMember:
         if failure is not None:
             raise EngineRejected(self.name, failure, status=400)
         assert isinstance(rows[0], Tensor)
-        begin = 0
+        start = 0
         for meta in tensors:
             dtype = getattr(torch, meta.dtype)
             size = torch.empty(meta.shape, dtype=dtype).nbytes
-            part = rows[0][begin : begin + size]
+            part = rows[0][start : start + size]
             self.weights[meta.name] = part.view(dtype).reshape(meta.shape)
-            begin += size
+            start += size
 
     def _called(self, what: str) -> None:
         self.calls.append(what)

@@ -92,7 +92,7 @@ def scripted(tokenizer: ModelTokenizer, answer: Callable[[str], str]) -> Callabl
 
     The text is all that stands before the place of the answer.
     """
-    begin = _letters(tokenizer.encode("<|im_start|>assistant\n", special=False))
+    start = _letters(tokenizer.encode("<|im_start|>assistant\n", special=False))
     end = _letters(tokenizer.encode("<|im_end|>", special=False))
 
     @functools.cache
@@ -120,18 +120,18 @@ def scripted(tokenizer: ModelTokenizer, answer: Callable[[str], str]) -> Callabl
         def _say(
             self, state: ContextState, count: int, key: int
         ) -> tuple[Int32Array, Float32Array]:
-            said: list[int] = []
+            printed: list[int] = []
             for _ in range(count):
                 state.hash = self.absorb(state.hash, np.array([state.last], np.int32), key)
                 context = self._contexts[state.hash]
-                place = context.rindex(begin)
-                so_far = len(context) - place - len(begin)
+                place = context.rindex(start)
+                so_far = len(context) - place - len(start)
                 # What is sampled beyond the end before the engine looks is never told.
                 state.last = ord((answered(context[:place])[so_far:] or end)[0])
                 state.length += 1
-                said.append(state.last)
+                printed.append(state.last)
             logprobs = np.full(count, -0.5, dtype=np.float32)
-            return np.array(said, dtype=np.int32), logprobs
+            return np.array(printed, dtype=np.int32), logprobs
 
     return Scripted
 

@@ -22,7 +22,7 @@ from aprilsched.observe.log import EventLog
 
 __all__ = ["write_long_run"]
 
-Told: TypeAlias = tuple[float, list[Fact]]
+Received: TypeAlias = tuple[float, list[Fact]]
 """Facts and their time."""
 
 GROUPS, SIZE, ENGINES = 32, 8, 4
@@ -82,7 +82,7 @@ def write_long_run(folder: Path, lines: int, *, seed: int = 0) -> int:
     return written
 
 
-def _batch(batch: int, start: float, draws: np.random.Generator) -> Iterator[Told]:
+def _batch(batch: int, start: float, draws: np.random.Generator) -> Iterator[Received]:
     """A wave that is waited for, and its refit."""
     count = GROUPS * SIZE
     lengths = np.clip(draws.lognormal(np.log(700), 0.9, count), 1, 6000).astype(int).tolist()
@@ -101,7 +101,7 @@ def _batch(batch: int, start: float, draws: np.random.Generator) -> Iterator[Tol
     )
     ends = [_tokens(first + i, length, batch, start) for i, length in enumerate(lengths)]
     growing = dict.fromkeys(groups, SIZE)
-    for at, facts in heapq.merge(*ends, key=lambda told: told[0]):
+    for at, facts in heapq.merge(*ends, key=lambda received: received[0]):
         yield at, facts
         if isinstance(facts[-1], of.RolloutScored):
             group = facts[-1].group_id
@@ -137,7 +137,7 @@ def _sent(rollout: int, group: int) -> Fact:
     )
 
 
-def _tokens(rollout: int, length: int, version: int, start: float) -> Iterator[Told]:
+def _tokens(rollout: int, length: int, version: int, start: float) -> Iterator[Received]:
     """The chunks of a response and its end."""
     for done in range(CHUNK, length + 1, CHUNK):
         yield start + done * STEP, [of.TokensReceived(request_id=rollout, tokens=CHUNK)]
@@ -155,7 +155,7 @@ def _tokens(rollout: int, length: int, version: int, start: float) -> Iterator[T
     )
 
 
-def _refit(version: int, now: float) -> Iterator[Told]:
+def _refit(version: int, now: float) -> Iterator[Received]:
     """A tenth of a second of pause, and a second for the weights."""
     yield now, [of.UpdateBegun(version=version), *_mode(Mode.RUNNING, Mode.PAUSING, "retract")]
     yield (

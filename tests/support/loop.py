@@ -20,9 +20,9 @@ class _Selector(selectors.DefaultSelector):
     is a late wake-up."""
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        begun = time.monotonic()
+        started = time.monotonic()
         found = super().select(timeout)
-        took = time.monotonic() - begun
+        took = time.monotonic() - started
         self.waited += took if timeout is None else min(took, max(timeout, 0.0))
         return found
 

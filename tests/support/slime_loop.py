@@ -135,10 +135,10 @@ class Loop:
     def generate(self, rollout_id: int) -> Any:
         """RolloutManager.generate()."""
         if inspect.isclass(self._function):
-            told = self._types.RolloutFnTrainInput(
+            received = self._types.RolloutFnTrainInput(
                 rollout_id=rollout_id, weight_version=self.version
             )
-            return self._made(told)
+            return self._made(received)
         return self._function(self.args, rollout_id, self.data_source, evaluation=False)
 
     def evaluate(self, rollout_id: int) -> Any:

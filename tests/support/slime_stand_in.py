@@ -176,8 +176,8 @@ def load_generate_function(path: str) -> Any:
         return fn
 
     async def legacy(input: GenerateFnInput) -> GenerateFnOutput:
-        told = {"evaluation": input.evaluation} if "evaluation" in names else {}
-        made = await fn(input.args, input.sample, input.sampling_params, **told)
+        received = {"evaluation": input.evaluation} if "evaluation" in names else {}
+        made = await fn(input.args, input.sample, input.sampling_params, **received)
         return made if isinstance(made, GenerateFnOutput) else GenerateFnOutput(samples=made)
 
     return legacy
@@ -195,8 +195,8 @@ class DynamicFilterOutput:
 
 
 def call_dynamic_filter(fn: Any, *args: Any) -> DynamicFilterOutput:
-    said = fn(*args)
-    return said if isinstance(said, DynamicFilterOutput) else DynamicFilterOutput(keep=said)
+    text = fn(*args)
+    return text if isinstance(text, DynamicFilterOutput) else DynamicFilterOutput(keep=text)
 
 
 def should_drop_dynamic_filter_output(

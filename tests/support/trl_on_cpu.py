@@ -117,6 +117,6 @@ def _attention(
     return torch.cat(parts)
 
 
-def _spans(begins: Any) -> list[tuple[int, int]]:
-    bounds = begins.tolist()
+def _spans(starts: Any) -> list[tuple[int, int]]:
+    bounds = starts.tolist()
     return list(pairwise(bounds))

@@ -219,7 +219,7 @@ def train_and_resume(
     torch: Any,
     model: Path,
     folder: Path,
-    begin: Callable[..., Run],
+    since: Callable[..., Run],
     *,
     saved: int,
     ended: int,
@@ -228,9 +228,9 @@ def train_and_resume(
     """Train until step `ended`, go on from the checkpoint of step `saved` in another trainer until
     step `last`, and hold every token to its version. Of 20 steps some response is interrupted by an
     update, and where the machine is too busy for it, of more; in fewer steps none need be."""
-    first = begin(steps=ended, save_steps=saved)
+    first = since(steps=ended, save_steps=saved)
     first.trainer.train()
-    second = begin(steps=last, save_steps=saved)
+    second = since(steps=last, save_steps=saved)
     second.trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{saved}"))
     assert second.trainer.state.global_step == last
     # The first step trains on tokens of the weights that it has.
@@ -246,36 +246,36 @@ def train_and_resume(
     for step in range(last, last + TRIES * saved, saved):
         if versions > 1 or last < 20:
             break
-        further = begin(steps=step + saved, save_steps=saved)
+        further = since(steps=step + saved, save_steps=saved)
         further.trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
         further.groups = second.groups | further.groups
         further.weights = second.weights | further.weights
         versions = check_versions(torch, model, further)
     assert versions > 1 or last < 20, "no response was interrupted by an update"
-    check_staleness(first, begin=0)
-    check_staleness(second, begin=saved)
+    check_staleness(first, since=0)
+    check_staleness(second, since=saved)
     # Nothing is lost, and nothing is trained on twice.
     before, after = first.samples, second.samples
-    begun, rest = saved * STEP, (last - saved) * STEP
-    trained = [sample.group_id for sample in before[:begun] + after[:rest]]
+    started, rest = saved * STEP, (last - saved) * STEP
+    trained = [sample.group_id for sample in before[:started] + after[:rest]]
     ahead = {sample.group_id for sample in [*after[rest:], *second.worker._samples]}
     assert len(set(trained)) == len(trained) / 4
     assert len(set(trained) | ahead | second.in_flight) == second.launched
-    for old, new in zip(before[begun:], after, strict=False):
-        if old.group_id == new.group_id == before[begun].group_id:
+    for old, new in zip(before[started:], after, strict=False):
+        if old.group_id == new.group_id == before[started].group_id:
             assert np.array_equal(old.input_ids, new.input_ids)
 
 
-def check_staleness(run: Run, *, begin: int) -> None:
+def check_staleness(run: Run, *, since: int) -> None:
     """No token that counts is older than promised when the step trains on it."""
     assert not run.logged("sample/dropped_stale_total")
     for number, sample in enumerate(run.samples):
         if sample.completion_mask.sum() == 1 and sample.advantage == 0:
             continue  # All its tokens are masked, because the rest of the group took too long.
-        version = begin + number // STEP + 1
+        version = since + number // STEP + 1
         assert version - oldest(run, number) <= STALENESS
         # TRL counts from 1 in every process.
-        assert sample.model_version == oldest(run, number) - begin
+        assert sample.model_version == oldest(run, number) - since
 
 
 def oldest(run: Run, number: int) -> int:

@@ -56,8 +56,8 @@ def test_only_the_agent_s_own_tokens_are_learned(example: Any):
         assert rest == ""
         assert answer in example.CODES
         for call in calls:
-            told = call.removeprefix("<tool_call>").removesuffix("</tool_call>")
-            assert json.loads(told)["arguments"]["path"] in example.NAMES
+            received = call.removeprefix("<tool_call>").removesuffix("</tool_call>")
+            assert json.loads(received)["arguments"]["path"] in example.NAMES
 
 
 def test_a_tool_reads_no_file_outside_of_its_folder(example: Any, tmp_path: Path):

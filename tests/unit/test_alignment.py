@@ -157,8 +157,8 @@ def test_a_tensor_of_any_dtype_is_taken():
         (np.zeros((1, 5), dtype=np.int64), "int64 values"),
     ],
 )
-def test_other_shapes_are_refused(logprobs: object, said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_other_shapes_are_refused(logprobs: object, text: str):
+    with pytest.raises(ConfigError, match=text):
         compare(batch(rollout((3, 4, "a"))), logprobs)
 
 

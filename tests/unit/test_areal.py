@@ -65,8 +65,8 @@ class Loader:
         self.sampler = SimpleNamespace(set_epoch=self.epochs.append)
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        for begin in range(0, len(self.items), self.batch_size):
-            yield self.items[begin : begin + self.batch_size]
+        for start in range(0, len(self.items), self.batch_size):
+            yield self.items[start : start + self.batch_size]
 
 
 class SingleTurn:
@@ -346,7 +346,7 @@ class Routed(SingleTurn):
     """It gives the trainer the experts of each position, and a row of its own. Some responses are
     far longer than others."""
 
-    begun = 0
+    started = 0
 
     def trajectory(self, response: Any, reward: float) -> Any:
         experts = response.routed_experts
@@ -357,8 +357,8 @@ class Routed(SingleTurn):
         return {**made, "routed_experts": rows[None], "number": number}
 
     async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        self.begun += 1
-        self.gconfig.max_new_tokens = 40 + 400 * (self.begun % 7 == 0)
+        self.started += 1
+        self.gconfig.max_new_tokens = 40 + 400 * (self.started % 7 == 0)
         return await super().arun_episode(engine, data)
 
 
@@ -503,14 +503,14 @@ class Agent:
         rewards: dict[str, float] = {}
         async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client:
             for turn in range(2):
-                told = await client.chat.completions.create(
+                received = await client.chat.completions.create(
                     model="default", messages=messages, max_tokens=20
                 )
                 messages += [
-                    told.choices[0].message.model_dump(exclude_none=True),
+                    received.choices[0].message.model_dump(exclude_none=True),
                     {"role": "user", "content": "w9"},
                 ]
-                rewards[told.id] = 0.25 + turn
+                rewards[received.id] = 0.25 + turn
         return rewards if self.by_response else 1.25
 
 

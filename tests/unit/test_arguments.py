@@ -115,10 +115,10 @@ def test_a_key_in_the_place_of_a_name_is_not_repeated(capsys: pytest.CaptureFixt
     }.items():
         for name in names.split():
             assert main([*command.split(), f"--{name}-key-env", "client-secret-123"]) == 2
-            said = capsys.readouterr()
+            printed = capsys.readouterr()
             setting = f"{name.replace('-', '_')}_key_env"
-            assert f"variable that {setting} names is not set" in said.err
-            assert "secret" not in said.err + said.out
+            assert f"variable that {setting} names is not set" in printed.err
+            assert "secret" not in printed.err + printed.out
 
 
 def test_the_lists_of_the_examples_take_both_forms() -> None:

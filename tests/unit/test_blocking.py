@@ -234,8 +234,8 @@ def test_a_second_interrupt_ends_the_wait_for_a_call_that_is_withdrawn():
 def test_a_forked_process_has_no_state_and_acknowledges_nothing():
     with make(store=MemoryStore()) as rollouts:
         batch = rollouts.next_batch()
-        said = in_a_fork(lambda: rollouts.state)
-        assert said.startswith("SchedulerClosed: this process was forked"), said
+        text = in_a_fork(lambda: rollouts.state)
+        assert text.startswith("SchedulerClosed: this process was forked"), text
         assert "another process" in in_a_fork(batch.acknowledge)
         assert rollouts.next_batch().index == 1
 
@@ -255,9 +255,9 @@ def test_a_forked_process_is_told_so_by_the_asyncio_scheduler_too():
                 return "a wait"
 
             assert in_a_fork(lambda: ended(rollouts.close())) == "'an answer'"
-            said = in_a_fork(lambda: ended(rollouts.next_batch()))
+            text = in_a_fork(lambda: ended(rollouts.next_batch()))
             assert (await rollouts.next_batch()).index == 1
-            return said
+            return text
 
     assert run_virtual(main()).startswith("SchedulerClosed: this process was forked")
 

@@ -47,8 +47,8 @@ def with_template(folder: Path, template: str) -> ModelTokenizer:
 
 
 def render(tokenizer: ModelTokenizer, messages: list[Any], **more: Any) -> str:
-    told, _ = for_template(messages)
-    return tokenizer.render(told, TOOLS, go_on=False, options={}, **more)
+    received, _ = for_template(messages)
+    return tokenizer.render(received, TOOLS, go_on=False, options={}, **more)
 
 
 def test_a_message_of_an_unknown_role_is_refused_with_its_index(folder: Path):

@@ -26,7 +26,7 @@ def config(rule: str = "again", **changes: object) -> SchedulerConfig:
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def begun(driver: Driver) -> GroupRecord:
+def started(driver: Driver) -> GroupRecord:
     """The first group of a batch."""
     driver.request_batch()
     return next(driver.state.in_flight.training_groups())
@@ -53,13 +53,13 @@ def ledger(driver: Driver) -> dict[Reason, tuple[int, int]]:
 
 def test_a_member_whose_attempts_are_used_up_is_generated_again_and_its_siblings_stay():
     driver = Driver(config())
-    group = begun(driver)
+    group = started(driver)
     first, lost, last = driver.attempts(group.group_id)
     driver.finish(first, 4)
-    told = len(driver.state.in_flight.rollouts)
+    received = len(driver.state.in_flight.rollouts)
     lose(driver, lost, tokens=5)
     assert ledger(driver) == {Reason.MEMBER_LOST: (1, 5)}
-    assert len(driver.state.in_flight.rollouts) == told
+    assert len(driver.state.in_flight.rollouts) == received
     assert driver.state.in_flight.counters.regenerated == 1
     again = next(key for key in driver.attempts(group.group_id) if key != last)
     assert driver.sends[again].input_ids.tolist() == group.prompt.input_ids.tolist()
@@ -73,7 +73,7 @@ def test_a_member_whose_attempts_are_used_up_is_generated_again_and_its_siblings
 
 def test_what_still_arrives_for_a_lost_member_is_counted_as_lost():
     driver = Driver(config(), episodes=True)
-    group = begun(driver)
+    group = started(driver)
     member = group.members[0]
     driver.feed(driver.dialogues.ask(member.rollout_id))
     (key,) = driver.attempts(group.group_id)
@@ -90,7 +90,7 @@ def test_what_still_arrives_for_a_lost_member_is_counted_as_lost():
 
 def test_after_the_last_try_the_group_is_dropped():
     driver = Driver(config(retries=Retries(attempts=1, regenerations=1)))
-    group = begun(driver)
+    group = started(driver)
     keys = driver.attempts(group.group_id)
     lose(driver, keys[0])
     assert driver.state.in_flight.groups.get(group.group_id) is group
@@ -103,7 +103,7 @@ def test_after_the_last_try_the_group_is_dropped():
 
 def test_each_member_has_its_own_number_of_tries():
     driver = Driver(config(retries=Retries(attempts=1, regenerations=1)))
-    group = begun(driver)
+    group = started(driver)
     for key in driver.attempts(group.group_id):
         lose(driver, key)
     assert group.dropped is None
@@ -113,7 +113,7 @@ def test_each_member_has_its_own_number_of_tries():
 @pytest.mark.parametrize("refused", [True, False])
 def test_what_would_fail_again_drops_the_group(refused: bool):
     driver = Driver(config(), engines=("a",), reward_scope="rollout")
-    group = begun(driver)
+    group = started(driver)
     if refused:
         driver.fail(driver.attempts(group.group_id)[0], final=True)
     else:
@@ -124,14 +124,14 @@ def test_what_would_fail_again_drops_the_group(refused: bool):
 
 def test_an_episode_that_raised_another_error_drops_its_group():
     driver = Driver(config(), episodes=True)
-    group = begun(driver)
+    group = started(driver)
     driver.feed(ev.EpisodeFailed(rollout_id=group.members[1].rollout_id, cause="a bug"))
     assert group.dropped is Reason.EPISODE_FAILED
 
 
 def test_a_response_whose_reward_is_lost_is_scored_again_and_not_generated_again():
     driver = Driver(config(), reward_scope="rollout")
-    group = begun(driver)
+    group = started(driver)
     first, *_ = driver.attempts(group.group_id)
     driver.finish(first, 4)
     for tries in (1, 2):
@@ -156,7 +156,7 @@ def test_a_response_whose_reward_is_lost_is_scored_again_and_not_generated_again
 @pytest.mark.parametrize("scope", ["none", "rollout", "group"])
 def test_a_group_shrinks_and_is_delivered_without_its_lost_member(scope: str, lost_last: bool):
     driver = Driver(config("shrink"), reward_scope=scope)  # type: ignore[arg-type]
-    group = begun(driver)
+    group = started(driver)
     lost, *others = driver.attempts(group.group_id)
     if not lost_last:
         lose(driver, lost, tokens=5)
@@ -178,7 +178,7 @@ def test_a_group_shrinks_and_is_delivered_without_its_lost_member(scope: str, lo
 
 def test_a_complete_group_shrinks_when_a_reward_is_lost():
     driver = Driver(config("shrink"), reward_scope="rollout", accepts=True)
-    group = begun(driver)
+    group = started(driver)
     driver.finish_group(group.group_id, 4)
     assert driver.state.in_flight.ready.samples == 3
     first, second, third = (asked.rollout.rollout_id for asked in driver.scores)
@@ -194,7 +194,7 @@ def test_a_complete_group_shrinks_when_a_reward_is_lost():
 
 def test_a_group_is_dropped_before_it_is_smaller_than_the_smallest():
     driver = Driver(config("shrink"))
-    group = begun(driver)
+    group = started(driver)
     first, second, _ = driver.attempts(group.group_id)
     lose(driver, first)
     assert (group.size, group.dropped) == (2, None)
@@ -205,7 +205,7 @@ def test_a_group_is_dropped_before_it_is_smaller_than_the_smallest():
 def test_a_shrunken_group_that_begins_again_has_its_full_size():
     rule = config("shrink", max_staleness=Staleness(0, rule="restart"), straggler="abort")
     driver = Driver(rule)
-    group = begun(driver)
+    group = started(driver)
     first, second, _ = driver.attempts(group.group_id)
     driver.progress(second, 2)
     lose(driver, first)
@@ -223,7 +223,7 @@ def test_a_shrunken_group_that_begins_again_has_its_full_size():
 
 def test_with_drop_group_a_lost_member_drops_its_group():
     driver = Driver(config("drop_group"))
-    group = begun(driver)
+    group = started(driver)
     lose(driver, driver.attempts(group.group_id)[0])
     assert group.dropped is Reason.FAILED
 
@@ -251,7 +251,7 @@ def test_a_restart_goes_on_with_the_members_that_there_are(
     store: Store = MemoryStore() if kind == "memory" else SqliteStore(f"{tmp_path}/run.db")
     store.open()
     driver = Driver(config(rule), store=store)
-    group = begun(driver)
+    group = started(driver)
     first, lost, _ = driver.attempts(group.group_id)
     driver.finish(first, 4)
     if saved_before:
@@ -274,15 +274,15 @@ def test_a_restart_goes_on_with_the_members_that_there_are(
 
 
 def test_listeners_are_told_which_rollout_takes_the_place_of_a_lost_one():
-    told: list[facts.Fact] = []
-    driver = Driver(config(), hears=told.extend)
-    group = begun(driver)
+    received: list[facts.Fact] = []
+    driver = Driver(config(), hears=received.extend)
+    group = started(driver)
     gone = group.members[0].rollout_id
     lose(driver, driver.attempts(group.group_id)[0])
-    (dropped,) = (each for each in told if isinstance(each, facts.GroupDropped))
+    (dropped,) = (each for each in received if isinstance(each, facts.GroupDropped))
     assert dropped.rollout_ids == (gone,)
     assert dropped.group_id != group.group_id
-    (launched,) = (each for each in told if isinstance(each, facts.MemberLaunched))
+    (launched,) = (each for each in received if isinstance(each, facts.MemberLaunched))
     assert (launched.group_id, launched.instead_of) == (group.group_id, gone)
     assert launched.rollout_id == group.members[0].rollout_id
 

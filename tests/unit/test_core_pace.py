@@ -35,7 +35,7 @@ def schedule(
     return Schedule(over_provision=ratio, refill=refill or Wave(), pace=pace, why=why)
 
 
-class Told:
+class Received:
     """A driver with the facts that it was told."""
 
     def __init__(self, **changes: object) -> None:
@@ -107,15 +107,15 @@ def test_settings_with_which_no_pace_can_be_chosen_are_refused(
 def test_a_schedule_that_is_not_possible_changes_nothing_and_is_told(
     settings: dict[str, object], planned: Schedule, why: str
 ) -> None:
-    told = Told(**settings)
-    told.driver.request_batch()
-    before = told.driver.state.plan.schedule, told.driver.state.plan.target_groups
-    told.plan(planned)
-    assert (told.driver.state.plan.schedule, told.driver.state.plan.target_groups) == before
-    (refused,) = [fact for fact in told.facts if isinstance(fact, ScheduleRefused)]
+    received = Received(**settings)
+    received.driver.request_batch()
+    before = received.driver.state.plan.schedule, received.driver.state.plan.target_groups
+    received.plan(planned)
+    assert (received.driver.state.plan.schedule, received.driver.state.plan.target_groups) == before
+    (refused,) = [fact for fact in received.facts if isinstance(fact, ScheduleRefused)]
     assert refused.schedule == "told"
     assert why in refused.cause
-    assert not any(isinstance(fact, ScheduleChanged) for fact in told.facts)
+    assert not any(isinstance(fact, ScheduleChanged) for fact in received.facts)
 
 
 def test_the_preset_leaves_a_pace_that_follows_weights_of_somebody_else_as_it_is() -> None:
@@ -128,14 +128,14 @@ def test_the_preset_leaves_a_pace_that_follows_weights_of_somebody_else_as_it_is
 
 
 def test_it_begins_synchronous_and_the_schedule_says_so() -> None:
-    state = Told().driver.state
+    state = Received().driver.state
     assert state.plan.schedule.pace == "synchronous"
     assert not state.asynchronous
 
 
 def test_engines_that_wait_for_the_trainer_go_on_as_soon_as_the_pace_is_asynchronous() -> None:
-    told = Told()
-    driver = told.driver
+    received = Received()
+    driver = received.driver
     driver.request_batch()
     while not driver.batches:
         driver.finish(driver.attempts()[0], 10)
@@ -143,8 +143,8 @@ def test_engines_that_wait_for_the_trainer_go_on_as_soon_as_the_pace_is_asynchro
     held = {send.engine for send in driver.sends.values()}
     assert held
     assert not any(driver.state.fleet.control.runs(name) for name in held)
-    told.plan(schedule("asynchronous"))
-    assert ScheduleChanged(schedule="told", refill="wave", pace="asynchronous") in told.facts
+    received.plan(schedule("asynchronous"))
+    assert ScheduleChanged(schedule="told", refill="wave", pace="asynchronous") in received.facts
     assert driver.state.asynchronous
     assert [(type(c).__name__, c.engine) for c in driver.controls] == [
         ("Continue", engine) for engine in held
@@ -155,11 +155,11 @@ def test_engines_that_wait_for_the_trainer_go_on_as_soon_as_the_pace_is_asynchro
 
 
 def test_engines_that_generate_ahead_are_paused_as_soon_as_the_pace_is_synchronous() -> None:
-    told = Told()
-    driver = told.driver
-    told.plan(schedule("asynchronous"))
+    received = Received()
+    driver = received.driver
+    received.plan(schedule("asynchronous"))
     assert driver.attempts(), "nobody has asked for a batch"
-    told.plan(schedule("synchronous"))
+    received.plan(schedule("synchronous"))
     assert [type(control).__name__ for control in driver.controls] == ["Pause"] * 2
     driver.settle()
     driver.request_batch()
@@ -170,13 +170,13 @@ def test_engines_that_generate_ahead_are_paused_as_soon_as_the_pace_is_synchrono
 
 
 def test_in_the_middle_of_a_batch_no_second_wave_is_begun() -> None:
-    told = Told()
-    driver = told.driver
-    told.plan(schedule("synchronous", ratio=1.0))
+    received = Received()
+    driver = received.driver
+    received.plan(schedule("synchronous", ratio=1.0))
     driver.request_batch()
     assert driver.state.in_flight.training == 2
     driver.finish(driver.attempts()[0], 10)
-    told.plan(schedule("asynchronous", ratio=2.0))
+    received.plan(schedule("asynchronous", ratio=2.0))
     assert driver.state.in_flight.training == 2
     while not driver.batches:
         driver.finish(driver.attempts()[0], 10)
@@ -184,33 +184,33 @@ def test_in_the_middle_of_a_batch_no_second_wave_is_begun() -> None:
 
 
 def test_a_planner_that_knows_no_paces_leaves_the_pace_as_it_is() -> None:
-    told = Told()
-    told.plan(schedule("asynchronous"))
-    told.plan(schedule(None, ratio=1.0))
-    assert told.driver.state.plan.schedule == schedule("asynchronous", ratio=1.0)
+    received = Received()
+    received.plan(schedule("asynchronous"))
+    received.plan(schedule(None, ratio=1.0))
+    assert received.driver.state.plan.schedule == schedule("asynchronous", ratio=1.0)
 
 
 def test_a_trainer_that_borrows_the_engines_memory_keeps_the_pace_synchronous() -> None:
-    told = Told()
-    driver = told.driver
-    told.plan(schedule("asynchronous", refill=Pool()))
+    received = Received()
+    driver = received.driver
+    received.plan(schedule("asynchronous", refill=Pool()))
     driver.feed(ev.SleepRequested(tags=("kv_cache",)))
     assert not driver.state.asynchronous
     assert driver.state.plan.schedule.refill == Pool()
     driver.settle()
     driver.feed(ev.WakeRequested())
     driver.settle()
-    told.plan(schedule("asynchronous"))
-    assert [type(fact) for fact in told.facts] == [ScheduleRefused]
+    received.plan(schedule("asynchronous"))
+    assert [type(fact) for fact in received.facts] == [ScheduleRefused]
     assert not driver.state.asynchronous
-    told.step()
+    received.step()
     assert driver.plans[-1].paces == ("synchronous",)
 
 
 def test_the_paces_are_said_to_the_planner_only_where_they_may_be_chosen() -> None:
-    told, fixed = Told(), Told(pace="asynchronous")
-    told.step()
-    assert told.driver.plans[0].paces == ("asynchronous",)
+    received, fixed = Received(), Received(pace="asynchronous")
+    received.step()
+    assert received.driver.plans[0].paces == ("asynchronous",)
     fixed.step()
     assert fixed.driver.plans[0].paces == ()
 
@@ -224,34 +224,34 @@ def test_the_pace_is_saved_with_the_schedule() -> None:
 
 
 def test_a_resumed_run_goes_on_with_the_pace_that_it_had() -> None:
-    told = Told(store=MemoryStore())
-    told.step()
-    told.plan(schedule("asynchronous"))
-    told.driver.save()
-    told.facts.clear()
-    told.driver.restart()
-    assert told.driver.state.asynchronous
-    assert [type(fact) for fact in told.facts][:2] == [RunOpened, ScheduleChanged]
-    assert told.facts[1] == ScheduleChanged(
+    received = Received(store=MemoryStore())
+    received.step()
+    received.plan(schedule("asynchronous"))
+    received.driver.save()
+    received.facts.clear()
+    received.driver.restart()
+    assert received.driver.state.asynchronous
+    assert [type(fact) for fact in received.facts][:2] == [RunOpened, ScheduleChanged]
+    assert received.facts[1] == ScheduleChanged(
         schedule="told", refill="wave", kept=True, pace="asynchronous"
     )
-    told.driver.request_batch()
-    assert len(told.driver.redelivered) == 1
-    told.step()
-    assert len(told.driver.batches) == 2
+    received.driver.request_batch()
+    assert len(received.driver.redelivered) == 1
+    received.step()
+    assert len(received.driver.batches) == 2
 
 
 def test_a_resumed_run_with_another_configured_pace_keeps_only_the_ratio() -> None:
-    told = Told(store=MemoryStore())
-    told.step()
-    told.plan(schedule("asynchronous", ratio=3.0))
-    told.driver.save()
-    told.driver.config = config(pace="synchronous")
-    told.driver.restart()
-    assert not told.driver.state.asynchronous
-    assert told.driver.state.plan.schedule == schedule(None, ratio=3.0)
-    told.driver.request_batch()
-    told.step()
+    received = Received(store=MemoryStore())
+    received.step()
+    received.plan(schedule("asynchronous", ratio=3.0))
+    received.driver.save()
+    received.driver.config = config(pace="synchronous")
+    received.driver.restart()
+    assert not received.driver.state.asynchronous
+    assert received.driver.state.plan.schedule == schedule(None, ratio=3.0)
+    received.driver.request_batch()
+    received.step()
 
 
 # --- the times -----------------------------------------------------------------------------------
@@ -275,14 +275,14 @@ def test_the_first_duration_and_those_far_above_the_others_are_left_out() -> Non
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous", "auto"])
 def test_the_planner_is_told_how_long_the_trainer_and_the_weights_take(pace: str) -> None:
-    told = Told(pace=pace)
-    told.step(training=300.0, refit=70.0)
-    (first,) = told.driver.plans
+    received = Received(pace=pace)
+    received.step(training=300.0, refit=70.0)
+    (first,) = received.driver.plans
     assert (first.train_seconds, first.refit_seconds) == (None, None)
-    told.driver.feed(ev.Planned(schedule=None))
-    told.step(training=20.0, refit=2.0)
-    told.step(training=20.0, refit=2.0)
-    plan = told.driver.plans[-1]
+    received.driver.feed(ev.Planned(schedule=None))
+    received.step(training=20.0, refit=2.0)
+    received.step(training=20.0, refit=2.0)
+    plan = received.driver.plans[-1]
     assert plan.train_seconds == pytest.approx(20.0, abs=0.1)
     assert plan.train_spread == pytest.approx(0.0, abs=0.1)
     assert plan.refit_seconds == pytest.approx(2.0, abs=0.1)
@@ -300,21 +300,21 @@ def test_the_planner_is_told_how_long_the_trainer_and_the_weights_take(pace: str
 def test_a_trainer_of_which_nothing_is_known_is_not_waited_for(
     changes: dict[str, object], first: tuple[Pace, ...]
 ) -> None:
-    told = Told(**changes)
+    received = Received(**changes)
     asked: list[tuple[Pace, ...]] = []
     for _ in range(3):
-        told.step(training=20.0)
-        asked += [plan.paces for plan in told.driver.plans]
-        for _ in told.driver.plans:
-            told.driver.feed(ev.Planned(schedule=None))
-        told.driver.plans.clear()
+        received.step(training=20.0)
+        asked += [plan.paces for plan in received.driver.plans]
+        for _ in received.driver.plans:
+            received.driver.feed(ev.Planned(schedule=None))
+        received.driver.plans.clear()
     assert asked == [first, ("synchronous", "asynchronous")]
 
 
 def test_waits_for_a_batch_and_for_an_evaluation_are_no_training() -> None:
-    told = Told()
-    driver, times = told.driver, told.driver.state.times
-    told.step(training=5.0)
+    received = Received()
+    driver, times = received.driver, received.driver.state.times
+    received.step(training=5.0)
     driver.request_batch()
     driver.now += 1_000.0
     while len(driver.batches) < 2:
@@ -331,12 +331,12 @@ def test_waits_for_a_batch_and_for_an_evaluation_are_no_training() -> None:
 
 
 def test_a_trainer_that_has_become_slower_is_planned_for_again() -> None:
-    told = Told()
-    driver = told.driver
+    received = Received()
+    driver = received.driver
     asked: list[int] = []
 
     def step(training: float) -> None:
-        told.step(training=training)
+        received.step(training=training)
         asked.extend(len(driver.batches) for _ in driver.plans)
         for _ in driver.plans:
             driver.feed(ev.Planned(schedule=None))
@@ -352,12 +352,12 @@ def test_a_trainer_that_has_become_slower_is_planned_for_again() -> None:
 
 
 def test_a_small_part_of_a_step_is_no_reason_to_plan_again() -> None:
-    told = Told()
-    driver = told.driver
+    received = Received()
+    driver = received.driver
     asked: list[int] = []
     for step in range(20):
         driver.now += 100.0
-        told.step(training=0.1 if step < 9 else 0.3)
+        received.step(training=0.1 if step < 9 else 0.3)
         asked.extend(len(driver.batches) for _ in driver.plans)
         for _ in driver.plans:
             driver.feed(ev.Planned(schedule=None))
@@ -368,10 +368,10 @@ def test_a_small_part_of_a_step_is_no_reason_to_plan_again() -> None:
 # --- groups of a batch one by one ----------------------------------------------------------------
 
 
-def stream(told: Told, *, each: float, after: float = 0.0, waits: float = 0.0) -> None:
+def stream(received: Received, *, each: float, after: float = 0.0, waits: float = 0.0) -> None:
     """One batch that the trainer takes group by group: `waits` seconds for every group, `each` on
     every group but the last, and `after` on the last one and on what follows it."""
-    driver = told.driver
+    driver = received.driver
     before = len(driver.batches)
     while len(driver.batches) == before:
         take_group(driver, waits=waits)
@@ -395,22 +395,22 @@ def take_group(driver: Driver, *, waits: float = 0.0) -> None:
 def test_the_planner_is_told_how_much_of_its_time_the_trainer_trains_on_early_groups(
     pace: str,
 ) -> None:
-    told = Told(pace=pace, batch_groups=3)
-    driver = told.driver
-    stream(told, each=300.0)
+    received = Received(pace=pace, batch_groups=3)
+    driver = received.driver
+    stream(received, each=300.0)
     (first,) = driver.plans
     assert (first.train_seconds, first.train_early) == (None, 0.0)
     driver.feed(ev.Planned(schedule=None))
     for _ in range(3):
-        stream(told, each=4.0, after=12.0, waits=50.0)
+        stream(received, each=4.0, after=12.0, waits=50.0)
     plan = driver.plans[-1]
     assert plan.train_seconds == pytest.approx(20.0, abs=0.3)
     assert plan.train_early == pytest.approx(0.4, abs=0.02)
 
 
 def test_a_batch_that_an_update_ends_has_the_time_before_its_last_group_as_early_time() -> None:
-    told = Told(batch_groups=3)
-    driver, times = told.driver, told.driver.state.times
+    received = Received(batch_groups=3)
+    driver, times = received.driver, received.driver.state.times
     for early in (90.0, 6.0):
         for seconds in (early, 14.0):
             take_group(driver)
@@ -424,8 +424,8 @@ def test_a_batch_that_an_update_ends_has_the_time_before_its_last_group_as_early
 
 @pytest.mark.parametrize("pace", ["synchronous", "auto"])
 def test_a_trainer_that_begins_to_take_groups_one_by_one_is_planned_for_again(pace: str) -> None:
-    told = Told(pace=pace, batch_groups=3)
-    driver = told.driver
+    received = Received(pace=pace, batch_groups=3)
+    driver = received.driver
     asked: list[tuple[int, float]] = []
 
     def note() -> None:
@@ -435,11 +435,11 @@ def test_a_trainer_that_begins_to_take_groups_one_by_one_is_planned_for_again(pa
         driver.plans.clear()
 
     for _ in range(10):
-        told.step(training=20.0)
+        received.step(training=20.0)
         note()
     assert [batch for batch, _ in asked] == [1, 3, 9]
     for _ in range(12):
-        stream(told, each=6.0, after=8.0)
+        stream(received, each=6.0, after=8.0)
         note()
     assert asked[3][0] == 17
     assert asked[3][1] > 0.3

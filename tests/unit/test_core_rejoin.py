@@ -152,8 +152,8 @@ def test_an_update_that_is_withdrawn_before_any_weights_are_loaded_changes_nothi
     driver.answer_control()
     driver.feed(ev.UpdateWithdrawn(version=1))
     assert "cancelled" in driver.updates[0].cause
-    told = [type(fact) for fact in driver.core.facts]
-    assert told[:2] == [of.UpdateWithdrawn, of.UpdateFinished]
+    received = [type(fact) for fact in driver.core.facts]
+    assert received[:2] == [of.UpdateWithdrawn, of.UpdateFinished]
     driver.settle()
     assert driver.state.weights.versions.trainer == 0
     assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}

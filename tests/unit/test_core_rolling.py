@@ -33,7 +33,7 @@ def rolling(**changes: object) -> SchedulerConfig:
     return config(**{**values, **changes})
 
 
-def begun(driver: Driver) -> Driver:
+def started(driver: Driver) -> Driver:
     """The driver with its first requests on their way, and two tokens of each."""
     driver.request_batch()
     for key in driver.attempts():
@@ -61,7 +61,7 @@ def versions(driver: Driver) -> dict[str, int]:
 
 
 def test_an_update_ends_at_once_and_stops_no_engine():
-    driver = begun(Driver(rolling()))
+    driver = started(Driver(rolling()))
     assert names(update(driver)) == ["UpdateFinished"]
     assert driver.state.weights.versions.trainer == 1
     assert versions(driver) == {"a": 0, "b": 0}
@@ -70,7 +70,7 @@ def test_an_update_ends_at_once_and_stops_no_engine():
 
 
 def test_an_engine_takes_the_version_when_its_last_response_ends():
-    driver = begun(Driver(rolling()))
+    driver = started(Driver(rolling()))
     update(driver)
     end_all(driver, "a")
     assert [type(c).__name__ for c in driver.controls] == ["Pause"]
@@ -81,7 +81,7 @@ def test_an_engine_takes_the_version_when_its_last_response_ends():
 
 
 def test_new_rollouts_go_to_an_engine_of_the_newest_version_only():
-    driver = begun(Driver(rolling()))
+    driver = started(Driver(rolling()))
     update(driver)
     before = len(driver.sent)
     end_all(driver, "a")
@@ -94,7 +94,7 @@ def test_new_rollouts_go_to_an_engine_of_the_newest_version_only():
 
 
 def test_a_response_that_breaks_off_goes_on_only_under_its_version():
-    driver = begun(Driver(rolling(), engines=("a", "b", "c")))
+    driver = started(Driver(rolling(), engines=("a", "b", "c")))
     update(driver)
     end_all(driver, "a")
     driver.settle()
@@ -107,7 +107,7 @@ def test_a_response_that_breaks_off_goes_on_only_under_its_version():
 
 
 def test_with_the_last_engine_of_its_version_a_rollout_begins_again():
-    driver = begun(Driver(rolling()))
+    driver = started(Driver(rolling()))
     update(driver)
     end_all(driver, "a")
     driver.settle()
@@ -126,7 +126,7 @@ def test_with_the_last_engine_of_its_version_a_rollout_begins_again():
 
 def test_an_engine_that_should_take_over_is_lost_and_the_other_one_stays():
     """The engine that was about to leave has the only copy of its version then."""
-    driver = begun(Driver(rolling(prices=FREE_MOVES)))
+    driver = started(Driver(rolling(prices=FREE_MOVES)))
     driver.state.expectations.remaining = lambda _: 1000.0  # type: ignore[method-assign]
     update(driver)
     # Two rollouts end, so that requests of the newest version wait.
@@ -146,7 +146,7 @@ def test_an_engine_that_should_take_over_is_lost_and_the_other_one_stays():
 
 
 def test_moved_responses_are_recomputed_once_and_end_under_their_version():
-    driver = begun(Driver(rolling(prices=FREE_MOVES)))
+    driver = started(Driver(rolling(prices=FREE_MOVES)))
     driver.state.expectations.remaining = lambda _: 1000.0  # type: ignore[method-assign]
     update(driver)
     for key in on(driver, "a")[:3]:
@@ -162,7 +162,7 @@ def test_moved_responses_are_recomputed_once_and_end_under_their_version():
 
 
 def test_two_updates_in_a_row_and_an_engine_goes_directly_to_the_second():
-    driver = begun(Driver(rolling()))
+    driver = started(Driver(rolling()))
     update(driver)
     update(driver)
     end_all(driver, "a")
@@ -171,7 +171,7 @@ def test_two_updates_in_a_row_and_an_engine_goes_directly_to_the_second():
 
 
 def test_an_engine_that_loads_while_the_next_update_comes_takes_that_too():
-    driver = begun(Driver(rolling()))
+    driver = started(Driver(rolling()))
     update(driver)
     end_all(driver, "a")
     driver.settle_controls()
@@ -183,7 +183,7 @@ def test_an_engine_that_loads_while_the_next_update_comes_takes_that_too():
 
 
 def test_an_evaluation_is_of_one_version_and_an_update_waits_for_it():
-    driver = begun(Driver(rolling()))
+    driver = started(Driver(rolling()))
     update(driver)
     end_all(driver, "a")
     driver.settle()
@@ -198,7 +198,7 @@ def test_an_evaluation_is_of_one_version_and_an_update_waits_for_it():
 
 
 def test_an_evaluation_has_an_engine_freed_for_it_whatever_that_costs():
-    driver = begun(Driver(rolling()))
+    driver = started(Driver(rolling()))
     update(driver)
     driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
     assert driver.aborts
@@ -209,7 +209,7 @@ def test_an_evaluation_has_an_engine_freed_for_it_whatever_that_costs():
 
 def test_an_evaluation_before_a_sleep_still_gets_an_engine_of_its_version():
     """The sleep waits for the evaluation, and the evaluation for the version."""
-    driver = begun(Driver(rolling(), engines=("a",)))
+    driver = started(Driver(rolling(), engines=("a",)))
     update(driver)
     driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
     driver.feed(ev.SleepRequested(tags=("kv_cache",)))
@@ -223,7 +223,7 @@ def test_an_evaluation_before_a_sleep_still_gets_an_engine_of_its_version():
 
 
 def test_before_a_sleep_what_waits_for_an_old_version_gives_way_to_an_evaluation():
-    driver = begun(Driver(rolling(), engines=("a",)))
+    driver = started(Driver(rolling(), engines=("a",)))
     update(driver)
     driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
     driver.feed(ev.SleepRequested(tags=("kv_cache",)))
@@ -243,7 +243,7 @@ def _evaluated(driver: Driver) -> set[int]:
 
 
 def test_an_engine_that_fails_to_load_stands_by_and_the_others_go_on():
-    driver = begun(Driver(rolling()))
+    driver = started(Driver(rolling()))
     update(driver)
     end_all(driver, "a")
     driver.settle_controls()
@@ -256,7 +256,7 @@ def test_an_engine_that_fails_to_load_stands_by_and_the_others_go_on():
 
 
 def test_a_sleep_waits_for_the_engine_that_is_being_refitted():
-    driver = begun(Driver(rolling(), keeps_weights=True))
+    driver = started(Driver(rolling(), keeps_weights=True))
     update(driver)
     end_all(driver, "a")
     driver.settle_controls()
@@ -273,7 +273,7 @@ def test_a_sleep_waits_for_the_engine_that_is_being_refitted():
 
 
 def test_an_update_in_a_sleep_reaches_all_engines_together():
-    driver = begun(Driver(rolling(), keeps_weights=True))
+    driver = started(Driver(rolling(), keeps_weights=True))
     key = driver.attempts()[0]
     driver.feed(ev.SleepRequested(tags=("kv_cache",)))
     driver.fail(key, "broke off")  # it waits with its tokens
@@ -289,7 +289,7 @@ def test_an_update_in_a_sleep_reaches_all_engines_together():
 
 
 def test_a_resumed_run_continues_each_rollout_under_its_version():
-    driver = begun(Driver(rolling(), store=MemoryStore()))
+    driver = started(Driver(rolling(), store=MemoryStore()))
     update(driver)
     end_all(driver, "a")
     driver.settle()
@@ -312,7 +312,7 @@ def test_a_resumed_run_continues_each_rollout_under_its_version():
 
 
 def test_a_rollout_that_met_a_restarted_engine_begins_again_and_is_not_mixed():
-    driver = begun(Driver(rolling(), version=3))
+    driver = started(Driver(rolling(), version=3))
     key = on(driver, "a")[0]
     rollout_id = driver.sends[key].rollout_id
     spans = [VersionSpan(version=v, start=2 * i, end=2 * i + 2) for i, v in enumerate((3, 0))]
@@ -325,7 +325,7 @@ def test_a_rollout_that_met_a_restarted_engine_begins_again_and_is_not_mixed():
 
 def test_an_update_takes_the_engine_that_began_to_catch_up_while_it_waited():
     """It waited for ever for that engine when the others were lost."""
-    driver = begun(Driver(rolling()))
+    driver = started(Driver(rolling()))
     update(driver)
     for engine in ("a", "b"):
         end_all(driver, engine)
@@ -360,8 +360,8 @@ def test_an_episode_keeps_an_engine_of_its_version_between_two_turns():
     assert driver.sends[driver.attempts()[-1]].engine == old
     driver.feed(ev.EngineLost(engine=old, cause="killed"))
     assert driver.state.in_flight.ledger.rollouts == {Reason.MEMBER_LOST: 1}
-    begun = driver.state.in_flight.rollouts.keys() & driver.dialogues.thinking.keys()
-    assert max(begun) > max(thinking), "the lost episode begins again"
+    started = driver.state.in_flight.rollouts.keys() & driver.dialogues.thinking.keys()
+    assert max(started) > max(thinking), "the lost episode begins again"
 
 
 def test_after_a_quiet_time_the_engine_of_a_turns_own_version_is_asked():

@@ -346,16 +346,16 @@ class Gathered:
     """Weights that every rank gathers: counts how often they are begun and read to the end."""
 
     def __init__(self) -> None:
-        self.begun = self.ended = 0
+        self.started = self.ended = 0
 
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
-        self.begun += 1
+        self.started += 1
         yield from WEIGHTS.items()
         self.ended += 1
 
     @property
     def once(self) -> bool:
-        return (self.begun, self.ended) == (1, 1)
+        return (self.started, self.ended) == (1, 1)
 
 
 async def test_weights_that_are_read_once_are_read_to_their_end_for_each_version():
@@ -365,7 +365,7 @@ async def test_weights_that_are_read_once_are_read_to_their_end_for_each_version
         await made.prepare(version)
         assert await made.publish(version, fleet(member)) == {"m": None}
         await made.conclude()
-        assert (given.begun, given.ended) == (version, version)
+        assert (given.started, given.ended) == (version, version)
         assert has_all(member)
 
 
@@ -393,7 +393,7 @@ async def test_what_was_sent_in_part_cannot_be_repeated_and_the_others_are_told(
         raise outcome["good"] or AssertionError
     assert isinstance(outcome["bad"], EngineRejected)
     assert await made.publish(2, fleet(good)) == {"good": None}
-    assert (given.begun, given.ended) == (2, 2)
+    assert (given.started, given.ended) == (2, 2)
 
 
 async def test_other_ranks_are_not_left_alone_where_nothing_is_published():
@@ -404,7 +404,7 @@ async def test_other_ranks_are_not_left_alone_where_nothing_is_published():
     assert given.once
     again = Gathered()
     await publisher(again).conclude()
-    assert not again.begun
+    assert not again.started
 
 
 async def test_a_cancelled_publish_reads_the_rest():

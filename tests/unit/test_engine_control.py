@@ -17,8 +17,8 @@ from tests.support.table import each_row
 README = Path(aprilsched.kernel.core.__file__).with_name("README.md")
 
 
-def an_engine(mode: Mode, told: list[Fact]) -> tuple[FleetControl, EngineControl]:
-    fleet = FleetControl(pause_mode="retract", flushes=True, tell=told.append)
+def an_engine(mode: Mode, received: list[Fact]) -> tuple[FleetControl, EngineControl]:
+    fleet = FleetControl(pause_mode="retract", flushes=True, tell=received.append)
     control = fleet.join(EngineInfo(name="a", version=0), standby=False, now=0.0)
     control.mode = mode
     return fleet, control
@@ -27,17 +27,17 @@ def an_engine(mode: Mode, told: list[Fact]) -> tuple[FleetControl, EngineControl
 @each_row("start", Mode)
 @each_row("finish", Mode)
 def test_an_engine_enters_a_mode_only_if_the_table_has_the_change(start: Mode, finish: Mode):
-    told: list[Fact] = []
-    fleet, control = an_engine(start, told)
+    received: list[Fact] = []
+    fleet, control = an_engine(start, received)
     if finish in CHANGES[start]:
         fleet.enter(control, finish)
         assert control.mode is finish
-        assert told == [EngineModeChanged(engine="a", start=start.value, finish=finish.value)]
+        assert received == [EngineModeChanged(engine="a", start=start.value, finish=finish.value)]
     else:
         with pytest.raises(InvariantViolation, match=f"engine a cannot go from {start} to"):
             fleet.enter(control, finish)
         assert control.mode is start
-        assert told == [], "listeners are not told of a change that was refused"
+        assert received == [], "listeners are not told of a change that was refused"
 
 
 def test_every_mode_leads_back_to_running():

@@ -28,11 +28,11 @@ def generate(driver: Driver, seconds: int, *, each: dict[str, int]) -> list[do.C
     """Let every open request of an engine get tokens at a rate, for a number of seconds."""
     commands: list[do.Command] = []
     for _ in range(seconds):
-        began = driver.now
+        started_at = driver.now
         for key, send in list(driver.sends.items()):
             if each.get(send.engine):
                 driver.progress(key, each[send.engine])
-        driver.now = began + 0.999  # the driver adds a thousandth to every event
+        driver.now = started_at + 0.999  # the driver adds a thousandth to every event
         commands += driver.feed(ev.Tick())
     return commands
 

@@ -103,12 +103,12 @@ def test_a_log_begins_with_its_version_and_has_a_line_for_every_fact(tmp_path: P
     first, *lines = written(tmp_path / "events.jsonl")
     assert first == {"t": 0.0, "fact": "LogBegun", "version": 1}
     assert [line["fact"] for line in lines] == [type(fact).__name__ for fact in FACTS]
-    told = {line["fact"]: line for line in reversed(lines)}
-    assert told["TokensReceived"] == {
+    received = {line["fact"]: line for line in reversed(lines)}
+    assert received["TokensReceived"] == {
         "t": 0.0, "fact": "TokensReceived", "request_id": 3, "tokens": 5,
     }  # fmt: skip
-    assert (told["BatchDelivered"]["batch"], told["BatchDelivered"]["version"]) == (4, 1)
-    assert told["BatchDelivered"]["rollouts"] == [
+    assert (received["BatchDelivered"]["batch"], received["BatchDelivered"]["version"]) == (4, 1)
+    assert received["BatchDelivered"]["rollouts"] == [
         {
             "rollout_id": 2,
             "group_id": 1,
@@ -131,8 +131,8 @@ def test_what_is_written_is_read_as_it_was(tmp_path: Path):
 
 def test_every_fact_of_the_core_can_be_read():
     kinds = {kind for kind in KINDS.values() if kind not in (LogBegun, LogResumed)}
-    told = {*Fact.__subclasses__(), *Order.__subclasses__()} - {Order}
-    assert kinds == told - {LogBegun, LogResumed}
+    received = {*Fact.__subclasses__(), *Order.__subclasses__()} - {Order}
+    assert kinds == received - {LogBegun, LogResumed}
 
 
 def test_a_fact_of_a_later_version_is_passed_over(tmp_path: Path):
@@ -145,15 +145,15 @@ def test_a_fact_of_a_later_version_is_passed_over(tmp_path: Path):
 
 
 @each_row("tells", [False, True])
-def test_facts_have_tokens_only_if_somebody_asks_for_them(tells: bool):
+def test_facts_have_tokens_only_if_somebody_asks_for_them(reports: bool):
     driver = Driver(config=SchedulerConfig(batch_groups=2, group_size=2), takes=True)
-    driver.state.tells_tokens = tells
-    told: list[Fact] = []
-    driver.hears = told.extend
+    driver.state.tells_tokens = reports
+    received: list[Fact] = []
+    driver.hears = received.extend
     driver.request_batch()
     for key in list(driver.sends):
         driver.finish(key)
-    kinds: dict[str, Any] = {type(fact).__name__: fact for fact in told}
+    kinds: dict[str, Any] = {type(fact).__name__: fact for fact in received}
     with_tokens: list[object] = [
         kinds["PromptsReceived"].asked,
         kinds["GroupLaunched"].input_ids,
@@ -162,7 +162,7 @@ def test_facts_have_tokens_only_if_somebody_asks_for_them(tells: bool):
         kinds["TokensReceived"].logprobs,
         kinds["BatchDelivered"].rollouts[0].token_ids,
     ]
-    assert [found is not None for found in with_tokens] == [tells] * 6
+    assert [found is not None for found in with_tokens] == [reports] * 6
 
 
 def test_nothing_is_written_before_the_start(tmp_path: Path):

@@ -246,8 +246,8 @@ def test_the_trainer_pushes_prompts(front: Front):
     queue.put(prompt(1, 2))
     with front.make(in_a_process.pushed_parts, queue) as rollouts:
         own = front.name in GROUPS["with asyncio"]
-        said = None if own else r"within 0\.2 s; the next call continues"
-        with pytest.raises(TimeoutError, match=said):
+        text = None if own else r"within 0\.2 s; the next call continues"
+        with pytest.raises(TimeoutError, match=text):
             rollouts.next_batch(timeout=0.2)
         queue.put(prompt(3, 4, key="second"))
         assert {group.prompt.key for group in rollouts.next_batch().groups} >= {"second"}
@@ -525,8 +525,8 @@ def test_a_forked_process_is_told_that_the_scheduler_is_not_there(rollouts: Any)
         lambda: rollouts.update_weights(SimPublisher()),
         lambda: rollouts.checkpoint("unused"),
     ):
-        said = in_a_fork(call)
-        assert said.startswith("SchedulerClosed: this process was forked"), said
+        text = in_a_fork(call)
+        assert text.startswith("SchedulerClosed: this process was forked"), text
     # Leaving the block there is nothing, and what the child looks at is its own copy.
     assert in_a_fork(lambda: (rollouts.close(), batch.tokens)) == f"(None, {batch.tokens})"
     check([batch, rollouts.next_batch()])
@@ -553,16 +553,16 @@ PHASES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("phase", PHASES)
 def test_close_ends_a_call_in_each_phase(rollouts: Any, phase: str):
     """Another thread calls again and again, and is told."""
-    call, begun = PHASES[phase], threading.Event()
+    call, started = PHASES[phase], threading.Event()
 
     def again_and_again() -> None:
         while True:
             call(rollouts)
-            begun.set()
+            started.set()
 
     with ThreadPoolExecutor() as threads:
         calls = threads.submit(again_and_again)
-        begun.wait()
+        started.wait()
         rollouts.close()
         # The calls of a trainer that leaves an actor are cancelled there.
         with pytest.raises((SchedulerClosed, CancelledError)):

@@ -69,22 +69,22 @@ def test_the_pieces_of_any_tokens_are_their_text_and_nothing_is_held_for_long(
     tokenizer: ModelTokenizer, tokens: list[bytes | int], before: bytes
 ):
     ids = [i for t in tokens for i in ([t] if isinstance(t, int) else [5 + byte for byte in t])]
-    told = pieces(tokenizer, ids, [5 + byte for byte in before])
+    received = pieces(tokenizer, ids, [5 + byte for byte in before])
     raw = b"".join(t for t in tokens if isinstance(t, bytes))
     # Bytes that are no character may be replaced by more than one sign.
     signs = "\ufffd"
-    assert "".join(told).replace(signs, "") == raw.decode(errors="replace").replace(signs, "")
-    for at in range(len(told) - 12):
-        assert any(told[at : at + 12]) or not any(5 <= i < 261 for i in ids[at : at + 8])
+    assert "".join(received).replace(signs, "") == raw.decode(errors="replace").replace(signs, "")
+    for at in range(len(received) - 12):
+        assert any(received[at : at + 12]) or not any(5 <= i < 261 for i in ids[at : at + 8])
 
 
 def test_the_text_of_a_prompt_that_ends_within_a_character_is_not_told_again(
     tokenizer: ModelTokenizer,
 ):
     ids = tokenizer.encode("é😀 x")
-    told = pieces(tokenizer, ids[4:], ids[:4])
-    assert told[-2:] == ["x", ""]
-    assert "é" not in "".join(told)
+    received = pieces(tokenizer, ids[4:], ids[:4])
+    assert received[-2:] == ["x", ""]
+    assert "é" not in "".join(received)
 
 
 def test_a_thousand_tokens_without_text_are_not_held(tokenizer: ModelTokenizer):
@@ -151,14 +151,14 @@ async def test_texts_that_are_too_long_are_refused_before_they_are_converted(
 
 
 async def test_a_cancellation_waits_for_the_end_of_its_thread(tokenizer: ModelTokenizer):
-    begun, go_on = threading.Event(), threading.Event()
+    started, go_on = threading.Event(), threading.Event()
 
     def work() -> None:
-        begun.set()
+        started.set()
         assert go_on.wait(60)
 
     task = asyncio.create_task(tokenizer.work_out(work, size=10**6))
-    await asyncio.to_thread(begun.wait)
+    await asyncio.to_thread(started.wait)
     for _ in range(3):
         task.cancel()
         await asyncio.sleep(0)
@@ -209,21 +209,21 @@ def test_stop_strings_are_found_however_the_text_is_cut(
     # Character by character is how tokens come; a piece of several may have several stop strings.
     finder = Stops(stops, keep=keep)
     borders = sorted({0, len(text), *(cut for cut in cuts if cut <= len(text))})
-    told = ""
+    received = ""
     for a, b in pairwise(borders):
-        told += finder.push(text[a:b])
+        received += finder.push(text[a:b])
         if finder.matched is not None:
             break
     else:
-        told += finder.rest()
+        received += finder.rest()
     found = [(text.find(stop), len(stop)) for stop in stops if stop in text]
     if not found:
-        assert (told, finder.matched) == (text, None)
+        assert (received, finder.matched) == (text, None)
         return
     assert finder.matched is not None
-    at = len(told) - len(finder.matched) * keep
+    at = len(received) - len(finder.matched) * keep
     assert text[at:].startswith(finder.matched)
-    assert not any(stop in told[:at] for stop in stops)
+    assert not any(stop in received[:at] for stop in stops)
 
 
 @pytest.mark.parametrize("stops", [["x" * 4097], ["x" * 2049] * 2, [""], ["x"] * 65])
@@ -239,7 +239,7 @@ async def test_a_stop_string_in_tokens_that_have_arrived_together_cuts_them(
     state: Any = None
     waited: list[float] = []
     responses = Responses(
-        withdraw=lambda *told: withdrawn.append(told),
+        withdraw=lambda *received: withdrawn.append(received),
         state=lambda: state,
         first_token=waited.append,
     )
@@ -263,7 +263,7 @@ async def test_a_stop_string_in_tokens_that_have_arrived_together_cuts_them(
 # --- messages ----------------------------------------------------------------------------------
 
 
-def told(
+def received(
     message: Message, text: str, seed: int, end: str = ""
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The changes of a message by `text` in random pieces, and the message."""
@@ -272,14 +272,14 @@ def told(
         size = rng.randint(1, 9)
         changes += message.push(text[:size])
         text = text[size:]
-    return changes + message.finish(end), message.told()
+    return changes + message.finish(end), message.as_message()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_text_thoughts_and_calls_are_told_apart(tokenizer: ModelTokenizer, seed: int):
     text = f"{THOUGHT}\n\nLet me see. {CALL}\n{CALL.replace('3', '4')}\nDone.<|im_end|>"
     message = Message(tokenizer.parser("", None))
-    changes, whole = told(message, text, seed)
+    changes, whole = received(message, text, seed)
     assert whole["reasoning_content"] == "it rains"
     assert whole["content"].split() == ["Let", "me", "see.", "Done."]
     days = [json.loads(c["function"]["arguments"])["days"] for c in whole["tool_calls"]]
@@ -297,7 +297,7 @@ def test_a_call_that_no_client_can_obey_is_content_however_cut(
     text = f"{THOUGHT}Look: {CALL} and {call}"
     for seed in range(3):
         message = Message(tokenizer.parser("", None))
-        changes, whole = told(message, text, seed)
+        changes, whole = received(message, text, seed)
         assert whole["content"] == f"Look: and {call}"
         assert whole["reasoning_content"] == "it rains"
         assert len(whole["tool_calls"]) == 1
@@ -306,22 +306,22 @@ def test_a_call_that_no_client_can_obey_is_content_however_cut(
     message.push(text)
     message.finish()
     whole["tool_calls"][0]["id"] = message.calls[0]["id"]
-    assert message.told() == whole, "in one piece"
+    assert message.as_message() == whole, "in one piece"
 
 
 def test_what_follows_an_odd_call_is_read(tokenizer: ModelTokenizer):
     odd = '<tool_call>{"name": "look", "arguments": NaN}</tool_call>'
-    _, whole = told(Message(tokenizer.parser("", None)), f"{CALL}{odd}{THOUGHT}{CALL}", 1)
+    _, whole = received(Message(tokenizer.parser("", None)), f"{CALL}{odd}{THOUGHT}{CALL}", 1)
     assert (whole["content"], whole["reasoning_content"]) == (odd, "it rains")
     assert len(whole["tool_calls"]) == 2
 
 
 def test_a_region_that_the_prompt_has_opened_is_not_told_again_as_text(tokenizer: ModelTokenizer):
     parser = tokenizer.parser("<|im_start|>assistant\n<tool_call>", None)
-    _, whole = told(Message(parser), "look(</tool_call>", 1)
+    _, whole = received(Message(parser), "look(</tool_call>", 1)
     assert (whole["content"], whole["tool_calls"]) == ("look(</tool_call>", None)
     parser = tokenizer.parser("<|im_start|>assistant\n<tool_call>look(</tool_call>", None)
-    assert told(Message(parser), "fine", 1)[1]["content"] == "fine"
+    assert received(Message(parser), "fine", 1)[1]["content"] == "fine"
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_calls_that_can_be_obeyed_have_an_object_as_arguments(
     tokenizer: ModelTokenizer, sampled: str, arguments: str
 ):
     text = f'<tool_call>{{"name": "rm", "arguments": {sampled}}}</tool_call>'
-    _, whole = told(Message(tokenizer.parser("", None)), text, 1)
+    _, whole = received(Message(tokenizer.parser("", None)), text, 1)
     assert whole["content"] is None
     assert whole["tool_calls"][0]["function"] == {"name": "rm", "arguments": arguments}
 
@@ -350,10 +350,10 @@ def test_a_call_that_is_asked_for_has_a_schema_and_is_read_by_it(seed: int):
         {"type": "function", "function": {"name": n, "parameters": {"type": "object"}}}
         for n in "ab"
     ]
-    said: Any = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+    printed: Any = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
 
     def schema(choice: Any, **more: Any) -> Any:
-        body = msgspec.convert({"tool_choice": choice, **said, **more}, CHAT.body)
+        body = msgspec.convert({"tool_choice": choice, **printed, **more}, CHAT.body)
         (question,) = CHAT.parse(body).questions
         return json.loads(question.params.get("json_schema", "null"))
 
@@ -371,7 +371,7 @@ def test_a_call_that_is_asked_for_has_a_schema_and_is_read_by_it(seed: int):
     with pytest.raises(ConfigError, match="give one"):
         schema("required", response_format={"type": "json_object"})
     text = '[{"name": "a", "arguments": {"x": 1}}, {"name": "b", "arguments": {}}]'
-    changes, whole = told(Message(ForcedCalls()), text, seed)
+    changes, whole = received(Message(ForcedCalls()), text, seed)
     assert whole["content"] is None
     found = [
         (c["function"]["name"], json.loads(c["function"]["arguments"])) for c in whole["tool_calls"]
@@ -379,10 +379,10 @@ def test_a_call_that_is_asked_for_has_a_schema_and_is_read_by_it(seed: int):
     assert found == [("a", {"x": 1}), ("b", {})]
     assert [each.keys() for each in changes] == [{"tool_calls"}] * 2
     text = text.replace('"b", "arguments": {}', '"b", "arguments": 3')
-    _, odd = told(Message(ForcedCalls()), text, seed)
+    _, odd = received(Message(ForcedCalls()), text, seed)
     assert (odd["content"], odd["tool_calls"]) == (text, None), "none of them is called"
-    assert told(Message(ForcedCalls()), "[]", seed)[1]["content"] == "[]"
-    _, cut = told(Message(ForcedCalls()), text[:30], seed)
+    assert received(Message(ForcedCalls()), "[]", seed)[1]["content"] == "[]"
+    _, cut = received(Message(ForcedCalls()), text[:30], seed)
     assert (cut["content"], cut["tool_calls"]) == (text[:30], None)
 
 
@@ -391,13 +391,13 @@ def test_what_the_prompt_has_opened_is_not_told_again(tokenizer: ModelTokenizer)
         [{"role": "user", "content": "hi"}], None, go_on=False, options={"thinks": True}
     )
     message = Message(tokenizer.parser(prompt, None))
-    _, whole = told(message, "deep</think>\n\nshallow", 1)
+    _, whole = received(message, "deep</think>\n\nshallow", 1)
     assert (whole["reasoning_content"], whole["content"]) == ("deep", "shallow")
 
 
 def test_without_a_response_template_all_text_is_content():
     message = Message(None)
-    _, whole = told(message, f" a {CALL} ", 1)
+    _, whole = received(message, f" a {CALL} ", 1)
     assert whole == {
         "role": "assistant",
         "content": f" a {CALL} ",
@@ -413,10 +413,12 @@ def test_images_are_parts_for_the_template_and_urls_for_the_engine():
         {"role": "user", "content": [image, text]},
         {"role": "user", "content": [text, text]},
     ]
-    told, images = for_template(messages)
+    received, images = for_template(messages)
     assert images == ["data:image/png;base64,AA=="]
-    assert told[0]["content"] == [{"type": "image"}, text], "the template writes the placeholder"
-    assert told[1]["content"] == "What is this? What is this?"
+    assert received[0]["content"] == [{"type": "image"}, text], (
+        "the template writes the placeholder"
+    )
+    assert received[1]["content"] == "What is this? What is this?"
 
 
 def test_messages_are_given_to_templates_in_their_form():
@@ -508,7 +510,7 @@ def test_a_sampled_id_is_kept_and_others_have_nine_letters(
     tokenizer: ModelTokenizer, sampled: str, given: list[str | None]
 ):
     call = f"<tool_call>{sampled}</tool_call>"
-    _, whole = told(Message(tokenizer.parser("", None)), call * 2, 0)
+    _, whole = received(Message(tokenizer.parser("", None)), call * 2, 0)
     ids = [each["id"] for each in whole["tool_calls"]]
     assert len({*ids}) == 2
     for each, wanted in zip(ids, given, strict=True):
@@ -540,7 +542,7 @@ def test_the_end_of_a_response_closes_its_call(tmp_path: Path, seed: int):
     call = '{"name": "look", "parameters": {"city": "Bern"}}'
 
     def read(text: str, end: str) -> dict[str, Any]:
-        return told(Message(tokenizer.parser("", None)), text, seed, end)[1]
+        return received(Message(tokenizer.parser("", None)), text, seed, end)[1]
 
     (found,) = read(call, "<|im_end|>")["tool_calls"]
     assert json.loads(found["function"]["arguments"]) == {"city": "Bern"}
@@ -552,8 +554,8 @@ def test_the_end_of_a_response_closes_its_call(tmp_path: Path, seed: int):
 
 @pytest.mark.parametrize("text", ["<think>it rains", CALL.removesuffix("</tool_call>"), "fine"])
 def test_the_end_of_a_response_is_in_none_of_its_regions(tokenizer: ModelTokenizer, text: str):
-    changes = told(Message(tokenizer.parser("", None)), text, 0)[1]
-    ended = told(Message(tokenizer.parser("", None)), text, 0, "<eos>")[1]
+    changes = received(Message(tokenizer.parser("", None)), text, 0)[1]
+    ended = received(Message(tokenizer.parser("", None)), text, 0, "<eos>")[1]
     for message in (changes, ended):
         for call in message["tool_calls"] or []:
             call["id"] = ""

@@ -36,9 +36,9 @@ def example() -> Iterator[Any]:
 def attempt(task: Any, *numbers: int, target: int) -> list[int]:
     """``rest a + b = c ; c - rest = d target``."""
     rest, a, b, c, d = (task.NUMBER + n for n in numbers)
-    said = task.NUMBER + target
+    text = task.NUMBER + target
     sums = [rest, a, task.PLUS, b, task.EQUALS, c, task.THEN, c, task.MINUS, rest, task.EQUALS]
-    return [*sums, d, said]
+    return [*sums, d, text]
 
 
 def test_only_a_right_last_attempt_that_claims_to_be_right_is_rewarded(example: Any):

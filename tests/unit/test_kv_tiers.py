@@ -41,9 +41,9 @@ SERVERS: list[tuple[str, dict[str, Any], Tier]] = [
 
 @each_row(("version", "told", "tier"), SERVERS)
 def test_a_tier_of_sglang_is_known_by_its_arguments(
-    version: str, told: dict[str, Any], tier: Tier
+    version: str, received: dict[str, Any], tier: Tier
 ) -> None:
-    info = msgspec.convert({"version": version, **told}, ServerInfo)
+    info = msgspec.convert({"version": version, **received}, ServerInfo)
     model = ModelInfo(model_path="m", weight_version="0")
     assert probe._capabilities(model, info, OpenApi()).kv_tier == tier  # pyright: ignore[reportPrivateUsage]
 
@@ -66,14 +66,14 @@ for inner, found in (("NixlConnector", "keyed"), ("HF3FSKVConnector", "unkeyed")
 
 
 @each_row(("told", "tier"), CONNECTORS)
-def test_a_tier_of_vllm_is_known_by_its_connector(told: dict[str, Any], tier: Tier) -> None:
+def test_a_tier_of_vllm_is_known_by_its_connector(received: dict[str, Any], tier: Tier) -> None:
     required = {
         "model_config": {"model": "m", "max_model_len": 1, "logprobs_mode": "raw_logprobs"},
         "cache_config": {},
         "parallel_config": {},
         "scheduler_config": {"max_num_seqs": 1},
     }
-    info = msgspec.convert({**required, **told}, server_info._Config)  # pyright: ignore[reportPrivateUsage]
+    info = msgspec.convert({**required, **received}, server_info._Config)  # pyright: ignore[reportPrivateUsage]
     assert server_info._kv_tier(info.kv_transfer_config) == tier  # pyright: ignore[reportPrivateUsage]
 
 

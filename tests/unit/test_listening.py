@@ -154,11 +154,11 @@ def test_a_body_is_bounded_also_where_it_is_compressed(body: bytes, coding: str,
 
 def test_all_bodies_together_are_bounded_while_they_are_sent():
     async def sent() -> tuple[int, int, int]:
-        go_on, begun = asyncio.Event(), asyncio.Event()
+        go_on, started = asyncio.Event(), asyncio.Event()
 
         async def slowly() -> AsyncGenerator[bytes]:
             yield b'"' + b"x" * 900
-            begun.set()
+            started.set()
             await go_on.wait()
             yield b'"'
 
@@ -169,7 +169,7 @@ def test_all_bodies_together_are_bounded_while_they_are_sent():
                     return answer.status
 
             first = asyncio.create_task(post(slowly()))
-            await begun.wait()
+            await started.wait()
             much = json.dumps("x" * 900).encode()
             while (second := await post(much)) == 200:
                 pass  # The first part has not arrived yet.

@@ -23,7 +23,7 @@ def response(rollout_id: int, group_id: int, tokens: int) -> Rollout:
     return facts.response([0] * tokens, **own)
 
 
-class Told:
+class Received:
     """A model of the live view, and the facts that it is told. Group g has the two rollouts 2g and
     2g + 1, with requests of the same ids, on engine a or b."""
 
@@ -37,10 +37,10 @@ class Told:
         infos = [ev.EngineInfo(name=name, version=0, kv_tokens=100, max_running=1) for name in "ab"]
         self.tell(of.RunOpened(engines=tuple(infos), version=0), of.BatchRequested())
 
-    def tell(self, *told: Fact, after: float = 0.0) -> None:
+    def tell(self, *recorded: Fact, after: float = 0.0) -> None:
         self.now += after
         for listener in self._listeners:
-            listener.on_facts(told, self.now)
+            listener.on_facts(recorded, self.now)
 
     def launch(self, group: int) -> None:
         self.tell(facts.launched(group, 2 * group, 2 * group + 1, prompt_tokens=10))
@@ -82,176 +82,178 @@ def test_before_anything_happened():
 
 
 def test_scoring_is_seen_until_every_answer_is_there():
-    told = Told()
-    told.launch(0)
+    recorded = Received()
+    recorded.launch(0)
     for request in (0, 1):
-        told.send(request)
-        told.finish(request)
-    told.tell(of.RewardRequested(group_id=0, rollout_id=0))
-    assert told.seen.in_flight == {"scoring": 1}
-    told.tell(of.RewardRequested(group_id=0, rollout_id=1))
-    told.tell(of.RolloutScored(rollout_id=0, group_id=0, reward=1.0))
-    assert told.seen.in_flight == {"scoring": 1}
-    told.tell(of.RolloutScored(rollout_id=1, group_id=0, reward=0.0))
-    told.tell(of.VerdictRequested(group_id=0))
-    assert (told.seen.in_flight, told.seen.ready) == ({"scoring": 2}, 0)
-    told.accept(0)
-    assert (told.seen.in_flight, told.seen.ready) == ({}, 1)
-    told.tell(of.RewardRequested(group_id=0))
-    assert told.seen.in_flight == {"scoring": 2}
-    told.tell(facts.dropped(0, 0, 1, reason="reward_failed", cause="no\nmodel"))
-    assert told.seen.in_flight == {}
-    assert told.seen.fault == "a reward failed: no model"
+        recorded.send(request)
+        recorded.finish(request)
+    recorded.tell(of.RewardRequested(group_id=0, rollout_id=0))
+    assert recorded.seen.in_flight == {"scoring": 1}
+    recorded.tell(of.RewardRequested(group_id=0, rollout_id=1))
+    recorded.tell(of.RolloutScored(rollout_id=0, group_id=0, reward=1.0))
+    assert recorded.seen.in_flight == {"scoring": 1}
+    recorded.tell(of.RolloutScored(rollout_id=1, group_id=0, reward=0.0))
+    recorded.tell(of.VerdictRequested(group_id=0))
+    assert (recorded.seen.in_flight, recorded.seen.ready) == ({"scoring": 2}, 0)
+    recorded.accept(0)
+    assert (recorded.seen.in_flight, recorded.seen.ready) == ({}, 1)
+    recorded.tell(of.RewardRequested(group_id=0))
+    assert recorded.seen.in_flight == {"scoring": 2}
+    recorded.tell(facts.dropped(0, 0, 1, reason="reward_failed", cause="no\nmodel"))
+    assert recorded.seen.in_flight == {}
+    assert recorded.seen.fault == "a reward failed: no model"
 
 
 def test_what_a_batch_leaves_behind_is_carried():
-    told = Told()
+    recorded = Received()
     for group in (0, 1):
-        told.launch(group)
+        recorded.launch(group)
         for request in (2 * group, 2 * group + 1):
-            told.send(request)
-            told.grow(request, 5, after=1.0)
+            recorded.send(request)
+            recorded.grow(request, 5, after=1.0)
     for request in (0, 1):
-        told.finish(request)
-    told.deliver(0, 0)
-    told.launch(2)
-    told.send(4)
-    told.grow(4, 5)
-    seen = told.seen
+        recorded.finish(request)
+    recorded.deliver(0, 0)
+    recorded.launch(2)
+    recorded.send(4)
+    recorded.grow(4, 5)
+    seen = recorded.seen
     assert seen.in_flight == {"decoding": 1, "decoding, carried": 2, "waiting for an engine": 1}
-    told.tell(*changed("b", "running", "pausing", pause="retract"))
-    assert told.seen.in_flight == {
+    recorded.tell(*changed("b", "running", "pausing", pause="retract"))
+    assert recorded.seen.in_flight == {
         "decoding": 1,
         "decoding, carried": 1,
         "paused": 1,
         "waiting for an engine": 1,
     }
-    told.tell(*changed("b", "pausing", "paused", "continuing", "running"))
-    assert told.seen.in_flight == {
+    recorded.tell(*changed("b", "pausing", "paused", "continuing", "running"))
+    assert recorded.seen.in_flight == {
         "decoding": 1,
         "decoding, carried": 1,
         "re-prefilling": 1,
         "waiting for an engine": 1,
     }
-    told.finish(2)
-    assert "decoding, carried" not in told.seen.in_flight
+    recorded.finish(2)
+    assert "decoding, carried" not in recorded.seen.in_flight
 
 
 def test_what_is_dropped_is_gone_and_counted():
-    told = Told()
-    told.launch(0)
-    told.send(0)
-    told.tell(facts.dropped(0, 0, 1, reason="stale", cause="too old"))
-    told.tell(of.AttemptEnded(request_id=0, outcome="interrupted"))
-    assert told.seen.in_flight == {}
-    assert told.seen.dropped == {"stale": 2}
+    recorded = Received()
+    recorded.launch(0)
+    recorded.send(0)
+    recorded.tell(facts.dropped(0, 0, 1, reason="stale", cause="too old"))
+    recorded.tell(of.AttemptEnded(request_id=0, outcome="interrupted"))
+    assert recorded.seen.in_flight == {}
+    assert recorded.seen.dropped == {"stale": 2}
 
 
 def test_tokens_of_contexts_are_counted_by_engine():
-    told = Told()
-    told.launch(0)
-    told.send(0)
-    told.send(1, engine="a")
-    told.grow(0, 7)
-    told.grow(1, 3)
-    row = told.engine("a")
+    recorded = Received()
+    recorded.launch(0)
+    recorded.send(0)
+    recorded.send(1, engine="a")
+    recorded.grow(0, 7)
+    recorded.grow(1, 3)
+    row = recorded.engine("a")
     assert (row.kv_tokens, row.kv_pool) == (30, 100)
     assert (row.running, row.queued, row.max_running) == (1, 1, 1)
-    told.tell(of.AttemptEnded(request_id=0, outcome="interrupted"))
-    told.send(0, attempt=2, tokens=17, engine="b")
-    assert (told.engine("a").kv_tokens, told.engine("b").kv_tokens) == (13, 17)
-    told.grow(0, 1)
-    told.tell(*facts.lost("b", "it hangs", 0))
-    assert (told.engine("a").kv_tokens, told.engine("b").kv_tokens) == (13, 0)
-    assert told.engine("b").state == "lost"
-    assert told.seen.engines_lost == 1
-    assert told.seen.fault == "b lost: it hangs"
-    told.tell(of.AttemptEnded(request_id=1, outcome="interrupted"))
-    assert told.engine("a").kv_tokens == 0
+    recorded.tell(of.AttemptEnded(request_id=0, outcome="interrupted"))
+    recorded.send(0, attempt=2, tokens=17, engine="b")
+    assert (recorded.engine("a").kv_tokens, recorded.engine("b").kv_tokens) == (13, 17)
+    recorded.grow(0, 1)
+    recorded.tell(*facts.lost("b", "it hangs", 0))
+    assert (recorded.engine("a").kv_tokens, recorded.engine("b").kv_tokens) == (13, 0)
+    assert recorded.engine("b").state == "lost"
+    assert recorded.seen.engines_lost == 1
+    assert recorded.seen.fault == "b lost: it hangs"
+    recorded.tell(of.AttemptEnded(request_id=1, outcome="interrupted"))
+    assert recorded.engine("a").kv_tokens == 0
 
 
 def test_speed_and_busy_share_are_those_of_the_last_minute():
-    told = Told()
-    told.launch(0)
-    told.send(0)
+    recorded = Received()
+    recorded.launch(0)
+    recorded.send(0)
     for _ in range(200):
-        told.grow(0, 10, after=1.0)
-    told.finish(0)
-    fast = told.engine("a")
+        recorded.grow(0, 10, after=1.0)
+    recorded.finish(0)
+    fast = recorded.engine("a")
     assert fast.tokens_per_s == pytest.approx(10.0)
     assert fast.busy == pytest.approx(1.0)
-    told.tell(of.BatchRequested(), after=30.0)
-    assert told.engine("a").busy == pytest.approx(0.5, abs=0.1)
-    assert told.engine("b").busy == 0.0
-    told.tell(of.BatchRequested(), after=1_000.0)
-    assert told.engine("a").tokens_per_s == pytest.approx(0.0, abs=0.2)
-    assert told.seen.utilization == pytest.approx(200 / 1230 / 2)
+    recorded.tell(of.BatchRequested(), after=30.0)
+    assert recorded.engine("a").busy == pytest.approx(0.5, abs=0.1)
+    assert recorded.engine("b").busy == 0.0
+    recorded.tell(of.BatchRequested(), after=1_000.0)
+    assert recorded.engine("a").tokens_per_s == pytest.approx(0.0, abs=0.2)
+    assert recorded.seen.utilization == pytest.approx(200 / 1230 / 2)
 
 
 def test_batches_give_efficiency_staleness_and_an_estimate_of_what_is_left():
-    told = Told(batches=4)
-    assert told.seen.left is None
+    recorded = Received(batches=4)
+    assert recorded.seen.left is None
     for index in range(2):
-        told.launch(index)
+        recorded.launch(index)
         for request in (2 * index, 2 * index + 1):
-            told.send(request)
-            told.finish(request)
+            recorded.send(request)
+            recorded.finish(request)
         if index:
-            told.tell(of.UpdateFinished(version=index))
-        told.tell(of.BatchRequested(), after=10.0)
-        told.deliver(index, index, version=index)
-    seen = told.seen
+            recorded.tell(of.UpdateFinished(version=index))
+        recorded.tell(of.BatchRequested(), after=10.0)
+        recorded.deliver(index, index, version=index)
+    seen = recorded.seen
     assert (seen.batches, seen.version) == (2, 1)
     assert seen.left == pytest.approx(20.0)
     assert seen.recent is not None
     assert seen.recent.efficiency == pytest.approx(0.6)
     assert (seen.recent.staleness_mean, seen.recent.staleness_max) == (0.5, 1)
-    told.tell(of.BatchRequested(), after=4.0)
-    assert told.seen.left == pytest.approx(16.0)
-    told.tell(of.BatchRequested(), after=400.0)
-    assert told.seen.left == pytest.approx(10.0)
-    told.tell(of.UpdateFinished(version=7))
-    told.tell(of.UpdateFinished(version=8, cause="no disk"))
-    assert told.seen.version == 7
-    assert told.seen.fault == "version 8 was not loaded: no disk"
+    recorded.tell(of.BatchRequested(), after=4.0)
+    assert recorded.seen.left == pytest.approx(16.0)
+    recorded.tell(of.BatchRequested(), after=400.0)
+    assert recorded.seen.left == pytest.approx(10.0)
+    recorded.tell(of.UpdateFinished(version=7))
+    recorded.tell(of.UpdateFinished(version=8, cause="no disk"))
+    assert recorded.seen.version == 7
+    assert recorded.seen.fault == "version 8 was not loaded: no disk"
 
 
 def test_a_batch_that_is_handed_over_again_counts_once():
-    told = Told()
-    told.launch(0)
-    told.deliver(0, 0)
+    recorded = Received()
+    recorded.launch(0)
+    recorded.deliver(0, 0)
     batch = Batch(index=0, version=0, groups=())
-    told.tell(facts.delivered(batch, again=True), after=5.0)
-    assert told.seen.batches == 1
-    assert told.seen.left == 0.0  # of batches that took no time
+    recorded.tell(facts.delivered(batch, again=True), after=5.0)
+    assert recorded.seen.batches == 1
+    assert recorded.seen.left == 0.0  # of batches that took no time
 
 
 def test_a_process_that_goes_on_has_what_was_saved():
-    told = Told()
-    told.launch(0)
-    told.send(0)
-    told.grow(0, 5)
-    told.tell(facts.opened("a", resumed=True))
-    assert told.seen.in_flight == {}
+    recorded = Received()
+    recorded.launch(0)
+    recorded.send(0)
+    recorded.grow(0, 5)
+    recorded.tell(facts.opened("a", resumed=True))
+    assert recorded.seen.in_flight == {}
     lengths = of.RestoredLengths(tokens=(5, 9), sampled=(5, 9), finished=(False, True))
-    told.tell(of.GroupLaunched(group_id=0, rollout_ids=(0, 1), prompt_tokens=10, restored=lengths))
-    assert told.seen.in_flight == {"waiting for an engine": 1}
-    told.model.skip(3)
-    assert told.seen.batches == 3
+    recorded.tell(
+        of.GroupLaunched(group_id=0, rollout_ids=(0, 1), prompt_tokens=10, restored=lengths)
+    )
+    assert recorded.seen.in_flight == {"waiting for an engine": 1}
+    recorded.model.skip(3)
+    assert recorded.seen.batches == 3
 
 
 def test_episodes_at_their_tools_are_told_apart():
-    told = Told()
-    told.launch(0)
-    told.tell(of.EpisodeStarted(rollout_id=0), of.EpisodeStarted(rollout_id=1))
-    assert told.seen.in_flight == {"using tools": 2}
-    told.tell(of.TurnBegun(rollout_id=0, prompt_tokens=10))
-    told.send(0)
-    told.grow(0, 3, after=1.0)
-    assert told.seen.in_flight == {"decoding": 1, "using tools": 1}
-    told.tell(of.AttemptEnded(request_id=0, outcome="finished"))
-    told.tell(of.TurnEnded(rollout_id=0, tokens=3, finish_reason="stop"))
-    assert told.seen.in_flight == {"using tools": 2}
-    told.tell(of.RolloutFinished(rollout_id=0, group_id=0))
-    told.tell(facts.dropped(0, 0, 1, reason="failed", cause="a tool"))
-    assert told.seen.in_flight == {}
+    recorded = Received()
+    recorded.launch(0)
+    recorded.tell(of.EpisodeStarted(rollout_id=0), of.EpisodeStarted(rollout_id=1))
+    assert recorded.seen.in_flight == {"using tools": 2}
+    recorded.tell(of.TurnBegun(rollout_id=0, prompt_tokens=10))
+    recorded.send(0)
+    recorded.grow(0, 3, after=1.0)
+    assert recorded.seen.in_flight == {"decoding": 1, "using tools": 1}
+    recorded.tell(of.AttemptEnded(request_id=0, outcome="finished"))
+    recorded.tell(of.TurnEnded(rollout_id=0, tokens=3, finish_reason="stop"))
+    assert recorded.seen.in_flight == {"using tools": 2}
+    recorded.tell(of.RolloutFinished(rollout_id=0, group_id=0))
+    recorded.tell(facts.dropped(0, 0, 1, reason="failed", cause="a tool"))
+    assert recorded.seen.in_flight == {}

@@ -53,7 +53,7 @@ def test_a_schedule_divides_groups_only_where_no_placement_is_configured(
 # --- full pools ----------------------------------------------------------------------------------
 
 
-def crowded(*, told: int | None = None, **dispatch: Any) -> Driver:
+def crowded(*, received: int | None = None, **dispatch: Any) -> Driver:
     """Two engines with room for 100 tokens. One has 85 and a request that has not begun. It has
     `told` that it has so many requests that wait."""
     driver = Driver(
@@ -64,8 +64,8 @@ def crowded(*, told: int | None = None, **dispatch: Any) -> Driver:
     )
     epoch(driver)
     on_a = [key for key in driver.attempts() if driver.sends[key].engine == "a"]
-    if told is not None:
-        driver.feed(ev.LoadSeen(engine="a", used=0, queued=told))
+    if received is not None:
+        driver.feed(ev.LoadSeen(engine="a", used=0, queued=received))
     for key in on_a[:-1]:
         driver.progress(key, 26)
     return driver
@@ -156,7 +156,7 @@ def test_engines_that_do_not_report_their_pool_keep_their_requests() -> None:
 
 def test_what_an_engine_reports_of_its_pool_counts_and_not_what_was_sent_to_it() -> None:
     """Siblings share their prompt's keys, so the contexts together may be more than a pool."""
-    driver = crowded(migrate=True, told=0)
+    driver = crowded(migrate=True, received=0)
     assert not driver.aborts
     driver.now += 2
     driver.feed(ev.LoadSeen(engine="a", used=95, queued=1))
@@ -164,7 +164,7 @@ def test_what_an_engine_reports_of_its_pool_counts_and_not_what_was_sent_to_it()
 
 
 def test_a_pool_that_others_fill_takes_no_request() -> None:
-    driver = crowded(migrate=True, told=0)
+    driver = crowded(migrate=True, received=0)
     driver.now += 2
     driver.feed(ev.LoadSeen(engine="b", used=95, queued=0))
     driver.feed(ev.LoadSeen(engine="a", used=95, queued=1))
@@ -176,7 +176,7 @@ def test_a_pool_that_others_fill_takes_no_request() -> None:
 
 
 def test_a_report_counts_for_some_seconds_only() -> None:
-    driver = crowded(migrate=True, told=0)
+    driver = crowded(migrate=True, received=0)
     assert not driver.aborts
     driver.now += 10
     for key in driver.attempts()[:1]:

@@ -24,22 +24,22 @@ def request(name: str, context: int, group: int = 7) -> GenerationRequest:
 
 def test_a_request_finds_what_it_had_and_its_group_s_prompt_until_a_flush():
     cache = PrefixCache(10_000)
-    assert cache.begin(request("1-1", 100)) == 0
-    assert cache.begin(request("2-1", 100)) == 99, "all of the prompt but its last token"
-    assert cache.begin(request("3-1", 100, group=8)) == 0
+    assert cache.attach(request("1-1", 100)) == 0
+    assert cache.attach(request("2-1", 100)) == 99, "all of the prompt but its last token"
+    assert cache.attach(request("3-1", 100, group=8)) == 0
     cache.end(request("1-1", 100), 160)
-    assert cache.begin(request("1-2", 160)) == 159
-    assert cache.begin(request("2-2", 300)) == 100, "a sibling shares the prompt only"
+    assert cache.attach(request("1-2", 160)) == 159
+    assert cache.attach(request("2-2", 300)) == 100, "a sibling shares the prompt only"
     cache.flush()
-    assert cache.begin(request("2-3", 100)) == 0
+    assert cache.attach(request("2-3", 100)) == 0
 
 
 def test_no_more_is_remembered_than_fits():
     cache = PrefixCache(150)
-    cache.begin(request("1-1", 100, group=0))
-    cache.begin(request("2-1", 100, group=0))
-    assert cache.begin(request("1-2", 100, group=0)) == 0
-    assert cache.begin(request("1-3", 100, group=0)) == 99
+    cache.attach(request("1-1", 100, group=0))
+    cache.attach(request("2-1", 100, group=0))
+    assert cache.attach(request("1-2", 100, group=0)) == 0
+    assert cache.attach(request("1-3", 100, group=0)) == 99
 
 
 def cached(**changes: object) -> tuple[int, float]:

@@ -284,12 +284,12 @@ def test_the_process_ends_with_the_trainers(tmp_path: Path, how: str):
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     with (
-        (tmp_path / "said").open("w") as said,
+        (tmp_path / "said").open("w") as printed,
         subprocess.Popen(
             [sys.executable, "-W", "ignore::DeprecationWarning", str(script), how],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=printed,
             cwd=tmp_path,
             env={
                 **os.environ,

@@ -13,16 +13,16 @@ class Slow:
     """A listener that waits until it may continue; `begun` is set while it works."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, float]] = []
-        self.begun = threading.Event()
+        self.received: list[tuple[str, float]] = []
+        self.started = threading.Event()
         self.may_go_on = threading.Event()
         self.thread: threading.Thread | None = None
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         self.thread = threading.current_thread()
-        self.begun.set()
+        self.started.set()
         self.may_go_on.wait()
-        self.told += [(type(fact).__name__, now) for fact in facts]
+        self.received += [(type(fact).__name__, now) for fact in facts]
 
 
 ASKED = (BatchRequested(),)
@@ -37,7 +37,7 @@ def test_everything_arrives_in_order_and_in_another_thread() -> None:
             queued.on_facts(ENDED, now + 0.5)
         slow.may_go_on.set()
     names = ["BatchRequested", "PromptsEnded"] * 100
-    assert slow.told == [(name, index / 2) for index, name in enumerate(names)]
+    assert slow.received == [(name, index / 2) for index, name in enumerate(names)]
     assert queued.dropped == 0
     assert slow.thread is not threading.current_thread()
     assert slow.thread is not None
@@ -52,7 +52,7 @@ def test_of_chunks_and_of_other_facts_only_those_asked_for_are_passed_on() -> No
         queued.on_tokens([(TokensReceived(request_id=1, tokens=2), 2.0)], 2.0)
     with QueuedListener(slow) as queued:
         queued.on_tokens([(TokensReceived(request_id=1, tokens=2), 3.0)], 3.0)
-    assert slow.told == [("PromptsEnded", 1.0), ("TokensReceived", 3.0)]
+    assert slow.received == [("PromptsEnded", 1.0), ("TokensReceived", 3.0)]
 
 
 def test_it_says_what_its_thread_has_missed_and_why() -> None:
@@ -66,7 +66,7 @@ def test_it_says_what_its_thread_has_missed_and_why() -> None:
     raising = Raising()
     with QueuedListener(raising, max_pending=3) as queued:
         queued.on_facts(ASKED, 0.0)
-        raising.begun.wait()
+        raising.started.wait()
         for now in range(5):
             queued.on_facts(ASKED, float(now))
         assert queued.dropped == 2

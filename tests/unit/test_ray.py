@@ -59,7 +59,7 @@ class Addressed(Server):
         return host, int(port)
 
 
-class Told:
+class Received:
     """An actor that answers what it was told last: first nothing, as one on a further node of a
     server that spans several does."""
 
@@ -92,8 +92,8 @@ def servers(cluster: None) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def told(cluster: None) -> Any:
-    return start(Told)
+def received(cluster: None) -> Any:
+    return start(Received)
 
 
 def start(kind: type[Any], **options: Any) -> Any:
@@ -142,12 +142,12 @@ def prompts(tokens: int) -> Iterator[Prompt]:
 
 
 async def test_actors_are_asked_for_their_addresses_in_the_ways_that_they_have(
-    servers: list[Any], told: Any
+    servers: list[Any], received: Any
 ):
     slime, named = servers
     verl = start(Addressed)
-    await told.tell.remote(None)
-    async with opened(RayFleet([slime, verl, told, "engine-1"])) as fleet:
+    await received.tell.remote(None)
+    async with opened(RayFleet([slime, verl, received, "engine-1"])) as fleet:
         addresses = [address_of(engine) for engine in fleet.engines]
         host, port = await verl.get_server_address.remote()
         assert addresses == [await url_of(slime), f"http://{host}:{port}", await url_of(named)]
@@ -155,16 +155,16 @@ async def test_actors_are_asked_for_their_addresses_in_the_ways_that_they_have(
         assert len(fleet.engines) == 1
 
 
-async def test_actors_that_tell_no_address_are_refused_with_a_sentence(told: Any):
-    await told.tell.remote(None)
+async def test_actors_that_tell_no_address_are_refused_with_a_sentence(received: Any):
+    await received.tell.remote(None)
     with pytest.raises(EngineUnreachable, match="start the servers first"):
-        await RayFleet([told, "nobody"]).open()
+        await RayFleet([received, "nobody"]).open()
     with pytest.raises(AttributeError, match="get_server_address"):
         await RayFleet([start(Mute)]).open()
 
 
-async def test_an_actor_that_has_no_server_yet_is_asked_again(servers: list[Any], told: Any):
-    early, late = servers[0], told
+async def test_an_actor_that_has_no_server_yet_is_asked_again(servers: list[Any], received: Any):
+    early, late = servers[0], received
     await late.tell.remote(RuntimeError("no port yet"))
     with pytest.raises(RuntimeError, match="no port yet"):
         await RayFleet([late]).open()

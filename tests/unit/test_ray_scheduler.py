@@ -385,10 +385,10 @@ async def test_a_trainer_that_dies_in_an_update_leaves_no_engine_paused(
     class Publisher(DiskPublisher):
         def __init__(self, folder: Path) -> None:
             super().__init__(folder)
-            self.begun, self.never = asyncio.Event(), asyncio.Event()
+            self.opened, self.never = asyncio.Event(), asyncio.Event()
 
         async def publish(self, version: int, engines: Any) -> Any:
-            self.begun.set()
+            self.opened.set()
             await self.never.wait()
 
     start(in_an_actor.served, server.url, store)
@@ -399,7 +399,7 @@ async def test_a_trainer_that_dies_in_an_update_leaves_no_engine_paused(
         dead = asyncio.create_task(
             first.update_weights(FromTrainer(publisher, SGLangFleet([server.url])))
         )
-        await publisher.begun.wait()
+        await publisher.opened.wait()
         async with ActorScheduler(NAME) as second:
             assert (await second.update_weights(DiskPublisher(weights))).version == 1
             again = await second.next_batch()

@@ -69,11 +69,11 @@ async def test_engines_take_the_version_one_after_the_other_whatever_the_trainer
 async def test_a_version_is_kept_while_an_engine_takes_it():
     trainer, slow, fast = Trainer(), GroupMember("slow"), GroupMember("fast")
     made, may_go = relay(trainer.weights), asyncio.Event()
-    begin = slow.begin_update
+    start = slow.begin_update
 
     async def begin_later() -> None:
         await may_go.wait()
-        await begin()
+        await start()
 
     slow.begin_update = begin_later  # type: ignore[method-assign]
     trainer.step()

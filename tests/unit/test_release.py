@@ -49,8 +49,8 @@ def test_a_version_without_notes_is_refused():
 
 
 def test_the_changelog_of_this_version_has_notes():
-    _, said = release.notes(text("CHANGELOG.md"), aprilsched.__version__)
-    assert said.count("\n- ") > 5
+    _, printed = release.notes(text("CHANGELOG.md"), aprilsched.__version__)
+    assert printed.count("\n- ") > 5
 
 
 def checkout(folder: Path, *, repository: str, changelog: str) -> Path:

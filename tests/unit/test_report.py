@@ -194,8 +194,8 @@ def test_a_run_of_stale_tokens_only_has_nothing_to_compare(
 
 def heard(*what: tuple[float, Fact | Sequence[Fact]]) -> Faults:
     faults = Faults()
-    for at, told in what:
-        faults.on_facts([told] if isinstance(told, Fact) else told, at)
+    for at, received in what:
+        faults.on_facts([received] if isinstance(received, Fact) else received, at)
     return faults
 
 
@@ -258,10 +258,10 @@ def test_the_largest_loss_is_said(reports: Mapping[str, RunReport]):
     ],
 )
 def test_settings_are_put_into_words(
-    folders: Mapping[str, Path], scheduler: dict[str, Any], said: str
+    folders: Mapping[str, Path], scheduler: dict[str, Any], text: str
 ):
     summary = read_run(folders["sync"]).summary
-    assert said in " ".join(ran({"engine": ["sim"], "scheduler": scheduler}, summary))
+    assert text in " ".join(ran({"engine": ["sim"], "scheduler": scheduler}, summary))
     assert ran({}, summary)
 
 
@@ -329,10 +329,10 @@ def test_a_broken_report_breaks_no_run(
 def test_a_run_ends_with_its_report(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     folder = tmp_path / "run"
     assert main(["run", *SMALL, *STEP, "--out", str(folder)]) == 0
-    said = capsys.readouterr().err
+    text = capsys.readouterr().err
     for name in ("report.html", "trace.json"):
         assert (folder / name).stat().st_size > 1000
-        assert str(folder / name) in said
+        assert str(folder / name) in text
     for flag in ("--quiet", "--no-report"):
         other = tmp_path / flag
         assert main(["run", *SMALL, *STEP, flag, "--out", str(other)]) == 0

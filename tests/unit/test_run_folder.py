@@ -85,10 +85,10 @@ def test_json_is_written_whole(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
 
 
-BEGUN = '{"t":0,"fact":"LogBegun","version":%d,"new":1}\n'
+STARTED = '{"t":0,"fact":"LogBegun","version":%d,"new":1}\n'
 RESUMED = '{"t":1,"fact":"LogResumed","version":%d,"incarnation":2,"batches":0}\n'
 OF_LOGS = (read_run, known_lengths, run_report, write_trace, RunFolder.resume, follow)
-LOGS = (BEGUN % 9, BEGUN % 1 + RESUMED % 9)
+LOGS = (STARTED % 9, STARTED % 1 + RESUMED % 9)
 SUMMARY = '{"schema":9,"clock":["another form"]}'
 SAMPLES = (
     '{"source":"description","version":9,"t":"now"}\n',
@@ -106,7 +106,7 @@ def test_a_file_of_a_newer_format_is_refused(
     tmp_path: Path, file: str, content: str, read: Callable[[Path], object]
 ):
     RunFolder(tmp_path).create(tomllib.loads((RECORDED / "config.toml").read_text()))
-    (tmp_path / "events.jsonl").write_text(BEGUN % 1)
+    (tmp_path / "events.jsonl").write_text(STARTED % 1)
     (tmp_path / file).write_text(content)
     with pytest.raises(RunFolderError, match=rf"{file} has format 9, .* upgrade aprilsched"):
         read(tmp_path)

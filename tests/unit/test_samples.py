@@ -48,7 +48,7 @@ def load(
 
 def rates(*samples: tuple[float, EngineLoad]) -> list[tuple[float | None, float | None]]:
     of = Rates()
-    lines = [of.line("e", t, told) for t, told in samples]
+    lines = [of.line("e", t, received) for t, received in samples]
     assert all(line.kv_share == 0.25 for line in lines)
     return [(line.tokens_per_s, line.step_share) for line in lines]
 
@@ -77,8 +77,8 @@ def test_counters_of_a_server_that_was_restarted_begin_again():
 
 
 def test_an_engine_s_own_rate_counts_where_it_has_no_counters():
-    told = EngineLoad(running=1, queued=0, tokens_per_s=77.0)
-    assert Rates().line("e", 1.0, told).tokens_per_s == 77.0
+    received = EngineLoad(running=1, queued=0, tokens_per_s=77.0)
+    assert Rates().line("e", 1.0, received).tokens_per_s == 77.0
 
 
 @each_row(("kind", "line"), [("engine", EngineLine), ("device", DeviceLine), ("nvml", GpuLine)])
@@ -89,8 +89,8 @@ def test_every_field_is_described(kind: str, line: type[EngineLine | DeviceLine 
 
 def test_every_figure_of_a_line_can_be_read():
     read = {field.name for kind in (EngineSamples, DeviceSamples) for field in fields(kind)}
-    told = {name for kind in FIELDS.values() for name in kind}
-    assert told - read == {"engine", "device", "series", "error", "processes"}
+    received = {name for kind in FIELDS.values() for name in kind}
+    assert received - read == {"engine", "device", "series", "error", "processes"}
 
 
 def written(folder: Path, *parts: tuple[float, list[SampleLine]]) -> None:

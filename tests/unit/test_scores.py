@@ -60,8 +60,8 @@ def test_numbers_and_mappings_become_plain_ones_of_its_own():
         ({"parts": {f"part {i}": 0.0 for i in range(2_000)}}, "give at most 16384"),
     ],
 )
-def test_what_cannot_be_saved_and_logged_is_refused(wrong: dict[str, Any], said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_saved_and_logged_is_refused(wrong: dict[str, Any], text: str):
+    with pytest.raises(ConfigError, match=text):
         Score(**wrong)
 
 

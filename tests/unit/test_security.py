@@ -193,7 +193,7 @@ API_KEY = "api-key-7be202"
 KEYS = {"ADMIN": ADMIN_KEY, "API": API_KEY, "WRONG": "wrong-key-93ac11"}
 
 
-def told(text: str | bytes) -> list[str]:
+def received(text: str | bytes) -> list[str]:
     """The keys that appear in the text."""
     raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
     forms: list[Callable[[bytes], bytes]] = [
@@ -207,7 +207,7 @@ def told(text: str | bytes) -> list[str]:
 def test_a_key_is_found_in_every_form():
     for name, key in KEYS.items():
         for form in (key, key.encode(), base64.b64encode(key.encode()), key.encode().hex()):
-            assert told(form) == [name]
+            assert received(form) == [name]
 
 
 def ours(*roots: object) -> Iterator[object]:
@@ -244,7 +244,7 @@ def test_no_repr_shows_a_key(monkeypatch: pytest.MonkeyPatch):
         type(thing).__name__ for thing in found
     }
     for thing in found:
-        assert told(repr(thing) + str(thing)) == [], type(thing)
+        assert received(repr(thing) + str(thing)) == [], type(thing)
 
 
 def command(*arguments: str) -> list[str]:
@@ -318,7 +318,7 @@ def test_no_key_is_in_what_a_run_says_or_leaves_behind(tmp_path: Path):
         right = ["--admin-key-env", "ADMIN", "--api-key-env", "API"]
         refused = _said(["run", *engines, *wrong, "--out", str(tmp_path / "refused")], 2)
         assert "401" in refused
-        said = refused + _said(["doctor", first, *wrong], 2)
+        printed = refused + _said(["doctor", first, *wrong], 2)
         with _started(
             command("run", *engines, *right, *SHORT, "--out", str(folder)),
             stdout=subprocess.PIPE,
@@ -329,12 +329,14 @@ def test_no_key_is_in_what_a_run_says_or_leaves_behind(tmp_path: Path):
             out, err = running.communicate(timeout=600)
             assert running.returncode == 0, err
         assert "is out of use" in err
-        said += out + err
-    assert len(said) > 10_000
-    assert told(said) == []
+        printed += out + err
+    assert len(printed) > 10_000
+    assert received(printed) == []
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {"config.toml", "events.jsonl", "summary.json"} <= {path.name for path in files}
-    assert [(path.name, told(path.read_bytes())) for path in files if told(path.read_bytes())] == []
+    assert [
+        (path.name, received(path.read_bytes())) for path in files if received(path.read_bytes())
+    ] == []
 
 
 def _await_delivery(events: Path, process: subprocess.Popen[str]) -> None:

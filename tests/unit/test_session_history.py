@@ -68,7 +68,7 @@ def sample(tokenizer: ModelTokenizer, text: str) -> Any:
 
 
 def answer(made: History, tokenizer: ModelTokenizer, question: Question, text: str) -> Any:
-    made.begin(question)
+    made.start(question)
     return made.answered(question, sample(tokenizer, text))
 
 
@@ -91,25 +91,25 @@ def text_of(tokenizer: ModelTokenizer, question: Question) -> str:
 )
 @pytest.mark.parametrize("template", [None, FORGETFUL], ids=["plain", "forgetful"])
 def test_what_follows_an_answer_is_added_once(
-    folder: Path, template: str | None, said: str, then: str
+    folder: Path, template: str | None, printed: str, then: str
 ):
     tokenizer = load_tokenizer(folder) if template is None else with_template(folder, template)
-    tools = TOOLS if "tool_call" in said else None
+    tools = TOOLS if "tool_call" in printed else None
     made = history(tokenizer)
     first = made.ask([user("hello")], tools)
-    told = answer(made, tokenizer, first, said)
-    more = {"role": "tool", "content": "rain"} if told["tool_calls"] else user("and now?")
-    second = made.ask([user("hello"), told, more], tools)
-    known = [*first.ids.tolist(), *sample(tokenizer, said).tolist()]
+    received = answer(made, tokenizer, first, printed)
+    more = {"role": "tool", "content": "rain"} if received["tool_calls"] else user("and now?")
+    second = made.ask([user("hello"), received, more], tools)
+    known = [*first.ids.tolist(), *sample(tokenizer, printed).tolist()]
     assert second.ids.tolist()[: len(known)] == known
-    begins = f"{then}<|im_start|>{more['role']}\n{more['content']}{END}\n"
+    starts = f"{then}<|im_start|>{more['role']}\n{more['content']}{END}\n"
     added = text_of(tokenizer, second).removeprefix(text_of(tokenizer, first))
-    assert added.startswith(begins)
+    assert added.startswith(starts)
     assert added.endswith("<|im_start|>assistant\n")
     assert second.text == text_of(tokenizer, second)
     assert second.after is not None
-    if told["tool_calls"]:
-        assert told["tool_calls"][0]["function"]["name"] == "look"
+    if received["tool_calls"]:
+        assert received["tool_calls"][0]["function"]["name"] == "look"
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,10 @@ def test_what_follows_an_answer_is_added_once(
 def test_what_makes_no_difference_to_a_message(tokenizer: ModelTokenizer, change: dict[str, Any]):
     made = history(tokenizer)
     other = CALL.replace("3", "4")
-    told = answer(made, tokenizer, made.ask([user("a")], TOOLS), f"{THOUGHT}see {CALL}{other}{END}")
-    again = {**told, **change}
+    received = answer(
+        made, tokenizer, made.ask([user("a")], TOOLS), f"{THOUGHT}see {CALL}{other}{END}"
+    )
+    again = {**received, **change}
     if change == {"tool_calls": "swapped"}:
         arguments = '{"days": %s, "where": "Z\\u00fcrich"}'
         again["tool_calls"] = [
@@ -141,15 +143,15 @@ def test_what_makes_no_difference_to_a_message(tokenizer: ModelTokenizer, change
 def test_numbers_that_a_client_writes_anew_are_the_same(tokenizer: ModelTokenizer):
     made = history(tokenizer)
     call = '{"name": "look", "arguments": {"a": 1.0, "b": [1e3, -0.0, 1180591620717411303424]}}'
-    said = f"<tool_call>{call}</tool_call>{END}"
-    told = answer(made, tokenizer, made.ask([user("a")], TOOLS), said)
+    printed = f"<tool_call>{call}</tool_call>{END}"
+    received = answer(made, tokenizer, made.ask([user("a")], TOOLS), printed)
 
     def after(arguments: str) -> Any:
         function = {"name": "look", "arguments": arguments}
         again = {"role": "assistant", "tool_calls": [{"function": function}]}
         return made.ask([user("a"), again, user("b")], TOOLS).after
 
-    assert after(told["tool_calls"][0]["function"]["arguments"]) is not None
+    assert after(received["tool_calls"][0]["function"]["arguments"]) is not None
     assert after('{"a":1,"b":[1000,0,1.1805916207174113e21]}') is not None
     assert after('{"a":1,"b":[1000,1,1.1805916207174113e21]}') is None
 
@@ -158,9 +160,9 @@ def test_numbers_that_a_client_writes_anew_are_the_same(tokenizer: ModelTokenize
 def test_an_odd_call_keeps_its_tokens_in_the_next_turn(tokenizer: ModelTokenizer, call: str):
     made = history(tokenizer)
     first = made.ask([user("a")], TOOLS)
-    told = answer(made, tokenizer, first, f"see {CALL} and {call}{END}")
-    parts = {**told, "content": [{"type": "text", "text": told["content"]}]}
-    for again in (told, parts, json.loads(json.dumps(told))):
+    received = answer(made, tokenizer, first, f"see {CALL} and {call}{END}")
+    parts = {**received, "content": [{"type": "text", "text": received["content"]}]}
+    for again in (received, parts, json.loads(json.dumps(received))):
         second = made.ask([user("a"), again, user("b")], TOOLS)
         known = [*first.ids.tolist(), *sample(tokenizer, f"see {CALL} and {call}{END}").tolist()]
         assert second.after is not None
@@ -170,8 +172,8 @@ def test_an_odd_call_keeps_its_tokens_in_the_next_turn(tokenizer: ModelTokenizer
 def test_a_template_that_drops_reasoning_is_found_and_said(folder: Path):
     tokenizer = with_template(folder, FORGETFUL)
     made = history(tokenizer)
-    told = answer(made, tokenizer, made.ask([user("a")]), f"{THOUGHT}fine{END}")
-    second = made.ask([user("a"), told, user("b")])
+    received = answer(made, tokenizer, made.ask([user("a")]), f"{THOUGHT}fine{END}")
+    second = made.ask([user("a"), received, user("b")])
     assert THOUGHT in text_of(tokenizer, second)
     assert made.drift == len(sample(tokenizer, THOUGHT))
 
@@ -179,11 +181,11 @@ def test_a_template_that_drops_reasoning_is_found_and_said(folder: Path):
 def test_tokens_that_the_tokenizer_does_not_make_are_kept_and_counted(tokenizer: ModelTokenizer):
     made = history(tokenizer)
     first = made.ask([user("a")])
-    made.begin(first)
+    made.start(first)
     # A special token that is written byte by byte.
     odd = [5 + byte for byte in b"x<eos>y"]
-    told = made.answered(first, np.array(odd, dtype=np.int32))
-    second = made.ask([user("a"), told, user("b")])
+    received = made.answered(first, np.array(odd, dtype=np.int32))
+    second = made.ask([user("a"), received, user("b")])
     assert second.ids.tolist()[len(first.ids) :][: len(odd)] == odd
     assert made.drift == 5
 
@@ -192,12 +194,12 @@ def test_a_template_that_shows_no_answers_keeps_what_was_sampled(folder: Path):
     hides = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
     tokenizer = with_template(folder, hides)
     made = history(tokenizer)
-    told = answer(made, tokenizer, made.ask([user("abc")]), "fine")
-    second = made.ask([user("abc"), told, user("d")])
+    received = answer(made, tokenizer, made.ask([user("abc")]), "fine")
+    second = made.ask([user("abc"), received, user("d")])
     assert second.after is not None
     assert text_of(tokenizer, second) == "abcfined"
     with pytest.raises(ConfigError, match=r"messages\[1\] .* the role 'assistant'"):
-        made.ask([user("abc"), {**told, "content": "not sampled"}, user("d")])
+        made.ask([user("abc"), {**received, "content": "not sampled"}, user("d")])
 
 
 LAST_END = (
@@ -245,30 +247,30 @@ RESULT_INSIDE = (
     ],
 )
 def test_what_a_template_ends_otherwise_keeps_its_tokens(
-    folder: Path, template: str, said: str, then: str
+    folder: Path, template: str, printed: str, then: str
 ):
     tokenizer = with_template(folder, template)
     made = history(tokenizer)
-    tools = TOOLS if CALL in said else None
+    tools = TOOLS if CALL in printed else None
     first = made.ask([user("a")], tools)
-    told = answer(made, tokenizer, first, said)
+    received = answer(made, tokenizer, first, printed)
     more = {"role": "tool" if tools else "user", "content": "bravo"}
-    second = made.ask([user("a"), told, more], tools)
+    second = made.ask([user("a"), received, more], tools)
     text = text_of(tokenizer, second)
-    assert text.startswith(text_of(tokenizer, first) + said + then)
+    assert text.startswith(text_of(tokenizer, first) + printed + then)
     assert text.count("bravo") == 1
     last = answer(made, tokenizer, second, f"done{END}")
-    third = made.ask([user("a"), told, more, last, user("c")], tools)
+    third = made.ask([user("a"), received, more, last, user("c")], tools)
     assert third.ids.tolist()[: len(second.ids)] == second.ids.tolist()
     assert text_of(tokenizer, third).count("c<|im_end|>") == 1
-    assert made.begun == 1
+    assert made.branches_started == 1
 
 
 def test_a_request_for_more_of_an_answer_keeps_its_tokens(tokenizer: ModelTokenizer):
     made = history(tokenizer)
     first = made.ask([user("a")])
-    told = answer(made, tokenizer, first, "not all")
-    second = made.ask([user("a"), told])
+    received = answer(made, tokenizer, first, "not all")
+    second = made.ask([user("a"), received])
     then = f"not all{END}\n<|im_start|>assistant\n"
     assert text_of(tokenizer, second) == text_of(tokenizer, first) + then
     assert second.after is not None
@@ -276,25 +278,27 @@ def test_a_request_for_more_of_an_answer_keeps_its_tokens(tokenizer: ModelTokeni
 
 @pytest.mark.parametrize("said", [END, f"{THOUGHT}{END}", f" \n{END}"])
 @pytest.mark.parametrize("sent", ["as it came", "as parts", "without reasoning", "left out"])
-def test_an_answer_without_text_begins_no_branch(tokenizer: ModelTokenizer, said: str, sent: str):
+def test_an_answer_without_text_begins_no_branch(
+    tokenizer: ModelTokenizer, printed: str, sent: str
+):
     made = history(tokenizer)
     first = made.ask([user("a")])
-    told = answer(made, tokenizer, first, said)
+    received = answer(made, tokenizer, first, printed)
     plain: dict[str, Any] = {"role": "assistant", "content": ""}
     forms: dict[str, list[dict[str, Any]]] = {
-        "as it came": [told],
-        "as parts": [{**told, "content": []}],
+        "as it came": [received],
+        "as parts": [{**received, "content": []}],
         "without reasoning": [plain],
         "left out": [],
     }
     chat = [user("a"), *forms[sent], user("b")]
     assert made.ask(chat).after is not None
     second = made.ask(chat)
-    assert text_of(tokenizer, second).startswith(text_of(tokenizer, first) + said)
+    assert text_of(tokenizer, second).startswith(text_of(tokenizer, first) + printed)
     last = answer(made, tokenizer, second, f"c{END}")
     third = made.ask([*chat, last, user("d")])
     assert third.ids.tolist()[: len(second.ids)] == second.ids.tolist()
-    assert made.begun == 1
+    assert made.branches_started == 1
 
 
 def test_real_templates_keep_what_was_sampled(folder: Path):
@@ -302,26 +306,26 @@ def test_real_templates_keep_what_was_sampled(folder: Path):
     templates = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
     for template in templates:
         tokenizer = with_template(folder, template.read_text(encoding="utf-8"))
-        for said in (f"it is{END}", "it is", f"  it is \n{END}", END, "it is<eos>"):
+        for printed in (f"it is{END}", "it is", f"  it is \n{END}", END, "it is<eos>"):
             made = history(tokenizer)
             chat: list[Any] = [user("QUESTION")]
             known: list[int] = []
             for turn in range(3):
                 question = made.ask(chat)
-                assert question.ids.tolist()[: len(known)] == known, (template.name, said)
+                assert question.ids.tolist()[: len(known)] == known, (template.name, printed)
                 text = text_of(tokenizer, question)
-                assert text.count("QUESTION") == turn + 1, (template.name, said)
-                told = answer(made, tokenizer, question, said)
-                known = [*question.ids.tolist(), *sample(tokenizer, said).tolist()]
-                chat = [*chat, told, user("QUESTION")]
-            assert made.begun == 1, (template.name, said)
+                assert text.count("QUESTION") == turn + 1, (template.name, printed)
+                received = answer(made, tokenizer, question, printed)
+                known = [*question.ids.tolist(), *sample(tokenizer, printed).tolist()]
+                chat = [*chat, received, user("QUESTION")]
+            assert made.branches_started == 1, (template.name, printed)
 
 
 def test_completions_go_on_from_what_was_sampled(tokenizer: ModelTokenizer):
     made = history(tokenizer)
     first = made.continue_text("once ")
-    told = answer(made, tokenizer, first, f"upon{END}")
-    assert told["content"] == "upon"
+    received = answer(made, tokenizer, first, f"upon{END}")
+    assert received["content"] == "upon"
     second = made.continue_text("once upon a time")
     assert text_of(tokenizer, second) == f"once upon{END} a time"
     assert second.after is not None
@@ -345,14 +349,14 @@ def test_an_answer_that_says_the_same_with_other_tokens_changes_no_earlier_one(
     made = history(tokenizer)
     asked = made.ask([user("a")])
     as_bytes = [5 + byte for byte in b"x<eos>y"]
-    told = answer(made, tokenizer, asked, "x<eos>y")
-    first = made.ask([user("a"), told, user("b")])
+    received = answer(made, tokenizer, asked, "x<eos>y")
+    first = made.ask([user("a"), received, user("b")])
     then = answer(made, tokenizer, first, "on")
-    made.begin(asked)
+    made.start(asked)
     made.answered(asked, np.array(as_bytes, dtype=np.int32))
-    again = made.ask([user("a"), told, user("b"), then, user("c")])
+    again = made.ask([user("a"), received, user("b"), then, user("c")])
     assert again.ids.tolist()[: len(first.ids)] == first.ids.tolist()
-    other = made.ask([user("a"), told, user("other")])
+    other = made.ask([user("a"), received, user("other")])
     assert other.ids.tolist()[len(asked.ids) :][: len(as_bytes)] == as_bytes
 
 
@@ -362,14 +366,14 @@ def test_a_message_that_its_harness_has_changed_is_another_one(
 ):
     made = history(tokenizer)
     shown: dict[str, Any] = {"url": "data:image/png;base64,AA=="}
-    said: dict[str, Any] = user("a")
+    printed: dict[str, Any] = user("a")
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": shown}]}
-    told = answer(made, tokenizer, made.ask([said, picture]), "fine")
-    assert made.ask([said, picture, told, user("b")]).after is not None
+    received = answer(made, tokenizer, made.ask([printed, picture]), "fine")
+    assert made.ask([printed, picture, received, user("b")]).after is not None
     if change == "text":
-        said["content"] = "c"
+        printed["content"] = "c"
     else:
         shown["url"] = "data:image/png;base64,BB=="
-    question = made.ask([said, picture, told, user("b")])
+    question = made.ask([printed, picture, received, user("b")])
     assert question.after is None
     assert [each.source for each in question.media] == [shown["url"]]

@@ -118,8 +118,8 @@ def test_what_a_server_would_ignore_is_refused():
         ({"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}, 1),
     ],
 )
-def test_the_direction_of_priorities_is_the_servers(told: dict[str, bool], sign: int):
-    server = msgspec.convert({"version": "0.5.21", **told}, ServerInfo)
+def test_the_direction_of_priorities_is_the_servers(received: dict[str, bool], sign: int):
+    server = msgspec.convert({"version": "0.5.21", **received}, ServerInfo)
     model = ModelInfo(
         model_path="m",
         weight_version="0",
@@ -140,9 +140,9 @@ def test_the_direction_of_priorities_is_the_servers(told: dict[str, bool], sign:
         {"dp_size": 2},
     ],
 )
-def test_the_room_is_that_of_all_ranks(told: dict[str, int]):
+def test_the_room_is_that_of_all_ranks(received: dict[str, int]):
     states = [{"effective_max_running_requests_per_dp": 8}] * 2
-    info = {"version": "0.5.23", "max_total_num_tokens": 100, "internal_states": states, **told}
+    info = {"version": "0.5.23", "max_total_num_tokens": 100, "internal_states": states, **received}
     server = msgspec.convert(info, ServerInfo)
     can = probe._capabilities(ModelInfo(model_path="m", weight_version="0"), server, OpenApi())  # pyright: ignore[reportPrivateUsage]
     assert (can.max_running_requests, can.kv_tokens) == (16, 200)

@@ -431,8 +431,8 @@ def test_routed_experts_of_another_shape_are_refused(rows: str, complaint: str) 
 @each_row("cumulative", [False, True])
 def test_sampling_masks_come_with_their_tokens(cumulative: bool) -> None:
     def masks(start: int, end: int) -> dict[str, Any]:
-        begin = 0 if cumulative else start
-        kept = [[100 + i, *range(i % 3)] for i in range(begin, end)]
+        low = 0 if cumulative else start
+        kept = [[100 + i, *range(i % 3)] for i in range(low, end)]
         return {
             "output_token_sampling_mask": kept,
             "output_token_sampling_mask_length": end,
@@ -454,9 +454,9 @@ def test_likely_tokens_come_with_their_tokens(cumulative: bool) -> None:
     """A logprob that is no number of JSON is of an id that cannot be sampled."""
 
     def likely(start: int, end: int) -> dict[str, Any]:
-        begin = 0 if cumulative else start
-        rows = [[(-i / 10, 100 + i, None), (None, 7, None)] for i in range(begin, end)]
-        return {"output_top_logprobs": rows, "output_token_logprobs": triples(begin, end)}
+        low = 0 if cumulative else start
+        rows = [[(-i / 10, 100 + i, None), (None, 7, None)] for i in range(low, end)]
+        return {"output_top_logprobs": rows, "output_token_logprobs": triples(low, end)}
 
     assembler = ChunkAssembler("engine:1", asked((top_logprobs(2), 0)))
     joined = event(3, 5, finish=LENGTH, spans=[("0", 0, 5)], **likely(3, 5))
@@ -498,6 +498,6 @@ def test_what_a_request_keeps_comes_with_its_last_event() -> None:
 
 def test_the_tokens_of_a_prompt_are_told_where_it_has_media() -> None:
     with_media = msgspec.structs.replace(asked(), media=(Media("image", "a.png"),))
-    for request, told in ((asked(), None), (with_media, 68)):
+    for request, received in ((asked(), None), (with_media, 68)):
         assembler = ChunkAssembler("engine:1", request)
-        assert assembler.feed(event(0, 2, prompt_tokens=68)).prompt_tokens == told
+        assert assembler.feed(event(0, 2, prompt_tokens=68)).prompt_tokens == received

@@ -99,16 +99,16 @@ def sim() -> SimServer:
 
 
 @pytest.fixture
-def begun(
+def started(
     trainer: SimpleNamespace, folder: Path, servers: list[ThreadedServer]
 ) -> Callable[..., Loop]:
     """Begins a process of the training."""
 
-    def begin(start_rollout_id: int = 0, **changes: Any) -> Loop:
+    def low(start_rollout_id: int = 0, **changes: Any) -> Loop:
         args = arguments(folder, [server.url for server in servers], **changes)
         return Loop(args, weights(folder)).start(start_rollout_id)
 
-    return begin
+    return low
 
 
 def weights(folder: Path) -> list[Path]:
@@ -203,9 +203,9 @@ def step(loop: Loop, rollout_id: int) -> Any:
     return output
 
 
-def train(loop: Loop, steps: int, begin: int = 0) -> list[list[list[Any]]]:
+def train(loop: Loop, steps: int, low: int = 0) -> list[list[list[Any]]]:
     """The samples of so many steps."""
-    return [step(loop, rollout_id).samples for rollout_id in range(begin, begin + steps)]
+    return [step(loop, rollout_id).samples for rollout_id in range(low, low + steps)]
 
 
 # --- training ------------------------------------------------------------------------------------
@@ -215,9 +215,9 @@ def train(loop: Loop, steps: int, begin: int = 0) -> list[list[list[Any]]]:
     ("trainer", "masks"), [("slime", True), ("miles", False)], indirect=["trainer"]
 )
 def test_steps_in_the_trainers_order_lose_nothing_and_carry_partial_responses(
-    begun: Callable[..., Loop], trainer: SimpleNamespace, masks: bool
+    started: Callable[..., Loop], trainer: SimpleNamespace, masks: bool
 ):
-    loop = begun(mask_offpolicy_in_partial_rollout=masks)
+    loop = started(mask_offpolicy_in_partial_rollout=masks)
     taken, mixed = [], 0
     while mixed == 0 or len(taken) < 6:
         output = step(loop, len(taken))
@@ -238,9 +238,9 @@ def test_steps_in_the_trainers_order_lose_nothing_and_carry_partial_responses(
 
 
 def test_a_saved_training_goes_on_with_everything_that_was_in_flight(
-    begun: Callable[..., Loop], servers: list[ThreadedServer]
+    started: Callable[..., Loop], servers: list[ThreadedServer]
 ):
-    first = begun()
+    first = started()
     before: list[Any] = []
     partial: dict[int, list[int]] = {}
     while not any(partial.values()):
@@ -258,13 +258,13 @@ def test_a_saved_training_goes_on_with_everything_that_was_in_flight(
     first.generate(step)  # It is trained on, and the process dies before that is saved.
     first.end()
 
-    second = begun(step)
+    second = started(step)
     after = [second.generate(step).samples]
     assert scheduler().version == version + 1, "versions go on, and labels begin again"
     assert second.version == 1
     check(after[0], version + 1)
     second.update()
-    after += train(second, 3, begin=step + 1)
+    after += train(second, 3, low=step + 1)
     check_nothing_skipped(once(before + after))
     # The responses that were saved half went on from their tokens.
     tokens = [sample.tokens[3:] for groups in after for group in groups for sample in group]
@@ -274,14 +274,14 @@ def test_a_saved_training_goes_on_with_everything_that_was_in_flight(
         assert any(ids[: len(begun_with)] == begun_with for ids in found)
 
 
-def test_a_batch_that_was_taken_ahead_comes_again(begun: Callable[..., Loop]):
+def test_a_batch_that_was_taken_ahead_comes_again(started: Callable[..., Loop]):
     """train_async.py generates rollout k + 1 while it trains on k, and saves k after that."""
-    first = begun()
+    first = started()
     first.generate(0)
     ahead = first.generate(1)
     first.save(0)
     first.end()
-    second = begun(1)
+    second = started(1)
     again = second.generate(1)
     for name in ("index", "tokens", "rollout_log_probs", "reward", "weight_versions"):
         before, after = (
@@ -294,9 +294,9 @@ def test_a_batch_that_was_taken_ahead_comes_again(begun: Callable[..., Loop]):
 
 
 @miles_alone
-def test_it_can_be_saved_while_another_thread_generates(begun: Callable[..., Loop]):
+def test_it_can_be_saved_while_another_thread_generates(started: Callable[..., Loop]):
     """miles saves while it generates the next rollout. The process ends before that is there."""
-    first = begun(aprilsched={"over_provision": 1.0})
+    first = started(aprilsched={"over_provision": 1.0})
     taken = [first.generate(0).samples]
     Judge.calls, Judge.gate = 0, threading.Event()
     first.args.custom_rm_path = f"{HERE}.blocks"
@@ -308,17 +308,17 @@ def test_it_can_be_saved_while_another_thread_generates(begun: Callable[..., Loo
         with pytest.raises(SchedulerClosed):
             output.result()
         Judge.gate.set()
-    second = begun(1)
-    taken += train(second, 3, begin=1)
+    second = started(1)
+    taken += train(second, 3, low=1)
     seen = once(taken)
     assert len(seen) == 32
     check_nothing_skipped(seen)
 
 
-def test_a_restart_after_a_restart_counts_versions_on(begun: Callable[..., Loop]):
+def test_a_restart_after_a_restart_counts_versions_on(started: Callable[..., Loop]):
     versions = []
     for process in range(3):
-        loop = begun(2 * process)
+        loop = started(2 * process)
         for rollout_id in (2 * process, 2 * process + 1):
             loop.generate(rollout_id)
             versions.append(scheduler().version)
@@ -329,10 +329,10 @@ def test_a_restart_after_a_restart_counts_versions_on(begun: Callable[..., Loop]
 
 
 def test_a_plain_data_source_works_and_its_checkpoints_are_said_to_be_incomplete(
-    begun: Callable[..., Loop], trainer: SimpleNamespace, caplog: pytest.LogCaptureFixture
+    started: Callable[..., Loop], trainer: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ):
     path = f"{trainer.name}.rollout.data_source.RolloutDataSourceWithBuffer"
-    loop = begun(data_source_path=path)
+    loop = started(data_source_path=path)
     check(loop.generate(0).samples, 1)
     assert "set --data-source-path to aprilsched.trainers.slime.DataSource" in caplog.text
     loop.save(0)
@@ -341,9 +341,9 @@ def test_a_plain_data_source_works_and_its_checkpoints_are_said_to_be_incomplete
 
 @both
 def test_the_data_source_behaves_like_the_one_that_it_wraps(
-    begun: Callable[..., Loop], trainer: SimpleNamespace
+    started: Callable[..., Loop], trainer: SimpleNamespace
 ):
-    source = begun(prompt_data=None, rollout_global_dataset=False).data_source
+    source = started(prompt_data=None, rollout_global_dataset=False).data_source
     if trainer.name == "slime":  # That of miles has no length.
         assert len(source) == 0
     assert source.dataset is None
@@ -356,17 +356,17 @@ def test_the_data_source_behaves_like_the_one_that_it_wraps(
         source.no_such_thing  # noqa: B018
 
 
-def test_a_checkpoint_that_was_cut_off_is_none(begun: Callable[..., Loop], folder: Path):
-    loop = begun()
+def test_a_checkpoint_that_was_cut_off_is_none(started: Callable[..., Loop], folder: Path):
+    loop = started()
     loop.generate(0)
     loop.save(0)
     loop.end()
     (folder / "checkpoints/rollout/aprilsched_0.samples").unlink()
-    check(begun(1).generate(1).samples, 1)
+    check(started(1).generate(1).samples, 1)
 
 
-def test_a_rollout_that_is_asked_for_again_is_another_one(begun: Callable[..., Loop]):
-    loop = begun()
+def test_a_rollout_that_is_asked_for_again_is_another_one(started: Callable[..., Loop]):
+    loop = started()
     taken = [loop.generate(0).samples for _ in range(4)]
     assert len(once(taken)) == 32
     assert len(scheduler().state.delivery.unacknowledged) == 1
@@ -382,8 +382,8 @@ def test_a_rollout_that_is_asked_for_again_is_another_one(begun: Callable[..., L
     ],
     ids=str,
 )
-def test_the_scheduler_may_be_set_in_any_way(begun: Callable[..., Loop], settings: Any):
-    loop = begun(aprilsched=settings)
+def test_the_scheduler_may_be_set_in_any_way(started: Callable[..., Loop], settings: Any):
+    loop = started(aprilsched=settings)
     taken = train(loop, 4)
     assert len(once(taken)) == 32
     reasons = set(in_flight().ledger.rollouts)
@@ -450,18 +450,18 @@ async def too_few(args: Any, samples: list[Any], **_: Any) -> list[float]:
     ],
 )
 def test_a_reward_function_that_never_works_ends_the_training(
-    begun: Callable[..., Loop], name: str, why: str
+    started: Callable[..., Loop], name: str, why: str
 ):
     grouped = {"group_rm": True} if name == "too_few" else {}
-    loop = begun(custom_rm_path=f"{HERE}.{name}", rollout_max_response_len=4, **grouped)
+    loop = started(custom_rm_path=f"{HERE}.{name}", rollout_max_response_len=4, **grouped)
     with pytest.raises(RunGivenUp, match=why):
         loop.generate(0)
 
 
-def test_a_reward_function_that_blocks_holds_up_no_stream(begun: Callable[..., Loop]):
+def test_a_reward_function_that_blocks_holds_up_no_stream(started: Callable[..., Loop]):
     """Its event loop stands still, and the engines go on giving tokens to the scheduler."""
     Judge.calls, Judge.gate = 0, threading.Event()
-    loop = begun(custom_rm_path=f"{HERE}.blocks", aprilsched={"over_provision": 1.0})
+    loop = started(custom_rm_path=f"{HERE}.blocks", aprilsched={"over_provision": 1.0})
     with ThreadPoolExecutor() as threads:
         output = threads.submit(loop.generate, 0)
         # All responses end while the judge holds up its loop.
@@ -472,8 +472,8 @@ def test_a_reward_function_that_blocks_holds_up_no_stream(begun: Callable[..., L
         check(output.result().samples, 1)
 
 
-def test_a_reward_may_be_a_dictionary_of_any_size(begun: Callable[..., Loop]):
-    loop = begun(custom_rm_path=f"{HERE}.named", reward_key="score")
+def test_a_reward_may_be_a_dictionary_of_any_size(started: Callable[..., Loop]):
+    loop = started(custom_rm_path=f"{HERE}.named", reward_key="score")
     for group in loop.generate(0).samples:
         for sample in group:
             assert sample.reward["score"] == sample.index
@@ -481,11 +481,11 @@ def test_a_reward_may_be_a_dictionary_of_any_size(begun: Callable[..., Loop]):
             assert sample.metadata["judged"] is True
     loop.save(0)
     loop.end()
-    assert not begun(1, custom_rm_path=f"{HERE}.named").generate(1).samples[0][0].remove_sample
+    assert not started(1, custom_rm_path=f"{HERE}.named").generate(1).samples[0][0].remove_sample
 
 
-def test_groups_are_scored_together(begun: Callable[..., Loop]):
-    loop = begun(custom_rm_path=f"{HERE}.together", group_rm=True)
+def test_groups_are_scored_together(started: Callable[..., Loop]):
+    loop = started(custom_rm_path=f"{HERE}.together", group_rm=True)
     for group in loop.generate(0).samples:
         assert max(sample.reward for sample in group) == 1.0
     with pytest.raises(ConfigError, match="leave --group-rm out"):
@@ -514,9 +514,9 @@ def note_all(args: Any, groups: list[list[Any]], data_source: Any) -> None:
 
 @both
 def test_dynamic_filters_replace_groups_and_all_of_them_can_be_processed(
-    begun: Callable[..., Loop], trainer: SimpleNamespace
+    started: Callable[..., Loop], trainer: SimpleNamespace
 ):
-    loop = begun(
+    loop = started(
         dynamic_sampling_filter_path=f"{HERE}.even_groups",
         rollout_sample_filter_path=f"{HERE}.first_is_removed",
         rollout_all_samples_process_path=f"{HERE}.note_all",
@@ -537,9 +537,9 @@ def test_dynamic_filters_replace_groups_and_all_of_them_can_be_processed(
 
 @slime_alone
 def test_a_filter_that_falls_back_does_not_ask_for_another_wave(
-    begun: Callable[..., Loop], trainer: SimpleNamespace
+    started: Callable[..., Loop], trainer: SimpleNamespace
 ):
-    loop = begun(
+    loop = started(
         aprilsched={"over_provision": 2.0},
         dynamic_sampling_filter_path=f"{HERE}.no_group",
         filters=f"{trainer.name}.rollout.filter_hub.base_types",
@@ -553,8 +553,8 @@ def shout(args: Any, sample: Any, evaluation: bool = False) -> None:
 
 
 @slime_alone
-def test_sample_hooks_see_the_response_before_the_reward(begun: Callable[..., Loop]):
-    loop = begun(rollout_sample_hook_path=[f"{HERE}.shout"])
+def test_sample_hooks_see_the_response_before_the_reward(started: Callable[..., Loop]):
+    loop = started(rollout_sample_hook_path=[f"{HERE}.shout"])
     assert all(s.response.isupper() for group in loop.generate(0).samples for s in group)
 
 
@@ -614,9 +614,9 @@ class Broken(Short):
 
 
 def test_a_data_source_that_runs_dry_gives_what_it_has(
-    begun: Callable[..., Loop], trainer: SimpleNamespace
+    started: Callable[..., Loop], trainer: SimpleNamespace
 ):
-    loop = begun(data_source_path=f"{HERE}.Short", trainer=trainer.name, groups=3)
+    loop = started(data_source_path=f"{HERE}.Short", trainer=trainer.name, groups=3)
     output = loop.generate(0)
     assert len(output.samples) == 2
     with pytest.raises(ConfigError, match="1 of the 2 groups of this step are there"):
@@ -625,9 +625,9 @@ def test_a_data_source_that_runs_dry_gives_what_it_has(
 
 @pytest.mark.parametrize("name", ["Pausing", "Twice"])
 def test_a_data_source_may_be_dry_for_now_or_give_a_group_twice(
-    begun: Callable[..., Loop], trainer: SimpleNamespace, name: str
+    started: Callable[..., Loop], trainer: SimpleNamespace, name: str
 ):
-    loop = begun(data_source_path=f"{HERE}.{name}", trainer=trainer.name, groups=100)
+    loop = started(data_source_path=f"{HERE}.{name}", trainer=trainer.name, groups=100)
     taken = [group for step in range(3) for group in loop.generate(step).samples]
     assert len({id(sample) for group in taken for sample in group}) == 24
     assert name == "Twice" or loop.data_source.asked > 6
@@ -641,21 +641,21 @@ def test_a_data_source_may_be_dry_for_now_or_give_a_group_twice(
     ],
 )
 def test_a_data_source_that_fails_ends_the_training(
-    begun: Callable[..., Loop],
+    started: Callable[..., Loop],
     trainer: SimpleNamespace,
     name: str,
     error: type[Exception],
     why: str,
 ):
-    loop = begun(data_source_path=f"{HERE}.{name}", trainer=trainer.name, groups=100)
+    loop = started(data_source_path=f"{HERE}.{name}", trainer=trainer.name, groups=100)
     with pytest.raises(error, match=why):
         loop.generate(0)
 
 
 def test_samples_with_a_response_are_generated_again(
-    begun: Callable[..., Loop], caplog: pytest.LogCaptureFixture
+    started: Callable[..., Loop], caplog: pytest.LogCaptureFixture
 ):
-    loop = begun()
+    loop = started()
     output = loop.generate(0)
     loop.data_source.add_samples(output.samples)
     missing = set(numbers(output.samples))
@@ -703,10 +703,10 @@ async def eval_raises(args: Any, sample: Any, **_: Any) -> float:
 
 @both
 def test_an_evaluation_between_two_steps_carries_the_training_rollouts_over(
-    begun: Callable[..., Loop], folder: Path, trainer: SimpleNamespace
+    started: Callable[..., Loop], folder: Path, trainer: SimpleNamespace
 ):
     datasets = [dataset(folder, "one"), dataset(folder, "two", temperature=1.0)]
-    loop = begun(eval_datasets=datasets)
+    loop = started(eval_datasets=datasets)
     taken = train(loop, 2)
     carried = {rollout.rollout_id: rollout.log.size for rollout in in_flight().rollouts.values()}
     loop.args.custom_rm_path = f"{HERE}.eval_reward"
@@ -725,24 +725,26 @@ def test_an_evaluation_between_two_steps_carries_the_training_rollouts_over(
     assert greedy[::2] == greedy[1::2]
     now = {rollout.rollout_id: rollout.log.size for rollout in in_flight().rollouts.values()}
     assert carried == {number: now[number] for number in carried}, "they have waited"
-    taken += train(loop, 3, begin=2)
+    taken += train(loop, 3, low=2)
     once(taken)
     assert slime._current is not None
     assert not [key for key in slime._current._samples if isinstance(key, str)]
 
 
 def test_an_evaluation_may_come_first_and_may_have_nothing_to_ask(
-    begun: Callable[..., Loop], folder: Path
+    started: Callable[..., Loop], folder: Path
 ):
-    loop = begun(eval_datasets=[dataset(folder, "one", n_samples_per_eval_prompt=1)])
+    loop = started(eval_datasets=[dataset(folder, "one", n_samples_per_eval_prompt=1)])
     assert len(loop.evaluate(0).data["one"]["samples"]) == 5
     loop.args.eval_datasets = None
     assert loop.evaluate(0).data == {}
     check(loop.generate(0).samples, 1)
 
 
-def test_an_evaluation_with_a_missing_result_is_an_error(begun: Callable[..., Loop], folder: Path):
-    loop = begun(eval_datasets=[dataset(folder, "one")], custom_rm_path=f"{HERE}.eval_raises")
+def test_an_evaluation_with_a_missing_result_is_an_error(
+    started: Callable[..., Loop], folder: Path
+):
+    loop = started(eval_datasets=[dataset(folder, "one")], custom_rm_path=f"{HERE}.eval_raises")
     with pytest.raises(ConfigError, match=r"5 prompts .*the judge of evaluations is down"):
         loop.evaluate(0)
     check(loop.generate(0).samples, 1)
@@ -752,9 +754,9 @@ def test_an_evaluation_with_a_missing_result_is_an_error(begun: Callable[..., Lo
 
 
 def test_an_engine_that_missed_an_update_stands_by_until_the_next(
-    begun: Callable[..., Loop], servers: list[ThreadedServer]
+    started: Callable[..., Loop], servers: list[ThreadedServer]
 ):
-    loop = begun()
+    loop = started()
     loop.generate(0)
     # Two of three would be needed to outvote it; of two, the newer version counts.
     loop.update([servers[0].url])
@@ -766,9 +768,9 @@ def test_an_engine_that_missed_an_update_stands_by_until_the_next(
 
 
 def test_weights_that_go_back_are_refused(
-    begun: Callable[..., Loop], servers: list[ThreadedServer]
+    started: Callable[..., Loop], servers: list[ThreadedServer]
 ):
-    loop = begun()
+    loop = started()
     train(loop, 2)
     loop.update()
     loop.generate(2)
@@ -779,10 +781,10 @@ def test_weights_that_go_back_are_refused(
 
 
 def test_an_engine_that_is_restarted_without_an_update_gives_no_tokens(
-    begun: Callable[..., Loop], servers: list[ThreadedServer]
+    started: Callable[..., Loop], servers: list[ThreadedServer]
 ):
     """It has the weights that it was started with until the trainer's next update."""
-    loop = begun()
+    loop = started()
     train(loop, 1)
     servers[0].crash()
     servers[0].restart()
@@ -791,13 +793,13 @@ def test_an_engine_that_is_restarted_without_an_update_gives_no_tokens(
             assert set(sample.weight_versions) <= {"1", "2"}
             assert "0" not in sample.weight_versions
     loop.update()
-    train(loop, 2, begin=4)
+    train(loop, 2, low=4)
 
 
 def test_an_engine_that_dies_in_a_step_is_let_go_and_looked_for_again(
-    begun: Callable[..., Loop], servers: list[ThreadedServer]
+    started: Callable[..., Loop], servers: list[ThreadedServer]
 ):
-    loop = begun()
+    loop = started()
     taken = train(loop, 1)
     killer = threading.Timer(0.2, servers[0].crash)
     killer.start()
@@ -808,7 +810,7 @@ def test_an_engine_that_dies_in_a_step_is_let_go_and_looked_for_again(
     assert engines() == {name(servers[1])}
     servers[0].restart()
     loop.update()
-    taken += train(loop, 2, begin=len(taken))
+    taken += train(loop, 2, low=len(taken))
     assert len(engines()) == 2
     once(taken)
 
@@ -862,7 +864,7 @@ def test_engines_come_from_the_router_and_may_be_replaced(
     loop.urls = [servers[1].url]
     servers[0].crash()
     loop.update()
-    taken += train(loop, 2, begin=2)
+    taken += train(loop, 2, low=2)
     assert engines() == {name(servers[1])}
     once(taken)
 
@@ -949,11 +951,11 @@ async def two_turns(args: Any, sample: Any, sampling_params: dict[str, Any]) -> 
             args,
             {"input_ids": tokens, "sampling_params": sampling_params, "return_logprob": True},
         )
-        told = output["meta_info"]["output_token_logprobs"]
-        tokens += [each[1] for each in told] + [9, 9]
-        logprobs += [each[0] for each in told] + [0.0, 0.0]
+        received = output["meta_info"]["output_token_logprobs"]
+        tokens += [each[1] for each in received] + [9, 9]
+        logprobs += [each[0] for each in received] + [0.0, 0.0]
         # The first token of each answer does not count.
-        mask += [0, *[1] * (len(told) - 1), 0, 0]
+        mask += [0, *[1] * (len(received) - 1), 0, 0]
     sample.tokens, sample.response_length = tokens, len(mask)
     sample.loss_mask, sample.rollout_log_probs = mask, logprobs
     sample.status = type(sample).Status.TRUNCATED
@@ -976,8 +978,10 @@ def check_made(groups: list[list[Any]]) -> None:
         made = MADE[sample.index]
         assert sample.tokens == made.tokens[:-2]
         assert sample.loss_mask == made.loss_mask[:-2]
-        told = zip(sample.rollout_log_probs, made.rollout_log_probs, strict=False)
-        assert all(a == b for (a, b), counts in zip(told, sample.loss_mask, strict=True) if counts)
+        received = zip(sample.rollout_log_probs, made.rollout_log_probs, strict=False)
+        assert all(
+            a == b for (a, b), counts in zip(received, sample.loss_mask, strict=True) if counts
+        )
         assert (sample.reward, sample.metadata) == (0.5, {"of": "two turns"})
         assert sample.status is type(sample).Status.TRUNCATED
         assert sample.weight_versions
@@ -993,7 +997,7 @@ def check_made(groups: list[list[Any]]) -> None:
     indirect=["trainer"],
 )
 def test_a_function_of_the_user_generates_and_goes_on_after_updates_and_a_restart(
-    begun: Callable[..., Loop], form: str
+    started: Callable[..., Loop], form: str
 ):
     MADE.clear()
     CALLS.clear()
@@ -1001,7 +1005,7 @@ def test_a_function_of_the_user_generates_and_goes_on_after_updates_and_a_restar
         "custom_generate_function_path": f"{HERE}.{form}",
         "aprilsched": {"over_provision": 3.0},
     }
-    loop = begun(**given)
+    loop = started(**given)
     taken: list[Any] = []
     while not any(len(s.weight_versions) > 1 for step in taken for g in step for s in g):
         taken.append(loop.generate(len(taken)).samples)
@@ -1011,7 +1015,7 @@ def test_a_function_of_the_user_generates_and_goes_on_after_updates_and_a_restar
     loop.end()
     unfinished = set(CALLS) - MADE.keys()
     CALLS.clear()
-    loop = begun(len(taken), **given)
+    loop = started(len(taken), **given)
     for _ in range(2):
         taken.append(loop.generate(len(taken)).samples)
         check_made(taken[-1])
@@ -1043,8 +1047,8 @@ async def reward_of_metadata(args: Any, sample: Any, **_: Any) -> float:
 
 @miles_alone
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_agent_of_miles_gets_the_url_of_a_session(begun: Callable[..., Loop], fails: bool):
-    loop = begun(
+def test_an_agent_of_miles_gets_the_url_of_a_session(started: Callable[..., Loop], fails: bool):
+    loop = started(
         custom_generate_function_path="miles.rollout.generate_hub.agentic_tool_call.generate",
         custom_agent_function_path=f"{HERE}.agent",
         custom_rm_path=f"{HERE}.reward_of_metadata",
@@ -1085,10 +1089,10 @@ async def in_turn(args: Any, sample: Any, sampling_params: Any, evaluation: bool
     ],
 )
 def test_a_function_that_fails_costs_its_group_and_one_that_aborts_its_sample(
-    begun: Callable[..., Loop], does: str, why: str
+    started: Callable[..., Loop], does: str, why: str
 ):
     CALLS.clear()
-    loop = begun(custom_generate_function_path=f"{HERE}.in_turn")
+    loop = started(custom_generate_function_path=f"{HERE}.in_turn")
     (group,) = loop.data_source.get_samples(1)
     for sample in group:
         sample.metadata = {"does": does}
@@ -1139,11 +1143,13 @@ async def keeps_its_address(args: Any, sample: Any, sampling_params: dict[str, A
 
 @pytest.mark.parametrize("ends", [False, True], ids=["open", "ended"])
 def test_a_function_that_keeps_an_address_asks_nothing_for_another_sample(
-    begun: Callable[..., Loop], ends: bool
+    started: Callable[..., Loop], ends: bool
 ):
     for each in (MADE, CALLS, KEPT, REFUSED):
         each.clear()
-    loop = begun(custom_generate_function_path=f"{HERE}.keeps_its_address", n_samples_per_prompt=1)
+    loop = started(
+        custom_generate_function_path=f"{HERE}.keeps_its_address", n_samples_per_prompt=1
+    )
     groups = [loop.data_source.get_samples(1)[0] for _ in range(8)]
     for (sample,) in groups:
         sample.metadata = {"ends": ends}
@@ -1156,9 +1162,9 @@ def test_a_function_that_keeps_an_address_asks_nothing_for_another_sample(
     )
 
 
-def test_an_evaluation_may_have_a_function_of_its_own(begun: Callable[..., Loop], folder: Path):
+def test_an_evaluation_may_have_a_function_of_its_own(started: Callable[..., Loop], folder: Path):
     own = dataset(folder, "one", custom_generate_function_path=f"{HERE}.in_turn")
-    loop = begun(
+    loop = started(
         eval_datasets=[own, dataset(folder, "two")], custom_rm_path=f"{HERE}.length_reward"
     )
     train(loop, 1)
@@ -1168,7 +1174,7 @@ def test_an_evaluation_may_have_a_function_of_its_own(begun: Callable[..., Loop]
     assert sorted(CALLS) == sorted(sample.index for sample in one)
     assert all(0 in sample.loss_mask for sample in one)
     assert not any(0 in sample.loss_mask for sample in two)
-    train(loop, 1, begin=1)
+    train(loop, 1, low=1)
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -1195,10 +1201,10 @@ def sessions(**settings: Any) -> dict[str, Any]:
     ],
 )
 def test_what_does_not_work_is_refused_in_a_sentence(
-    begun: Callable[..., Loop], changes: dict[str, Any], why: str
+    started: Callable[..., Loop], changes: dict[str, Any], why: str
 ):
     with pytest.raises(ConfigError, match=why):
-        begun(**changes).generate(0)
+        started(**changes).generate(0)
 
 
 @pytest.mark.parametrize(
@@ -1210,9 +1216,9 @@ def test_what_does_not_work_is_refused_in_a_sentence(
     ],
 )
 def test_samples_that_do_not_work_are_refused_in_a_sentence(
-    begun: Callable[..., Loop], field: str, value: Any, why: str
+    started: Callable[..., Loop], field: str, value: Any, why: str
 ):
-    loop = begun()
+    loop = started()
     (group,) = loop.data_source.get_samples(1)
     setattr(group[3], field, value)
     loop.data_source.add_samples([group])
@@ -1231,27 +1237,27 @@ def keeps_masks(trainer: SimpleNamespace) -> Iterator[None]:
 
 @pytest.mark.usefixtures("keeps_masks")
 def test_top_p_without_top_k_is_refused_where_the_trainer_needs_the_kept_tokens(
-    begun: Callable[..., Loop],
+    started: Callable[..., Loop],
 ):
     with pytest.raises(ConfigError, match="set --rollout-top-k, at most 4096"):
-        begun(rollout_top_p=0.9).generate(0)
+        started(rollout_top_p=0.9).generate(0)
 
 
 @pytest.mark.usefixtures("keeps_masks")
-def test_samples_have_the_kept_tokens_of_top_p(begun: Callable[..., Loop]):
-    for group in begun(rollout_top_p=0.9, rollout_top_k=20).generate(0).samples:
+def test_samples_have_the_kept_tokens_of_top_p(started: Callable[..., Loop]):
+    for group in started(rollout_top_p=0.9, rollout_top_k=20).generate(0).samples:
         for sample in group:
             offsets = sample.rollout_top_p_token_offsets
             assert len(offsets) == sample.response_length + 1
             assert offsets[-1] == len(sample.rollout_top_p_token_ids)
             response = sample.tokens[-sample.response_length :]
-            kept = [sample.rollout_top_p_token_ids[begin:end] for begin, end in pairwise(offsets)]
+            kept = [sample.rollout_top_p_token_ids[low:end] for low, end in pairwise(offsets)]
             assert all(token in own for token, own in zip(response, kept, strict=True))
 
 
 @pytest.mark.parametrize("indexer", [False, True], ids=["experts", "experts and an indexer"])
 def test_samples_have_the_rows_of_every_token_that_the_trainer_replays(
-    begun: Callable[..., Loop], indexer: bool
+    started: Callable[..., Loop], indexer: bool
 ):
     """The shape of an indexer's rows is in the settings of the scheduler, because the arguments do
     not say it."""
@@ -1264,7 +1270,7 @@ def test_samples_have_the_rows_of_every_token_that_the_trainer_replays(
     if indexer:
         replay["use_rollout_indexer_replay"] = True
         replay["aprilsched"] = {"companions": ["indexer_topk=int32[3,2]!"]}
-    for sample in itertools.chain(*begun(**replay).generate(0).samples):
+    for sample in itertools.chain(*started(**replay).generate(0).samples):
         rows = [sample.rollout_routed_experts]
         rows += [sample.rollout_indexer_topk] if indexer else []
         assert {each.shape for each in rows} == {(len(sample.tokens) - 1, 3, 2)}
@@ -1290,7 +1296,7 @@ class Processor:
 
 
 def test_images_reach_the_engine_once_and_the_trainer_expanded(
-    begun: Callable[..., Loop], trainer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    started: Callable[..., Loop], trainer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ):
     from PIL import Image
 
@@ -1307,7 +1313,7 @@ def test_images_reach_the_engine_once_and_the_trainer_expanded(
     monkeypatch.setattr(
         HttpEngine, "generate", lambda self, asked: (sent.append(asked), stream(self, asked))[1]
     )
-    loop = begun()
+    loop = started()
     groups = loop.data_source.get_samples(loop.args.rollout_batch_size)
     for group in groups:
         for sample in group:
@@ -1430,8 +1436,8 @@ def test_the_example_goes_through_slimes_steps_and_goes_on_after_them(
         monkeypatch.setitem(sys.modules, "slime_steps", steps)
         spec.loader.exec_module(steps)
         seen: list[int] = []
-        for begin in (0, 3):
-            arguments = [*program, "--longest=100", "--steps=3", f"--begin={begin}"]
+        for low in (0, 3):
+            arguments = [*program, "--longest=100", "--steps=3", f"--begin={low}"]
             monkeypatch.setattr(sys, "argv", arguments)
             outputs = steps.main()
             slime.close()

@@ -50,8 +50,8 @@ class Engine:
         )  # fmt: skip
 
     def end(self, request: list[int]) -> None:
-        if told := request[2] % INTERVAL:
-            self.tell(of.TokensReceived(request_id=request[0], tokens=told))
+        if received := request[2] % INTERVAL:
+            self.tell(of.TokensReceived(request_id=request[0], tokens=received))
         self.tell(of.AttemptEnded(request_id=request[0], outcome="finished"))
 
     def prefill(self) -> None:

@@ -62,8 +62,8 @@ def summed(
         workload_mean=workload_mean,
         burn_in=burn_in,
     )
-    for now, told in steps:
-        summary.on_facts([told] if isinstance(told, Fact) else told, now)
+    for now, received in steps:
+        summary.on_facts([received] if isinstance(received, Fact) else received, now)
     remainder = Remainder(
         in_flight=in_flight,
         counters=Counters(),

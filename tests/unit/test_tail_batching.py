@@ -187,7 +187,7 @@ def test_every_prompt_is_delivered_after_a_bounded_number_of_batches(
         driver.settle()
         driver.update()
     assert max(took.values()) <= longest
-    late = [key for key, begun in first.items() if key not in took and begun < 30 - longest]
+    late = [key for key, started in first.items() if key not in took and started < 30 - longest]
     assert not late
 
 

@@ -170,11 +170,11 @@ async def test_mistakes_are_named_before_an_engine_is_touched(
 
 
 async def test_weights_that_every_rank_gathers_are_read_to_the_end_whatever_happens() -> None:
-    begun: list[str] = []
+    started: list[str] = []
     ended: list[str] = []
 
     def gathered() -> Iterator[tuple[str, Tensor]]:
-        begun.append("")
+        started.append("")
         yield from weights()
         ended.append("")
 
@@ -183,11 +183,11 @@ async def test_weights_that_every_rank_gathers_are_read_to_the_end_whatever_happ
     outcomes = await made.publish(7, as_engines(bad))
     await made.conclude()
     assert isinstance(outcomes["bad"], EngineRejected)
-    assert (len(begun), len(ended)) == (1, 1)
+    assert (len(started), len(ended)) == (1, 1)
     await made.conclude()  # an update in which nothing was published
-    assert (len(begun), len(ended)) == (2, 2)
+    assert (len(started), len(ended)) == (2, 2)
     await TensorPublisher(gathered).conclude()
-    assert len(begun) == 2
+    assert len(started) == 2
     with pytest.raises(ConfigError, match="weights is a generator; give a function"):
         TensorPublisher(weights())  # type: ignore[arg-type]
 

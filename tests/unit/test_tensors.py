@@ -221,15 +221,15 @@ def test_companions_are_aligned_to_the_tokens(packed: bool) -> None:
     at = 0
     for row, rollout in enumerate(given.rollouts):
         prompt, size = len(rollout.prompt_ids), len(rollout.prompt_ids) + len(rollout)
-        begin = at if packed else row * tensors.input_ids.shape[1]
+        low = at if packed else row * tensors.input_ids.shape[1]
         at += size
-        own = experts.reshape(-1, 3, 2)[begin : begin + size]
+        own = experts.reshape(-1, 3, 2)[low : low + size]
         assert own[:, 0, 0].tolist() == [*range(size - 1), 0]
-        exact = tensors.companions_exact["routed_experts"].reshape(-1)[begin : begin + size]
+        exact = tensors.companions_exact["routed_experts"].reshape(-1)[low : low + size]
         expected = rollout.companions["routed_experts"].exact.tolist()
         assert exact.tolist() == [True] * prompt + expected
         for index in range(size):
-            first, last = (int(masks.offsets[begin + index + step]) for step in (0, 1))
+            first, last = (int(masks.offsets[low + index + step]) for step in (0, 1))
             place = index - prompt
             kept = [int(rollout.token_ids[place])] * (place % 3) if place >= 0 else []
             assert masks.values[first:last].tolist() == kept

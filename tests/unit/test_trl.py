@@ -163,7 +163,7 @@ def opened(made: Spy) -> Iterator[Spy]:
 
 
 @contextmanager
-def began(made: Spy) -> Iterator[Spy]:
+def started_at(made: Spy) -> Iterator[Spy]:
     """The worker after what the trainer does before its first step."""
     with opened(made):
         made.pause()
@@ -439,7 +439,7 @@ def test_a_streamed_step_has_the_gradient_of_its_batch_taken_whole(
     whole: Any = worker(cpu, tmp_path, args=args, kind=Replaying, **rewards)
     ours, theirs = Gradients(), Gradients()
     prepared(streamed, model, ours).train()
-    groups = [streamed.seen[begin : begin + 4] for begin in range(0, 12, 4)]
+    groups = [streamed.seen[start_sync : start_sync + 4] for start_sync in range(0, 12, 4)]
     assert len(streamed.seen) == 12
     whole.replayed = [sample for group in reversed(groups) for sample in group]
     prepared(whole, model, theirs).train()
@@ -452,13 +452,13 @@ def test_a_streamed_step_has_the_gradient_of_its_batch_taken_whole(
 def test_advantages_and_metrics_are_those_of_trls_own_worker(cpu: Any, tmp_path: Path):
     from trl.experimental.async_grpo import async_rollout_worker as theirs
 
-    with began(worker(cpu, tmp_path, reward_weights=None)) as made:
+    with started_at(worker(cpu, tmp_path, reward_weights=None)) as made:
         samples = [made.get() for _ in range(2 * STEP)]
     loop: Any = object.__new__(theirs._AsyncRolloutLoop)
     loop.reward_funcs, loop.reward_func_names = [near, brief], ["near", "brief"]
     loop._env_reward_types = []
-    for begin in range(0, len(samples), 4):
-        ours = samples[begin : begin + 4]
+    for start_sync in range(0, len(samples), 4):
+        ours = samples[start_sync : start_sync + 4]
         row = next(row for row in DATA if row["prompt"] == ours[0].prompt)
         ids = [s.input_ids[s.completion_mask == 1].tolist() for s in ours]
         group = theirs.RolloutGroup(
@@ -520,7 +520,7 @@ def test_a_trainer_that_waits_in_turns_loses_nothing_and_needs_the_callback(
     made = worker(cpu, tmp_path)
     with pytest.raises(ConfigError, match="as weight_transfer and as rollout_worker"):
         made.start()
-    with began(made):
+    with started_at(made):
         while not made.seen:
             with suppress(queue.Empty):
                 made.get(0.0)
@@ -536,7 +536,7 @@ def test_a_reward_function_that_raises_ends_the_training_with_its_error(cpu: Any
         return [1.0]
 
     why = pytest.raises(Exception, match="wrong gave 1 rewards for 4 rollouts")
-    with began(worker(cpu, tmp_path, reward_funcs=wrong, reward_weights=None)) as made, why:
+    with started_at(worker(cpu, tmp_path, reward_funcs=wrong, reward_weights=None)) as made, why:
         made.get()
 
 
@@ -579,7 +579,7 @@ def test_weights_that_no_engine_takes_are_read_to_their_end(
     )
     weights = iter([("weight", model.weight.detach()), ("bias", bias.clone()), ("more", bias)])
     with opened(made):
-        made.begin(model)
+        made.start_sync(model)
         with pytest.raises((RefitError, ConfigError), match=cause):
             made.send_weights(weights)
         assert list(weights) == []
@@ -600,7 +600,7 @@ def test_weights_in_the_models_own_memory_can_be_sent_again(cpu: Any, tmp_path: 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
     weights = ((name, each.detach()) for name, each in model.named_parameters())
     with opened(made):
-        made.begin(model)
+        made.start_sync(model)
         made.send_weights(weights)
         names = ["0.weight", "0.bias", "1.weight"]
         assert [name for name, _ in sent[0].broken] == names[:at]
@@ -624,7 +624,7 @@ def test_a_folder_of_weights_has_the_files_and_the_index_that_transformers_loads
         for parameter in own.parameters():
             parameter.add_(0.1)
     with opened(made):
-        made.begin(own)
+        made.start_sync(own)
         made.send_weights((name, each.detach()) for name, each in own.named_parameters())
         assert made.scheduler.version == 1
     folder = tmp_path / "weights" / "version-00000001"
@@ -742,14 +742,14 @@ def test_prompts_are_texts_or_conversations(cpu: Any, calling: Any, tmp_path: Pa
 
     data = [{"prompt": "w5 w6"}, {"prompt": [{"role": "user", "content": "w7"}]}]
     made = worker(cpu, tmp_path, train_dataset=data, reward_funcs=noted, reward_weights=None)
-    with began(made):
+    with started_at(made):
         samples = [made.get() for _ in range(STEP)]
-    begins = {tuple(s.input_ids[s.completion_mask == 0].tolist()) for s in samples}
-    assert begins == {(5, 6), (3, 7, 4)}
+    starts = {tuple(s.input_ids[s.completion_mask == 0].tolist()) for s in samples}
+    assert starts == {(5, 6), (3, 7, 4)}
     for prompt, completion in seen:
         assert isinstance(completion, str) == isinstance(prompt, str)
     made = worker(cpu, tmp_path, train_dataset=data, tools=[add], processing_class=calling)
-    with began(made), pytest.raises(ConfigError, match="only conversations have tools"):
+    with started_at(made), pytest.raises(ConfigError, match="only conversations have tools"):
         made.get()
 
 
@@ -817,7 +817,7 @@ def test_tools_and_environments_are_called_in_trls_own_loop(
         "tools": [add],
         "environment_factory": {"one": Weather} if named else Weather,
     }
-    with began(worker(cpu, tmp_path, **given)) as made:
+    with started_at(worker(cpu, tmp_path, **given)) as made:
         samples = [made.get() for _ in range(2 * STEP)]
         (tmp_path / "checkpoint").mkdir()
         # Conversations go on ending beside the one that saves.

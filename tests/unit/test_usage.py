@@ -35,13 +35,13 @@ class WrittenRun:
         self.now = 0.0
         self.tell(opened(*engines or ("a",)), BATCH_ASKED)
 
-    def tell(self, *told: Fact) -> None:
-        self.run.on_facts(told, self.now)
+    def tell(self, *recorded: Fact) -> None:
+        self.run.on_facts(recorded, self.now)
 
-    def after(self, seconds: float, *told: Fact) -> None:
+    def after(self, seconds: float, *recorded: Fact) -> None:
         self.now += seconds
-        if told:
-            self.tell(*told)
+        if recorded:
+            self.tell(*recorded)
 
     @property
     def engines(self) -> dict[str, EngineUsage]:

@@ -63,7 +63,7 @@ class Recorded:
     def reader(self) -> type[ResponseReader]:
         return EventReader if self.form == "vllm" else ChunkAssembler
 
-    def told(self) -> tuple[list[int], list[float], str, list[str]]:
+    def received(self) -> tuple[list[int], list[float], str, list[str]]:
         """The tokens, logprobs, end and labels of spans, as the events have them."""
         if self.form == "vllm":
             choices = [event["choices"][0] for event in self.events()]
@@ -254,7 +254,7 @@ def test_what_was_recorded_reads_as_it_was_sent(recorded: Recorded) -> None:
             assert isinstance(error, EngineRejected)
             continue
         assert error is None
-        ids, logprobs, finish, labels = recorded.told()
+        ids, logprobs, finish, labels = recorded.received()
         assert chunks[-1].finish == finish
         assert np.concatenate([chunk.token_ids for chunk in chunks]).tolist() == ids
         found = np.concatenate([chunk.logprobs for chunk in chunks]).tolist()

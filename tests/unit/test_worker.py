@@ -26,12 +26,12 @@ class Gate:
     """Calls that wait until the gate is opened; `begun` is set when one is in it."""
 
     def __init__(self) -> None:
-        self.begun = threading.Event()
+        self.started = threading.Event()
         self.opened = threading.Event()
         self.passed: list[int] = []
 
     def __call__(self, number: int) -> None:
-        self.begun.set()
+        self.started.set()
         self.opened.wait()
         self.passed.append(number)
 
@@ -71,7 +71,7 @@ def worker(
 def test_the_bound_is_on_the_size_of_what_waits(gate: Gate, caplog: pytest.LogCaptureFixture):
     slow = worker(max_pending=10)
     assert slow.put(gate, 0, size=10)
-    gate.begun.wait()
+    gate.started.wait()
     assert slow.put(gate, 1, size=7)
     assert not slow.put(gate, 2, size=4)
     assert slow.put(gate, 3, size=3)
@@ -88,7 +88,7 @@ def test_the_bound_is_on_the_size_of_what_waits(gate: Gate, caplog: pytest.LogCa
 def test_what_is_larger_than_the_bound_is_taken_when_nothing_else_waits(gate: Gate):
     slow = worker(max_pending=10)
     slow.put(gate, 0)
-    gate.begun.wait()
+    gate.started.wait()
     assert slow.put(gate, 1, size=1000)
     assert not slow.put(gate, 2)
     gate.opened.set()
@@ -110,7 +110,7 @@ def test_a_patient_one_waits_for_a_place(gate: Gate):
 def test_a_patient_one_that_is_closed_meanwhile_waits_no_more(gate: Gate):
     slow = worker(max_pending=1, patient=True, close_seconds=0.01)
     slow.put(gate, 0)
-    gate.begun.wait()
+    gate.started.wait()
     slow.put(gate, 1)
     answers: list[bool] = []
     helper = threading.Thread(target=lambda: answers.append(slow.put(gate, 2)))
@@ -159,7 +159,7 @@ def test_a_call_that_raises_is_the_last(
     ended: list[str] = []
     failing = worker(at_end=lambda: ended.append("closed"))
     failing.put(fail)
-    gate.begun.wait()
+    gate.started.wait()
     failing.put(gate, 1, size=5)
     gate.opened.set()
     assert failing.close()
@@ -178,7 +178,7 @@ def test_who_waits_for_a_place_is_let_go_when_a_call_raises(gate: Gate):
 
     failing = worker(max_pending=1, patient=True)
     failing.put(fail)
-    gate.begun.wait()
+    gate.started.wait()
     failing.put(gate, 1)
     helper = threading.Thread(target=failing.put, args=(gate, 2))
     helper.start()
@@ -219,7 +219,7 @@ def test_a_call_that_hangs_does_not_hold_up_the_end(gate: Gate, caplog: pytest.L
     ended = threading.Event()
     hanging = worker(close_seconds=0.01, at_end=ended.set)
     hanging.put(gate, 0)
-    gate.begun.wait()
+    gate.started.wait()
     hanging.put(gate, 1, size=4)
     assert not hanging.close()
     assert not hanging.close()
@@ -285,7 +285,7 @@ print("ends")
 def test_a_fork_neither_waits_for_the_thread_nor_repeats_its_work(gate: Gate):
     shared = worker()
     shared.put(gate, 0)
-    gate.begun.wait()
+    gate.started.wait()
     shared.put(gate, 1)
     held, forked = threading.Event(), threading.Event()
 
@@ -301,8 +301,8 @@ def test_a_fork_neither_waits_for_the_thread_nor_repeats_its_work(gate: Gate):
     if child == 0:
         signal.alarm(600)  # ends a child that waits for the lock
         refused = not shared.put(gate, 2) and not shared.put(gate, 3)
-        told = shared.dropped == 2 and shared.close()
-        os._exit(0 if refused and told else 1)
+        received = shared.dropped == 2 and shared.close()
+        os._exit(0 if refused and received else 1)
     forked.set()
     holder.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -329,7 +329,7 @@ def test_virtual_time_does_not_pass_while_a_patient_put_waits(gate: Gate):
         loop = asyncio.get_running_loop()
         slow = worker(max_pending=1, patient=True)
         slow.put(gate, 0)
-        gate.begun.wait()
+        gate.started.wait()
         slow.put(gate, 1)
         timer = asyncio.create_task(asyncio.sleep(5.0))
         before = loop.time()

@@ -217,8 +217,8 @@ class Trajectory:
             same = (ids == tokens[place:]) & (logprobs == given)
             length = int(np.argmin(same)) if not same.all() else len(same)
             if length:
-                begin = place - len(self.prompts)
-                found.append((step, range(begin, begin + length)))
+                start = place - len(self.prompts)
+                found.append((step, range(start, start + length)))
             else:
                 step += 1
             place += length

@@ -60,5 +60,5 @@ async def test_each_turn_sends_the_images_that_it_shows() -> None:
     assert [len(output.token_ids) for output in outputs] == [5, 5]
     assert rollout.prompt_ids.tolist() == [5, IMAGE, 6]
     assert rollout.token_ids[5:8].tolist() == [7, IMAGE, 8]
-    told = [answer.values["prompt_tokens"] for answer in rollout.answers]
-    assert told == [3 + MEDIA_TOKENS, 3 + 5 + 3 + 2 * MEDIA_TOKENS]
+    received = [answer.values["prompt_tokens"] for answer in rollout.answers]
+    assert received == [3 + MEDIA_TOKENS, 3 + 5 + 3 + 2 * MEDIA_TOKENS]

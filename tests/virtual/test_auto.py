@@ -97,10 +97,10 @@ def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> 
     class Waiting(Planner):
         def __init__(self) -> None:
             super().__init__(inline=True)
-            self.told: list[tuple[float, int]] = []
+            self.received: list[tuple[float, int]] = []
 
         def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
-            self.told.append((command.prompt_tokens, len(command.open)))
+            self.received.append((command.prompt_tokens, len(command.open)))
             return Schedule(over_provision=1.0, refill=Wave(), why="as told")
 
     planner = Waiting()
@@ -112,8 +112,8 @@ def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> 
         planner=planner,
         batches=12,
     ).run()
-    assert (321, 0) in planner.told, "a choice was made while nothing was in flight"
-    assert {tokens for tokens, _ in planner.told} == {321}
+    assert (321, 0) in planner.received, "a choice was made while nothing was in flight"
+    assert {tokens for tokens, _ in planner.received} == {321}
 
 
 # --- it takes hold -------------------------------------------------------------------------------
@@ -284,10 +284,10 @@ def test_a_preset_makes_valid_settings_and_says_where_it_is_from_and_what_it_cos
     changed = preset(SchedulerConfig(batch_groups=64, group_size=4))
     assert (changed.batch_groups, changed.group_size) == (64, 4)
     assert changed == preset(changed), "twice is once"
-    says = getdoc(preset) or ""
-    assert "Source: " in says
-    assert "Known cost: " in says
-    assert says.split("\n", 1)[0].endswith(".")
+    text = getdoc(preset) or ""
+    assert "Source: " in text
+    assert "Known cost: " in text
+    assert text.split("\n", 1)[0].endswith(".")
     assert changed.automatic is (name == "auto")
 
 

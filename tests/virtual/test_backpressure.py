@@ -117,9 +117,9 @@ def test_finished_batches_are_there_at_once_and_no_more_of_them_than_allowed() -
     async def program(scheduler: RolloutScheduler, watching: Watching) -> list[Batch]:
         await asyncio.sleep(LONG)
         now = asyncio.get_running_loop().time
-        began = now()
+        started_at = now()
         batches = [await scheduler.next_batch() for _ in range(READY)]
-        assert now() == began
+        assert now() == started_at
         assert watching.launched * SIZE <= HELD_GROUPS * SIZE + READY * GROUPS * SIZE
         return batches
 

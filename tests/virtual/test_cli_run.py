@@ -183,7 +183,7 @@ def test_a_run_whose_groups_fail_says_so_and_does_not_end_well(
     lengths: list[int],
     batches: int,
     code: int,
-    said: str | None,
+    text: str | None,
 ):
     path = _lines(tmp_path / "prompts.jsonl", *lengths)
     out = tmp_path / "run"
@@ -191,10 +191,10 @@ def test_a_run_whose_groups_fail_says_so_and_does_not_end_well(
     assert main(["run", *FAILING, "--out", str(out), *arguments]) == code
     error = json.loads((out / "summary.json").read_text())["error"]
     errors = capsys.readouterr().err
-    if said is None:
+    if text is None:
         assert error is None
     else:
-        assert said in error
+        assert text in error
         assert errors.splitlines()[-1] == f"aprilsched: {error}"
 
 
@@ -254,8 +254,8 @@ def test_simulate_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["simulate", "--policy", "sync,april", *arguments, "--out", str(out)]) == 0
     captured = capsys.readouterr()
     assert "Best: april, +" in captured.out
-    said = " ".join(captured.out.split())
-    assert "It is the least stale policy within 1% of the fastest, which is april." in said
+    text = " ".join(captured.out.split())
+    assert "It is the least stale policy within 1% of the fastest, which is april." in text
     assert re.search(r"│ april .*│ +\d+\.\d to \d+\.\d │", captured.out)
     assert str(out) in captured.err
     comparison = json.loads((out / "comparison.json").read_text())

@@ -117,16 +117,16 @@ async def test_an_engine_that_hangs_is_named_and_holds_up_no_other(
         await rollouts.next_batch()
         await until(lambda: all(engine.batcher.paused for engine in engines))
         engines[0].seconds["resume"] = HANG
-        began = loop.time()
+        started_at = loop.time()
         closing = asyncio.create_task(rollouts.close())
         await until(lambda: engines[1].batcher.paused is None)
-        assert loop.time() - began <= 1.1
+        assert loop.time() - started_at <= 1.1
         await closing
-        assert loop.time() - began <= 15.0
+        assert loop.time() - started_at <= 15.0
     await left_as_they_were(engines[1:])
     await SimEngine.close(engines[0])
-    said = [record.getMessage() for record in caplog.records if "left paused" in record.message]
-    assert said == [
+    text = [record.getMessage() for record in caplog.records if "left paused" in record.message]
+    assert text == [
         "the engine may be left paused, since it could not be continued: hangs did not answer "
         "within 10 s"
     ]
@@ -376,9 +376,9 @@ async def test_a_server_that_answers_no_abort_is_continued_and_costs_one_line(
             await asyncio.Event().wait()
 
         served.abort = never  # type: ignore[method-assign]
-        began = loop.time()
+        started_at = loop.time()
         await rollouts.close()
-        assert loop.time() - began <= 15.0
+        assert loop.time() - started_at <= 15.0
         assert server.engine.batcher.paused is None
         lines = [m for m in caplog.messages if "still decode" in m]
         assert len(lines) == 1

@@ -76,8 +76,8 @@ def calls(name: str, *, engines: int, in_flight: int) -> float:
 
     core.handle = marking
     simulation.run()
-    (before, begin), (after, end) = marks[3], marks[-1]
-    return (end - begin) / (after - before)
+    (before, start), (after, end) = marks[3], marks[-1]
+    return (end - start) / (after - before)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ class Ends:
 async def test_what_was_finished_is_not_generated_again(tmp_path: Path):
     store = SqliteStore(tmp_path / "store", inline=True)
     interval, killed_at = 0.1, 0.35
-    first, second, begun = Ends(), Ends(), asyncio.get_running_loop().time()
+    first, second, started = Ends(), Ends(), asyncio.get_running_loop().time()
     often = config(save_interval_s=interval)
     async with scheduler(store, config=often, listeners=[first]) as rollouts:
         request = asyncio.create_task(rollouts.next_batch())
@@ -186,7 +186,7 @@ async def test_what_was_finished_is_not_generated_again(tmp_path: Path):
     async with scheduler(killed, listeners=[second]) as rollouts:
         held = {r: m.log.size for r, m in rollouts.state.in_flight.rollouts.items()}
         await rollouts.next_batch()
-    ended = {r for r, at in first.finished.items() if at < begun + killed_at - 1.01 * interval}
+    ended = {r for r, at in first.finished.items() if at < started + killed_at - 1.01 * interval}
     assert len(ended) > 5
     again = set(second.sent.values())
     assert not ended & again
@@ -211,10 +211,10 @@ async def test_saves_that_are_lost_are_told_and_batches_that_come_again_are_mark
         batches = [await rollouts.next_batch() for _ in range(5)]
     assert [batch.index for batch in batches] == [0, 1, 2, 3, 4]
     assert [batch.redelivered for batch in batches] == [True, True, True, False, False]
-    (told,) = [
+    (received,) = [
         record.message for record in caplog.records if "lost its last saves" in record.message
     ]
-    assert str(copy) in told
+    assert str(copy) in received
 
 
 # --- acknowledging ---------------------------------------------------------------------------
@@ -631,9 +631,9 @@ async def test_a_full_disk_does_not_end_the_run(tmp_path: Path, caplog: pytest.L
         connection.execute(f"PRAGMA max_page_count = {pages}")
         for _ in range(4):
             await rollouts.next_batch()
-    said = [r.message for r in caplog.records if "is not saved" in r.message]
-    assert len(said) == 1
-    assert "disk is full: free some of it" in said[0]
+    text = [r.message for r in caplog.records if "is not saved" in r.message]
+    assert len(text) == 1
+    assert "disk is full: free some of it" in text[0]
 
 
 async def test_what_cannot_be_stored_is_refused_before_it_is_launched():

@@ -110,14 +110,14 @@ def true_to_its_versions(rollout: Rollout) -> bool:
     """Whether each token follows from the tokens before it under the weights of its version, given
     that every refit was followed by a flush."""
     changes: list[int] = (np.flatnonzero(np.diff(rollout.versions)) + 1).tolist()
-    for begin, end in zip([0, *changes], [*changes, len(rollout)], strict=True):
-        key = weights_key_of_version(int(rollout.versions[begin]))
-        context = np.concatenate((rollout.prompt_ids, rollout.token_ids[:begin]))
+    for start, end in zip([0, *changes], [*changes, len(rollout)], strict=True):
+        key = weights_key_of_version(int(rollout.versions[start]))
+        context = np.concatenate((rollout.prompt_ids, rollout.token_ids[:start]))
         hashed = MODEL.absorb(0, context[:-1], key)
         state = ContextState(hash=hashed, last=int(context[-1]), length=len(context), seed=0)
-        ((ids, logprobs),) = MODEL.sample([state], [end - begin], key)
-        same = np.array_equal(ids, rollout.token_ids[begin:end])
-        if not (same and np.array_equal(logprobs, rollout.logprobs[begin:end])):
+        ((ids, logprobs),) = MODEL.sample([state], [end - start], key)
+        same = np.array_equal(ids, rollout.token_ids[start:end])
+        if not (same and np.array_equal(logprobs, rollout.logprobs[start:end])):
             return False
     return True
 
@@ -224,8 +224,8 @@ def test_a_trainer_that_sets_no_label_has_it_set_and_the_requests_in_flight_are_
 
     with caplog.at_level(logging.WARNING, "aprilsched"):
         run_virtual(main())
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("version 1 is labelled after it was loaded: ")
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith("version 1 is labelled after it was loaded: ")
 
 
 async def test_it_is_refused_in_a_sleep_in_which_only_the_scheduler_may_wake_the_engines():

@@ -267,13 +267,13 @@ def test_the_only_engine_dies_and_is_restarted_in_time(caplog: pytest.LogCapture
 
     with caplog.at_level(logging.ERROR, "aprilsched"):
         run_virtual(main())
-    said = [r.getMessage() for r in caplog.records]
-    assert said[0].startswith("engine sim-0 is out of use: ")
-    assert "the connection broke" in said[0]
-    assert "verify failed" in said[0]
-    assert len(said) == 4, "it is asked after 1, 3, 7 … 127 s; the wait is said each minute"
+    text = [r.getMessage() for r in caplog.records]
+    assert text[0].startswith("engine sim-0 is out of use: ")
+    assert "the connection broke" in text[0]
+    assert "verify failed" in text[0]
+    assert len(text) == 4, "it is asked after 1, 3, 7 … 127 s; the wait is said each minute"
     assert all(
-        "no engine is left since" in line and "the connection broke" in line for line in said[1:]
+        "no engine is left since" in line and "the connection broke" in line for line in text[1:]
     )
 
 
@@ -291,11 +291,11 @@ async def test_a_fleet_that_does_not_come_back_ends_every_call_in_the_end():
         calls.append(asyncio.create_task(rollouts.update_weights(SimPublisher())))
         await asyncio.sleep(150)
         assert not any(call.done() for call in calls)
-        began = asyncio.get_running_loop().time()
+        started_at = asyncio.get_running_loop().time()
         for call in calls:
             with pytest.raises(FleetLost, match=r"none came back within 30\d s .*sim-0: .*sim-1"):
                 await call
-        assert asyncio.get_running_loop().time() - began < 100
+        assert asyncio.get_running_loop().time() - started_at < 100
         with pytest.raises(FleetLost):
             await rollouts.next_batch()
 

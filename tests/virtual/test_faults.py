@@ -100,7 +100,7 @@ class Setting:
 async def read(engine: SGLangEngine) -> Seen:
     """Read one response to its end or its error; only a hang fails the test."""
     loop, seen = asyncio.get_running_loop(), Seen()
-    begun = before = loop.time()
+    opened = before = loop.time()
     try:
         async with asyncio.timeout(NEVER), aclosing(engine.generate(greedy(TOKENS))) as chunks:
             async for chunk in chunks:
@@ -111,7 +111,7 @@ async def read(engine: SGLangEngine) -> Seen:
                 before = loop.time()
     except AprilschedError as error:
         seen.error = error
-    seen.seconds = loop.time() - begun
+    seen.seconds = loop.time() - opened
     return seen
 
 

@@ -34,11 +34,11 @@ class Recorded(Bias):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[float, float]] = []
+        self.received: list[tuple[float, float]] = []
 
     def observe(self, *, work: float, time: float) -> None:
         super().observe(work=work, time=time)
-        self.told.append((work, time))
+        self.received.append((work, time))
 
 
 class Choices:
@@ -51,7 +51,7 @@ class Choices:
     def on_facts(self, facts: Sequence[of.Fact], now: float) -> None:
         for fact in facts:
             if isinstance(fact, of.ScheduleChanged) and fact.forecast is not None:
-                self.made.append((len(self._bias.told), fact.forecast))
+                self.made.append((len(self._bias.received), fact.forecast))
 
 
 def choosing(
@@ -92,7 +92,7 @@ def test_forecasts_of_slower_engines_converge_to_what_happens(
         listeners=[choices],
     ).run()
     (_, first), *_, (compared, last) = choices.made
-    work, time = (sum(column) for column in zip(*bias.told[compared:], strict=True))
+    work, time = (sum(column) for column in zip(*bias.received[compared:], strict=True))
     assert first.correction == 1
     assert work / time < 0.97, "without a correction forecasts are too good"
     assert work / time == pytest.approx(last.correction, rel=0.02)
@@ -115,9 +115,9 @@ def test_a_batch_that_is_all_but_complete_at_its_start_did_not_hang(
         batches=30,
         listeners=[choices],
     ).run()
-    assert min(work for work, _ in bias.told) < 0.1
+    assert min(work for work, _ in bias.received) < 0.1
     compared, last = choices.made[-1]
-    work, time = (sum(column) for column in zip(*bias.told[:compared], strict=True))
+    work, time = (sum(column) for column in zip(*bias.received[:compared], strict=True))
     assert 1 <= last.correction <= work / time + 0.01
 
 
@@ -177,7 +177,7 @@ def test_tokens_that_are_thrown_away_are_no_work(
     )
     run.run()
     assert run.state.in_flight.ledger.total > 500
-    work, time = (sum(column) for column in zip(*bias.told, strict=True))
+    work, time = (sum(column) for column in zip(*bias.received, strict=True))
     assert work / time == pytest.approx(1, abs=0.1)
 
 
@@ -213,7 +213,7 @@ def test_what_is_generated_while_the_trainer_trains_says_nothing_of_the_engines(
     bias, made, _ = beside_a_trainer(MODEL)
     assert made[-1].driven < 0.5
     assert made[-1].step_seconds == pytest.approx(10, rel=0.02)
-    assert all(work == pytest.approx(time, rel=0.02) for work, time in bias.told)
+    assert all(work == pytest.approx(time, rel=0.02) for work, time in bias.received)
     assert bias.factor() == pytest.approx(1, abs=0.02)
 
 

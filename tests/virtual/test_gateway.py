@@ -445,7 +445,7 @@ async def test_a_gateway_begins_while_a_server_is_not_there_yet(
         starting = asyncio.create_task(gateway.start())
         names = [url.removeprefix("http://") for url in (late.url, there.url)]
         if wait_s:
-            await until(lambda: any("waiting up to" in said for said in caplog.messages))
+            await until(lambda: any("waiting up to" in printed for printed in caplog.messages))
             assert not starting.done()
             await late.restart()
             await starting
@@ -544,8 +544,8 @@ async def test_control_calls_that_are_open_to_everybody_are_warned_of(
     settings: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
 ):
     async with front(**settings):
-        said = [line for line in caplog.messages if "everybody who reaches" in line]
-        assert len(said) == warns
+        printed = [line for line in caplog.messages if "everybody who reaches" in line]
+        assert len(printed) == warns
 
 
 async def test_without_an_admin_key_the_api_key_opens_everything():

@@ -31,7 +31,7 @@ from tests.support.sim_http import INTERVAL, Raw, asked
 from tests.support.tiny_tokenizer import bytes_tokenizer, calling_tokenizer
 
 MODEL = "any-name"
-SAID: Any = [{"role": "user", "content": "How are you, Zoë? 😀"}]
+TEXTS: Any = [{"role": "user", "content": "How are you, Zoë? 😀"}]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True}}
 WITH_IMAGE: Any = [
     {
@@ -113,10 +113,10 @@ async def test_a_completion_is_the_text_of_the_engines_tokens(one: Front, plain:
     assert choice.logprobs.token_logprobs == found
     rows = [[(p, i) for p, i, _ in row] for row in expected["meta_info"]["output_top_logprobs"]]
     assert [row[0] for row in rows] == list(zip(found, choice.token_ids, strict=True))
-    told = [
+    received = [
         {tokenizer.decode([i], skip_special=False): p for p, i in reversed(row)} for row in rows
     ]
-    assert choice.logprobs.top_logprobs == told
+    assert choice.logprobs.top_logprobs == received
     assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == 40
 
 
@@ -162,8 +162,8 @@ async def test_a_stream_has_the_same_text_tokens_and_logprobs_as_the_whole(one: 
     assert "".join(part.text for part in parts) == whole.text
     assert [i for part in parts for i in part.token_ids] == whole.token_ids
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
-        told = [each for part in parts for each in getattr(part.logprobs, name)]
-        assert told == getattr(whole.logprobs, name)
+        received = [each for part in parts for each in getattr(part.logprobs, name)]
+        assert received == getattr(whole.logprobs, name)
     assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
     assert parts[-1].weight_versions == [{"version": "default", "start": 0, "end": 100}]
 
@@ -210,20 +210,20 @@ async def test_a_stop_string_across_chunks_ends_the_response_and_is_not_told(
     text, ids = free.choices[0].text, free.choices[0].token_ids
     # It begins before the end of a chunk and ends behind it.
     tokenizer = one.gateway.service.texts.tokenizer
-    begin = len(tokenizer.decode(ids[: 3 * INTERVAL - 3]))
-    stop = text[begin : begin + 6]
+    start = len(tokenizer.decode(ids[: 3 * INTERVAL - 3]))
+    stop = text[start : start + 6]
     first = text.index(stop)
     asked_so = {**options, "max_tokens": 3000, "stop": ["never to be found", stop]}
     if stream:
         events = await one.client.completions.create(**asked_so, extra_body=more, stream=True)
         parts = [event.choices[0] async for event in events]
-        told = "".join(part.text for part in parts)
+        received = "".join(part.text for part in parts)
         found = [i for part in parts for i in part.token_ids]
         last = parts[-1]
     else:
         last = (await one.client.completions.create(**asked_so, extra_body=more)).choices[0]
-        told, found = last.text, last.token_ids
-    assert told == text[:first]
+        received, found = last.text, last.token_ids
+    assert received == text[:first]
     assert (last.finish_reason, last.matched_stop) == ("stop", stop)
     assert found == ids[: len(found)]
     assert stop in tokenizer.decode(found)
@@ -251,8 +251,8 @@ async def test_a_token_that_ends_the_response_has_no_text(one: Front):
     at = ids.index(end)
     tokenizer = one.gateway.service.texts.tokenizer
     more = {"stop_token_ids": [end], "return_token_ids": True}
-    told = await one.client.completions.create(**options, max_tokens=50, extra_body=more)
-    choice = told.choices[0]
+    received = await one.client.completions.create(**options, max_tokens=50, extra_body=more)
+    choice = received.choices[0]
     assert choice.token_ids == ids[: at + 1]
     assert choice.text == tokenizer.decode(ids[:at])
     assert (choice.finish_reason, choice.matched_stop) == ("stop", end)
@@ -268,7 +268,7 @@ async def test_a_chat_goes_through_the_models_template(one: Front):
             "role": "system",
             "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "short."}],
         },
-        *SAID,
+        *TEXTS,
     ]
     answer = await one.client.chat.completions.create(
         model=MODEL,
@@ -309,12 +309,12 @@ async def test_an_image_of_a_chat_is_shown_to_every_engine_that_answers_it(plain
         parts += [event.choices[0] async for event in stream]
         (other,) = [each for each in two.servers if each is not busy]
         shown: dict[str, Any] = {"image_data": WITH_IMAGE[0]["content"][0]["image_url"]["url"]}
-        told = [part for part in parts if hasattr(part, "token_ids")]
-        body = {**asked(LONG), "input_ids": told[0].prompt_token_ids}
+        received = [part for part in parts if hasattr(part, "token_ids")]
+        body = {**asked(LONG), "input_ids": received[0].prompt_token_ids}
         async with Raw(other.url) as engine:
             _, seeing = await engine.post("/generate", {**body, **shown})
             _, blind = await engine.post("/generate", body)
-        ids = [i for part in told for i in part.token_ids]
+        ids = [i for part in received for i in part.token_ids]
         assert ids == seeing["output_ids"] != blind["output_ids"]
         options["extra_body"] |= shown
         with pytest.raises(
@@ -324,25 +324,27 @@ async def test_an_image_of_a_chat_is_shown_to_every_engine_that_answers_it(plain
 
 
 async def test_a_streamed_chat_is_the_whole_one(one: Front):
-    options: dict[str, Any] = {"model": MODEL, "messages": SAID, "max_tokens": 90, **GREEDY}
+    options: dict[str, Any] = {"model": MODEL, "messages": TEXTS, "max_tokens": 90, **GREEDY}
     whole = await one.client.chat.completions.create(**options)
     stream = await one.client.chat.completions.create(
         **options, stream=True, stream_options={"include_usage": True}
     )
     events = [event async for event in stream]
     assert events[0].choices[0].delta.role == "assistant"
-    told = [event.choices[0] for event in events if event.choices]
-    assert "".join(part.delta.content or "" for part in told) == whole.choices[0].message.content
-    assert [part.finish_reason for part in told if part.finish_reason] == ["length"]
+    received = [event.choices[0] for event in events if event.choices]
+    assert (
+        "".join(part.delta.content or "" for part in received) == whole.choices[0].message.content
+    )
+    assert [part.finish_reason for part in received if part.finish_reason] == ["length"]
     assert events[-1].usage == whole.usage
 
 
 async def test_tools_are_called(calling: Path):
     async with front(calling) as one:
-        options: dict[str, Any] = {"model": MODEL, "messages": SAID, "max_tokens": 60}
+        options: dict[str, Any] = {"model": MODEL, "messages": TEXTS, "max_tokens": 60}
         options |= {"tools": [TOOL], "temperature": 0.0}
-        told = {"ignore_eos": True, "return_token_ids": True}
-        free = await one.client.chat.completions.create(**options, extra_body=told)
+        received = {"ignore_eos": True, "return_token_ids": True}
+        free = await one.client.chat.completions.create(**options, extra_body=received)
         ids = free.choices[0].token_ids
         calls = [at for at, i in enumerate(ids) if i % 5 == 0]
         end = next(i for i in ids[calls[1] :] if i % 5 and i not in ids[: calls[1]])
@@ -369,7 +371,7 @@ async def test_tools_are_called(calling: Path):
         ]
         # What a model has called and seen goes back through the template.
         history = [
-            *SAID,
+            *TEXTS,
             {"role": "assistant", "content": None, "tool_calls": [message.tool_calls[0].to_dict()]},
             {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "rain"},
         ]
@@ -380,7 +382,7 @@ async def test_tools_are_called(calling: Path):
 # --- what goes wrong ---------------------------------------------------------------------------
 
 CHAT, TEXT, OURS = "/v1/chat/completions", "/v1/completions", "/generate"
-SHORT: dict[str, Any] = {"messages": SAID, "max_tokens": 5}
+SHORT: dict[str, Any] = {"messages": TEXTS, "max_tokens": 5}
 
 
 def with_call(arguments: str) -> list[dict[str, Any]]:
@@ -406,7 +408,7 @@ PROMPTS: list[tuple[Any, str]] = [
 """Prompts that are refused at every path, and what the refusal says."""
 BAD: list[tuple[str, dict[str, Any], str]] = [
     *((OURS, {"text" if prompt == "" else "input_ids": prompt}, s) for prompt, s in PROMPTS),
-    *((TEXT, {"prompt": prompt}, said) for prompt, said in PROMPTS),
+    *((TEXT, {"prompt": prompt}, printed) for prompt, printed in PROMPTS),
     (OURS, {}, "should be provided"),
     (OURS, {"text": "x", "input_ids": [1]}, "give either"),
     (OURS, {"text": []}, "text cannot be empty"),
@@ -442,8 +444,8 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (TEXT, {"prompt": "x", "stop": ["x"] * 65}, "at most 64"),
     (TEXT, {"prompt": "x", "stop_token_ids": [600]}, "stop_token_ids must be in"),
     (TEXT, {"prompt": "x", "max_tokens": 0}, "`int` >= 1 - at `$.max_tokens`"),
-    (CHAT, {"messages": SAID, "max_tokens": 0}, "`int` >= 1 - at `$.max_tokens`"),
-    (CHAT, {"messages": SAID, "max_completion_tokens": -1}, "`$.max_completion_tokens`"),
+    (CHAT, {"messages": TEXTS, "max_tokens": 0}, "`int` >= 1 - at `$.max_tokens`"),
+    (CHAT, {"messages": TEXTS, "max_completion_tokens": -1}, "`$.max_completion_tokens`"),
     (TEXT, {"prompt": "x", "temperature": -1}, "temperature is -1"),
     (TEXT, {"prompt": "x", "temprature": 1}, "unknown field `temprature`"),
     (TEXT, {"prompt": "x", "response_format": {"type": "poem"}}, "poem"),
@@ -455,7 +457,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {**SHORT, "messages": WITH_IMAGE}, "takes no images; start it with --client-fields"),
     (CHAT, {"messages": with_call("{")}, "arguments are no JSON"),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls that are no list"),
-    (CHAT, {"messages": SAID}, "give max_completion_tokens"),
+    (CHAT, {"messages": TEXTS}, "give max_completion_tokens"),
     (CHAT, {**SHORT, "top_logprobs": 3}, "top_logprobs needs logprobs"),
     (CHAT, {**SHORT, "logprobs": True, "top_logprobs": 20}, "a larger --top-logprobs"),
     (CHAT, {**SHORT, "tool_choice": "required"}, "not among tools"),
@@ -482,9 +484,9 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 async def test_a_bad_request_is_refused_before_anything_is_launched(one: Front, stream: bool):
     for path, body, words in BAD:
         status, answer = await one.raw.post(path, {**body, "stream": stream})
-        said = answer.get("message") or answer["error"]["message"]
-        assert status == 400, (path, body, said)
-        assert words in said, (path, body, said)
+        printed = answer.get("message") or answer["error"]["message"]
+        assert status == 400, (path, body, printed)
+        assert words in printed, (path, body, printed)
         if path in (TEXT, CHAT):
             error = answer["error"]
             assert (error["type"], error["code"]) == ("invalid_request_error", 400)
@@ -500,21 +502,21 @@ async def test_the_client_raises_its_own_errors(one: Front):
         with pytest.raises(openai.BadRequestError, match="--tokenizer"):
             await without.client.completions.create(model=MODEL, prompt="x")
         with pytest.raises(openai.BadRequestError, match="--tokenizer"):
-            await without.client.chat.completions.create(model=MODEL, messages=SAID)
+            await without.client.chat.completions.create(model=MODEL, messages=TEXTS)
 
 
 async def test_every_error_below_v1_has_openai_s_form(plain: Path):
-    said: Any = {"messages": SAID, "max_tokens": 5}
+    printed: Any = {"messages": TEXTS, "max_tokens": 5}
     async with front(plain, api_key="key", served_model_name="policy") as one:
         client = one.client.with_options(api_key="key")
         (model,) = (await client.models.list()).data
         assert model.id == "policy"
-        assert (await client.chat.completions.create(model="policy", **said)).model == "policy"
+        assert (await client.chat.completions.create(model="policy", **printed)).model == "policy"
         with pytest.raises(openai.NotFoundError, match="another is not served") as refused:
-            await client.chat.completions.create(model="another", **said)
+            await client.chat.completions.create(model="another", **printed)
         errors: list[Any] = [refused.value]
         with pytest.raises(openai.AuthenticationError, match="API key is missing") as refused:
-            await one.client.chat.completions.create(model="policy", **said)
+            await one.client.chat.completions.create(model="policy", **printed)
         errors.append(refused.value)
         with pytest.raises(openai.NotFoundError) as refused:
             await client.embeddings.create(model="policy", input="x")
@@ -524,7 +526,7 @@ async def test_every_error_below_v1_has_openai_s_form(plain: Path):
         errors.append(refused.value)
         one.gateway.service.texts.encode_texts = None  # type: ignore[assignment]  # A mistake of its own.
         with pytest.raises(openai.InternalServerError) as refused:
-            await client.chat.completions.create(model="policy", **said)
+            await client.chat.completions.create(model="policy", **printed)
         errors.append(refused.value)
         for error, status in zip(errors, (404, 401, 404, 413, 500), strict=True):
             kind = "server_error" if status == 500 else "invalid_request_error"
@@ -548,7 +550,7 @@ def several(path: str, n: int, tokens: int, **body: Any) -> dict[str, Any]:
         body |= asked(tokens)
         body["sampling_params"]["n"] = n
     else:
-        given = {"messages": SAID} if path == CHAT else {"prompt": "x"}
+        given = {"messages": TEXTS} if path == CHAT else {"prompt": "x"}
         body |= {**given, "n": n, "max_tokens": tokens, "temperature": 0.0, "ignore_eos": True}
     return {**body, "stream": True}
 
@@ -562,8 +564,8 @@ async def test_all_or_none_of_a_body_begins(plain: Path, path: str):
         assert (await one.raw.post(path, several(path, 5, 3)))[0] == 400
         async with one.raw.session.post(path, json=several(path, 2, 3000)) as answer:
             await answer.content.readline()
-            status, told = await one.raw.post(path, several(path, 3, 3))
-            assert (status, "4 open responses" in told["error"]["message"]) == (503, True)
+            status, received = await one.raw.post(path, several(path, 3, 3))
+            assert (status, "4 open responses" in received["error"]["message"]) == (503, True)
             assert len(one.gateway.service.responses) == 2
             assert (await one.raw.post(path, several(path, 2, 3)))[0] == 200
         await one.idle()
@@ -589,9 +591,9 @@ async def test_an_abort_by_the_name_of_a_body_ends_every_response(one: Front, pa
     task = asyncio.create_task(one.raw.post(path, body))
     await until(lambda: one.state.in_flight.open_attempts == 2)
     await one.raw.post("/abort_request", {"rid": "mine"})
-    status, told = await task
+    status, received = await task
     assert status == 200
-    assert told.count('"finish_reason":"abort"') + told.count('"type":"abort"') == 2
+    assert received.count('"finish_reason":"abort"') + received.count('"type":"abort"') == 2
     await one.idle()
 
 
@@ -607,12 +609,12 @@ async def test_megabytes_of_tools_do_not_hold_up_the_others(tmp_path: Path):
 
         def described(words: int) -> dict[str, Any]:
             function = {"name": "look", "description": "long " * words}
-            return {"messages": SAID, "tools": [{"type": "function", "function": function}]}
+            return {"messages": TEXTS, "tools": [{"type": "function", "function": function}]}
 
         async with asyncio.TaskGroup() as group:
             tokenized = group.create_task(posted(one, described(100_000)))
             refused = group.create_task(posted(one, described(1_000_000)))
-            small = group.create_task(one.raw.post(CHAT, {"messages": SAID, "max_tokens": 5}))
+            small = group.create_task(one.raw.post(CHAT, {"messages": TEXTS, "max_tokens": 5}))
         assert small.result()[0] == 200
         for task, words in ((tokenized, "model's context is 4096 tokens"), (refused, "cannot fit")):
             status, answer = task.result()
@@ -623,10 +625,10 @@ async def test_megabytes_of_tools_do_not_hold_up_the_others(tmp_path: Path):
 
 async def test_a_chat_may_take_the_rest_of_the_context(tmp_path: Path):
     async with front(bytes_tokenizer(tmp_path, model_max_length=200)) as one:
-        answer = await one.client.chat.completions.create(model=MODEL, messages=SAID, **GREEDY)
+        answer = await one.client.chat.completions.create(model=MODEL, messages=TEXTS, **GREEDY)
         assert answer.usage.total_tokens == 200
         with pytest.raises(openai.BadRequestError, match="at most 158, got 200"):
-            await one.client.chat.completions.create(model=MODEL, messages=SAID, max_tokens=200)
+            await one.client.chat.completions.create(model=MODEL, messages=TEXTS, max_tokens=200)
 
 
 # --- text in SGLang's own calls ----------------------------------------------------------------
@@ -661,11 +663,11 @@ async def test_generate_takes_text_and_gives_text(one: Front):
 
 
 async def test_texts_become_tokens_and_tokens_texts(one: Front):
-    status, told = await one.raw.post("/tokenize", {"prompt": "é"})
-    assert (status, told) == (200, {"tokens": [200, 174], "count": 2, "max_model_len": -1})
-    _, told = await one.raw.post("/v1/tokenize", {"prompt": ["a", "bc"]})
-    assert told["count"] == [1, 2]
-    assert await one.raw.post("/detokenize", {"tokens": told["tokens"]}) == (
+    status, received = await one.raw.post("/tokenize", {"prompt": "é"})
+    assert (status, received) == (200, {"tokens": [200, 174], "count": 2, "max_model_len": -1})
+    _, received = await one.raw.post("/v1/tokenize", {"prompt": ["a", "bc"]})
+    assert received["count"] == [1, 2]
+    assert await one.raw.post("/detokenize", {"tokens": received["tokens"]}) == (
         200,
         {"text": ["a", "bc"]},
     )
@@ -679,8 +681,8 @@ async def test_a_body_that_is_nested_too_deep_is_refused(one: Front):
 
 
 async def test_a_program_that_expects_a_router_finds_the_gateway_as_its_worker(one: Front):
-    _, told = await one.raw.get("/workers")
-    assert [worker["url"] for worker in told["workers"]] == [one.gateway.url]
+    _, received = await one.raw.get("/workers")
+    assert [worker["url"] for worker in received["workers"]] == [one.gateway.url]
 
 
 async def test_without_a_tokenizer_stop_strings_are_refused_and_tokens_are_not(plain: Path):
@@ -701,8 +703,10 @@ async def test_a_client_that_reads_nothing_holds_up_nobody_and_then_gets_everyth
     async with one.raw.session.post("/generate", json=body) as answer:
         # Nothing of the stream is read until its rollout is long over.
         await until(lambda: one.state.in_flight.counters.delivered == 1)
-        told = await one.client.completions.create(model=MODEL, prompt="x", max_tokens=5, **GREEDY)
-        assert told.choices[0].finish_reason == "length"
+        received = await one.client.completions.create(
+            model=MODEL, prompt="x", max_tokens=5, **GREEDY
+        )
+        assert received.choices[0].finish_reason == "length"
         lines = (await answer.read()).split(b"\n\n")
     events = [json.loads(line.removeprefix(b"data: ")) for line in lines[:-2]]
     assert sum(len(event["output_ids"]) for event in events) == 3000

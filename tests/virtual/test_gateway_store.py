@@ -226,8 +226,8 @@ async def test_a_store_that_cannot_be_written_does_not_stop_the_gateway(
         monkeypatch.setattr(SqliteStore, "save", full)
         assert (await one.raw.post("/generate", asked(50, rid="mine")))[0] == 200
         await until(lambda: not one.state.in_flight.groups)
-        said = (await one.raw.get("/server_info"))[1]["gateway"]["store"]
-        assert "the disk is full" in said
+        text = (await one.raw.get("/server_info"))[1]["gateway"]["store"]
+        assert "the disk is full" in text
 
 
 # --- a process of its own ----------------------------------------------------------------------

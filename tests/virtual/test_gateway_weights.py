@@ -201,14 +201,14 @@ async def test_an_update_that_no_server_takes_says_that_nothing_is_generated(
     two: Front, tmp_path: Path, paused: bool, caplog: pytest.LogCaptureFixture
 ):
     """A server that refused a folder may have a part of it, so all of them wait."""
-    says = "Nothing is generated until an update succeeds"
+    reports = "Nothing is generated until an update succeeds"
     if paused:
         await done(two.raw, "/pause_generation", {"mode": "retract"})
     missing = {"model_path": str(tmp_path / "missing")}
-    assert says in await refused(two.raw, "/update_weights_from_disk", missing)
+    assert reports in await refused(two.raw, "/update_weights_from_disk", missing)
     assert (await two.raw.get("/ready"))[0] == 503
     status, answer = await two.raw.post("/continue_generation", {})
-    assert (status, says in answer["message"]) == (400, True)
+    assert (status, reports in answer["message"]) == (400, True)
     assert not any("continues under" in line for line in caplog.messages)
     body = {"model_path": str(two_weights(tmp_path)[0])}
     await done(two.raw, "/update_weights_from_disk", body)
@@ -267,8 +267,8 @@ async def test_only_so_many_control_calls_wait(two: Front):
         waiting = [asyncio.create_task(each) for each in pauses]
         await until(lambda: len(controls._calls) == 64)  # pyright: ignore[reportPrivateUsage]
         for path, body in ((TENSOR, tensors("a", "a")), ("/flush_cache", None)):
-            status, said = await two.raw.post(path, body)
-            assert (status, "64 control calls" in said["error"]["message"]) == (503, True)
+            status, text = await two.raw.post(path, body)
+            assert (status, "64 control calls" in text["error"]["message"]) == (503, True)
     await asyncio.gather(*waiting)
     await done(two.raw, TENSOR, tensors("a", "a"))
     await done(two.raw, "/continue_generation", {})

@@ -170,8 +170,8 @@ def test_the_log_records_the_sizes_of_groups(tmp_path: Path):
     ("size", "said"),
     [(0, "None, got 0"), (True, "group_size is True"), (1.5, "1.5"), ("2", "a whole number")],
 )
-def test_what_is_no_size_is_refused(size: Any, said: str):
-    with pytest.raises(ConfigError, match=said):
+def test_what_is_no_size_is_refused(size: Any, text: str):
+    with pytest.raises(ConfigError, match=text):
         Prompt(input_ids=np.array([1], dtype=np.int32), group_size=size)
 
 

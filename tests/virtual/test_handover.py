@@ -64,13 +64,13 @@ class GatedStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Semaphore(0)
-        self.begun = 0
+        self.started = 0
         self.second = threading.Event()
 
     def save(self, snapshot: Snapshot, *, durable: bool) -> None:
         if durable:
-            self.begun += 1
-            if self.begun == 2:
+            self.started += 1
+            if self.started == 2:
                 self.second.set()
             self.gate.acquire()
         super().save(snapshot, durable=durable)
@@ -157,13 +157,13 @@ def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: s
             state = rollouts.state
             try:
                 for index in range(4):
-                    while store.begun == 2 * index:
+                    while store.started == 2 * index:
                         assert await polled(rollouts) is None
                     launched = state.in_flight.counters.launched
                     for _ in range(5):
                         assert await polled(rollouts) is None
                     # It is decided and written once, and nothing runs ahead of it.
-                    assert store.begun == 2 * index + 1
+                    assert store.started == 2 * index + 1
                     assert state.in_flight.counters.batches == index
                     assert state.in_flight.counters.launched - launched <= 2 * 3 * 2
                     store.gate.release()

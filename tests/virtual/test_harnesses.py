@@ -34,8 +34,8 @@ from tests.support.checking import Checking
 from tests.support.harnesses import HARNESSES, SYSTEM, Harness, scripted
 from tests.support.sim_http import two_weights
 from tests.support.tiny_tokenizer import ODD_CALLS, TEMPLATE_TOOLS_FIRST, THOUGHT, bytes_tokenizer
-from tests.virtual.test_sessions import END, prompts, said, tokens_of
-from tests.virtual.test_sessions_http import events_of, posted, told
+from tests.virtual.test_sessions import END, prompts, printed, tokens_of
+from tests.virtual.test_sessions_http import events_of, posted, received
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "agents.md"
 VOCABULARY = 261
@@ -96,20 +96,20 @@ class Tools:
 
 def as_coroutine(tokenizer: ModelTokenizer, tools: str) -> Callable[[Turn, Prompt], Any]:
     """The same conversation by hand, with tokens; `tools` is how their definitions are told."""
-    begin = "<|im_start|>assistant\n"
+    start = "<|im_start|>assistant\n"
 
     def text(role: str, *contents: str) -> str:
         return "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for content in contents)
 
     async def episode(turn: Turn, prompt: Prompt) -> float:
         task = prompt.metadata["task"]
-        more = text("system", tools, SYSTEM) + text("user", task) + begin
+        more = text("system", tools, SYSTEM) + text("user", task) + start
         context: list[int] = []
         for results in (("rain", "snow"), ("packed for 3 days of rain and snow",), ()):
             context += tokenizer.encode(more, special=False)
             output = await turn.generate(context)
             context += output.token_ids.tolist()
-            more = "\n" + text("tool", *results) + begin
+            more = "\n" + text("tool", *results) + start
         return 1.0
 
     return episode
@@ -152,10 +152,10 @@ async def test_an_agent_of_a_framework_has_the_tokens_of_a_coroutine(
     async def harness(session: Session, prompt: Prompt) -> float:
         tools = Tools(refitted)
         agents.append(tools)
-        said = await run(
+        printed = await run(
             session, prompt.metadata["task"], [tools.weather, tools.pack], stream=stream
         )
-        assert said == "It is packed for 3 days of rain and snow."
+        assert printed == "It is packed for 3 days of rain and snow."
         return float(tools.looking)
 
     _, second = two_weights(tmp_path)
@@ -175,8 +175,8 @@ async def test_an_agent_of_a_framework_has_the_tokens_of_a_coroutine(
             batch = await waiting
             assert rollouts.state.in_flight.ledger.total == 0
         prompt_ids = next(iter(batch.rollouts)).prompt_ids.tolist()
-        told = tokenizer.decode(prompt_ids, skip_special=False)
-        tools = told.removeprefix("<|im_start|>system\n").partition("<|im_end|>")[0]
+        received = tokenizer.decode(prompt_ids, skip_special=False)
+        tools = received.removeprefix("<|im_start|>system\n").partition("<|im_end|>")[0]
         names = [each["function"]["name"] for each in json.loads(tools)]
         assert names == ["weather", "pack"]
         async with scheduler(server.url, as_coroutine(tokenizer, tools)) as rollouts:
@@ -204,7 +204,7 @@ async def test_an_odd_call_is_content_and_the_next_turn_continues_its_tokens(
     tokenizer: ModelTokenizer, path: str, stream: bool
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
-        messages = [said("user", "0")]
+        messages = [printed("user", "0")]
         for number, answer in enumerate(ODD_ANSWERS):
             body: Any = {"messages": messages, "max_tokens": 300}
             if path == "messages":
@@ -213,9 +213,9 @@ async def test_an_odd_call_is_content_and_the_next_turn_continues_its_tokens(
                 messages.append({"role": "assistant", "content": content})
             else:
                 text = await _content(session, body, stream)
-                messages.append(said("assistant", text))
+                messages.append(printed("assistant", text))
             assert text == answer.removeprefix(THOUGHT)
-            messages.append(said("user", f"{number + 1}"))
+            messages.append(printed("user", f"{number + 1}"))
         return 1.0
 
     def answer(text: str) -> str:
@@ -238,7 +238,7 @@ async def test_an_odd_call_is_content_and_the_next_turn_continues_its_tokens(
 async def _blocks(session: Session, body: Any, stream: bool) -> list[dict[str, Any]]:
     """The content of an answer in Anthropic's API."""
     if stream:
-        return told(await events_of(session, "messages", body))
+        return received(await events_of(session, "messages", body))
     status, answer = await posted(session, "messages", body)
     assert status == 200, answer
     return answer["content"]

@@ -84,7 +84,7 @@ async def setting(**changes: Any) -> AsyncGenerator[Setting]:
 EXPECTED = ("it left the fleet", "takes part again", "has not answered the refit", "who knows")
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+def text(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The messages of the test, except that an engine left or came back."""
     own = [r.getMessage() for r in caplog.get_records("call") if r.name.startswith("aprilsched")]
     return [message for message in own if not any(words in message for words in EXPECTED)]
@@ -97,7 +97,7 @@ def nothing_else_is_said(
     caplog.set_level(logging.WARNING, "aprilsched")
     yield
     if request.function is not test_one_that_cannot_be_handed_back_is_said_in_one_line:
-        assert said(caplog) == []
+        assert text(caplog) == []
 
 
 @each_row("straggler", ["retract", "in_place", "abort"])
@@ -224,7 +224,7 @@ class SlowPublisher:
 
     def __init__(self, path: Any) -> None:
         self._path = path
-        self.begun = asyncio.Event()
+        self.started = asyncio.Event()
         self.done: list[str] = []
 
     async def prepare(self, version: int) -> None: ...
@@ -232,7 +232,7 @@ class SlowPublisher:
     async def publish(
         self, version: int, engines: Sequence[Engine]
     ) -> Mapping[str, Exception | None]:
-        self.begun.set()
+        self.started.set()
         await asyncio.sleep(20)
         for engine in engines:
             assert isinstance(engine, RefitFromDisk)
@@ -249,7 +249,7 @@ async def test_one_that_leaves_in_a_refit_goes_on_after_it(asleep: bool, tmp_pat
     async def update(there: Setting) -> None:
         publisher = SlowPublisher(two_weights(tmp_path)[1])
         updating = asyncio.create_task(there.rollouts.update_weights(publisher))
-        await publisher.begun.wait()
+        await publisher.started.wait()
         await there.leaves()
         await asyncio.sleep(10)
         assert there.engine.batcher.paused == "retract"
@@ -281,5 +281,5 @@ async def test_one_that_cannot_be_handed_back_is_said_in_one_line(
             await there.leaves()
             monkeypatch.setattr(there.engine, "wake", refuse)
         await asyncio.sleep(100)
-    (line,) = said(caplog)
+    (line,) = text(caplog)
     assert "may be left paused" in line

@@ -63,10 +63,10 @@ class Recording:
     """Keeps the facts that it is told, with the time."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Fact, float]] = []
+        self.received: list[tuple[Fact, float]] = []
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        self.told += [(fact, now) for fact in facts]
+        self.received += [(fact, now) for fact in facts]
 
 
 class Bulk(Recording):
@@ -80,7 +80,7 @@ class Bulk(Recording):
     def on_tokens(self, chunks: TokenChunks, now: float) -> None:
         assert chunks[-1][1] == now
         self.sizes.append(len(chunks))
-        self.told += chunks
+        self.received += chunks
         if len(self.sizes) == 3 and self._error is not None:
             raise self._error
 
@@ -125,17 +125,17 @@ def test_listeners_of_our_own_are_no_exception(
 def test_chunks_in_bulk_come_in_the_same_order() -> None:
     one_by_one, bulk = Recording(), Bulk()
     driven([one_by_one, bulk])
-    assert bulk.told == one_by_one.told
+    assert bulk.received == one_by_one.received
     assert max(bulk.sizes) > 1
 
 
 def test_the_protocol_can_be_watched_beside_the_facts() -> None:
     hearing, watching = Recording(), Watching()
     driven([hearing, watching])
-    kinds = Counter(type(fact) for fact, _ in hearing.told)
+    kinds = Counter(type(fact) for fact, _ in hearing.received)
     assert watching.commands[Send] == kinds[AttemptSent] > 0
     assert watching.commands[Deliver] == kinds[BatchDelivered] == BATCHES
-    ended = [fact for fact, _ in hearing.told if isinstance(fact, AttemptEnded)]
+    ended = [fact for fact, _ in hearing.received if isinstance(fact, AttemptEnded)]
     assert watching.events[Finished] == sum(fact.outcome == "finished" for fact in ended) > 0
 
 
@@ -144,18 +144,18 @@ def test_one_that_raises_in_bulk_is_told_no_more(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.ERROR, logger="aprilsched"):
         driven([broken, sound])
     assert len(broken.sizes) == 3
-    assert broken.told == sound.told[: len(broken.told)]
+    assert broken.received == sound.received[: len(broken.received)]
     assert ["Bulk raised" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_no_chunk_is_held_for_long() -> None:
-    told = listeners.Listeners([bulk := Bulk()])
+    received = listeners.Listeners([bulk := Bulk()])
     chunk = [TokensReceived(request_id=0, tokens=1)]
     for tenth in range(10):
-        told.facts(chunk, tenth / 10)
+        received.facts(chunk, tenth / 10)
     assert bulk.sizes == [1, 3, 3, 3]
-    told.facts(chunk, 1.0)
-    told.release()
+    received.facts(chunk, 1.0)
+    received.release()
     assert bulk.sizes == [1, 3, 3, 3, 1]
 
 
@@ -217,10 +217,10 @@ def test_one_that_takes_its_time_where_there_is_plenty_is_not_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """0.02 s of every second are no problem, however long the run is."""
-    told = listeners.Listeners([slow := Clock(0.02)])
+    received = listeners.Listeners([slow := Clock(0.02)])
     clock = pytest.MonkeyPatch()
     with clock.context() as patch, caplog.at_level(logging.WARNING, logger="aprilsched"):
         patch.setattr(listeners, "time", slow)
         for second in range(600):
-            told.facts([AttemptEnded(request_id=1, outcome="finished")], float(second))
+            received.facts([AttemptEnded(request_id=1, outcome="finished")], float(second))
     assert caplog.records == []

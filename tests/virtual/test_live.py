@@ -39,11 +39,11 @@ class Watching:
     """Compares a model with the scheduler itself, at some chunks of tokens. No decision follows a
     chunk, so everything that the scheduler has done was told before."""
 
-    def __init__(self, model: LiveModel, told: Sequence[Listener]) -> None:
+    def __init__(self, model: LiveModel, received: Sequence[Listener]) -> None:
         self.in_flight: InFlight | None = None
         self.seen: list[Snapshot] = []
         self._model = model
-        self._told = told
+        self._told = received
         self._random = random.Random(0)
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:

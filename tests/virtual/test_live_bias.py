@@ -76,8 +76,8 @@ def test_a_policy_that_censors_is_named_once(caplog: pytest.LogCaptureFixture):
     assert "stale" in now.warning
     assert "responses at least" in now.warning
     assert now.dropped_tokens["stale"] > 0
-    said = [r for r in caplog.records if "rollouts were dropped" in r.getMessage()]
-    assert len(said) == 1
+    text = [r for r in caplog.records if "rollouts were dropped" in r.getMessage()]
+    assert len(text) == 1
 
 
 def test_the_blocking_twin_says_the_same():

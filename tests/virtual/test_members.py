@@ -89,14 +89,14 @@ class Sandboxes:
 
 @each_row(("rule", "size"), [("again", 4), ("shrink", 3)])
 async def test_an_episode_that_loses_its_sandbox_does_not_cost_its_siblings(rule: str, size: int):
-    sandboxes, begun = Sandboxes(), Counter[int]()
+    sandboxes, started = Sandboxes(), Counter[int]()
 
     async def episode(turn: Turn, prompt: Prompt) -> float:
         sandboxes.make(turn)
         first = int(prompt.input_ids[0])
-        begun[first] += 1
+        started[first] += 1
         await turn.generate(prompt.input_ids, sampling(20))
-        if turn.index == 1 and begun[first] <= 4:
+        if turn.index == 1 and started[first] <= 4:
             raise MemberLost("sandbox gone")
         return 1.0
 
@@ -253,8 +253,8 @@ async def test_functions_for_the_end_run_in_reverse_and_a_failing_one_is_counted
             assert not dropped(rollouts)
     assert Counter(order) == {"first": 2, "second": 2, "third": 2}
     assert order.index("third") < order.index("second") < order.index("first")
-    said = [record for record in caplog.records if "teardown" in record.getMessage()]
-    assert len(said) == 2, "one line for each kind"
+    text = [record for record in caplog.records if "teardown" in record.getMessage()]
+    assert len(text) == 2, "one line for each kind"
 
 
 async def test_a_function_for_the_end_that_blocks_is_left_after_its_time():
@@ -270,8 +270,8 @@ async def test_a_function_for_the_end_that_blocks_is_left_after_its_time():
     loop = asyncio.get_running_loop()
     async with opened(settings, count=1, episode=episode) as rollouts:
         await rollouts.next_batch()
-        began = loop.time()
-    assert loop.time() - began < 45
+        started_at = loop.time()
+    assert loop.time() - started_at < 45
     assert sorted(ended) == [0, 1]
 
 

@@ -141,9 +141,9 @@ def killed(name: str) -> dict[str, Killed]:
     return left
 
 
-async def goes_on(name: str, begun: Killed) -> None:
-    store = copy.deepcopy(begun.store)
-    seen = set(begun.acknowledged)
+async def goes_on(name: str, started: Killed) -> None:
+    store = copy.deepcopy(started.store)
+    seen = set(started.acknowledged)
     async with scheduler(name, store) as rollouts:
         await rollouts.update_weights(SimPublisher(), version=rollouts.version + 1)
         for _ in range(4):
@@ -183,9 +183,9 @@ ONE_AT_A_TIME = (
 
 @each_row(("first", "second"), PAIRS)
 def test_a_run_goes_on_under_other_settings(first: str, second: str) -> None:
-    for moment, begun in killed(first).items():
+    for moment, started in killed(first).items():
         try:
-            run_virtual(goes_on(second, begun))
+            run_virtual(goes_on(second, started))
         except TimeoutError:
             raise AssertionError(f"killed {moment}, it delivers nothing more") from None
 
@@ -205,7 +205,7 @@ def test_an_episode_cannot_be_left_out() -> None:
     async def episode(turn: Any, prompt: Prompt) -> None:
         await turn.generate(prompt.input_ids)
 
-    async def begin(store: MemoryStore) -> None:
+    async def start(store: MemoryStore) -> None:
         config = SchedulerConfig(batch_groups=4, group_size=4)
         prompts = LongTailWorkload(median=60, cap=400, group_size=4, vocab_size=1000, seed=5)
         fleet = SimFleet(1)
@@ -213,4 +213,4 @@ def test_an_episode_cannot_be_left_out() -> None:
             pass
 
     with pytest.raises(ConfigError, match="episode function"):
-        run_virtual(begin(copy.deepcopy(killed("plain")[MOMENTS[1]].store)))
+        run_virtual(start(copy.deepcopy(killed("plain")[MOMENTS[1]].store)))

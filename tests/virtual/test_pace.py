@@ -139,9 +139,9 @@ def test_the_planner_is_told_how_much_earlier_epochs_explain(lies: bool) -> None
 
     planner = Switching(["synchronous"])
     Simulation(config(batch_groups=8), keyed(), batches=30, planner=planner).run()
-    said = [plan.remembered for plan in planner.asked]
-    assert said[0] == 0.0, "nothing is remembered in the first epoch"
-    assert said[-1] < 0.4 if lies else said[-1] > 0.7
+    text = [plan.remembered for plan in planner.asked]
+    assert text[0] == 0.0, "nothing is remembered in the first epoch"
+    assert text[-1] < 0.4 if lies else text[-1] > 0.7
 
 
 class Facts:
@@ -186,7 +186,7 @@ def test_a_simulated_trainer_is_measured_on_both_paces_and_hidden_by_one() -> No
     for pace in ("synchronous", "asynchronous"):
         planner = Switching([pace])
         figures, facts, walls[pace] = simulated(planner)
-        assert [told for told, _ in facts.schedules] == [pace] * len(planner.asked)
+        assert [received for received, _ in facts.schedules] == [pace] * len(planner.asked)
         first, *later = planner.asked
         assert (first.train_seconds, first.refit_seconds) == (None, None)
         assert len(later) >= 2

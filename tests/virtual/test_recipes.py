@@ -70,8 +70,8 @@ async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_pa
                     assert (await anybody.get(path))[0] == 200
                 assert (await anybody.post("/generate", asked(4)))[0] == 401
                 assert (await client.post("/generate", asked(4)))[0] == 200
-                said = {"model": "any", "prompt": "a", "max_tokens": 4}
-                assert (await client.post("/v1/completions", said))[0] == 200
+                printed = {"model": "any", "prompt": "a", "max_tokens": 4}
+                assert (await client.post("/v1/completions", printed))[0] == 200
                 assert (await client.post("/pause_generation", {"mode": "in_place"}))[0] == 401
             async with Raw(url, "control") as control:
                 assert (await control.post("/pause_generation", {"mode": "in_place"}))[0] == 200
@@ -128,12 +128,12 @@ def run_script(shell: str, script: str, folder: Path) -> str:
         start_new_session=True,
     )
     try:
-        said, _ = process.communicate()
+        printed, _ = process.communicate()
     finally:
         with suppress(ProcessLookupError):  # A server that was started waits on.
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, said
-    return said
+    assert process.returncode == 0, printed
+    return printed
 
 
 @pytest.fixture
@@ -160,8 +160,8 @@ async def test_the_job_begins_a_run_and_a_second_pod_goes_on_with_it(
     assert (tmp_path / "runs" / "first" / "summary.json").is_file()
     # As a pod that was killed leaves it: with a store, and without a summary.
     (tmp_path / "runs" / "first" / "summary.json").unlink()
-    said = await asyncio.to_thread(run_script, shell, script, tmp_path)
-    assert (tmp_path / "runs" / "first" / "summary.json").is_file(), said
+    printed = await asyncio.to_thread(run_script, shell, script, tmp_path)
+    assert (tmp_path / "runs" / "first" / "summary.json").is_file(), printed
 
 
 @pytest.mark.long
@@ -192,10 +192,10 @@ def test_the_job_of_ray_is_one_and_its_program_takes_the_arguments(
     python, program, *arguments = job.entrypoint.split()
     assert python == "python"
 
-    def begun(**_: Any) -> None:
+    def started(**_: Any) -> None:
         raise Parsed
 
-    monkeypatch.setattr(ray, "init", begun)
+    monkeypatch.setattr(ray, "init", started)
     monkeypatch.setattr(sys, "argv", [program, *arguments])
     with pytest.raises(Parsed):
         runpy.run_path(str(ROOT / program), run_name="__main__")

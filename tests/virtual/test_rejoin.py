@@ -89,8 +89,8 @@ def test_a_lost_engine_is_back_at_the_fleets_version(caplog: pytest.LogCaptureFi
 
     with caplog.at_level(logging.WARNING, "aprilsched"):
         run_virtual(main())
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [
+    text = [record.getMessage() for record in caplog.records]
+    assert text == [
         "engine sim-1 is out of use: its machine burnt",
         "engine sim-1 takes part again, at version 2",
     ]

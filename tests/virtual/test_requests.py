@@ -166,7 +166,7 @@ async def test_answers_are_saved_with_their_rollout_and_logged_by_size(tmp_path:
     )
     async with first as rollouts:
         batch = await rollouts.next_batch()
-        told = {r.rollout_id: r.answers for r in batch.rollouts}
+        received = {r.rollout_id: r.answers for r in batch.rollouts}
     ended = [json.loads(line) for line in log.read_text().splitlines() if "answers" in line]
     assert ended
     assert {tuple(each["answers"]) for each in ended} == {KEEP}
@@ -176,7 +176,7 @@ async def test_answers_are_saved_with_their_rollout_and_logged_by_size(tmp_path:
     async with second as rollouts:
         batch = await rollouts.next_batch()
         assert batch.redelivered
-        assert {r.rollout_id: r.answers for r in batch.rollouts} == told
+        assert {r.rollout_id: r.answers for r in batch.rollouts} == received
 
 
 async def test_each_turn_of_an_episode_may_keep_something_else() -> None:
@@ -288,8 +288,8 @@ async def test_fields_media_and_ranks_arrive_at_a_server(ranked: bool) -> None:
         async with RolloutScheduler(fleet, asked(), config=config()) as rollouts:
             rollout = next((await rollouts.next_batch()).rollouts)
             (evaluated,) = (await rollouts.evaluate([next(asked())])).rollouts
-    told = rollout.answers[0].values
-    assert told["prompt_tokens"] == 5 + MEDIA_TOKENS * len(MEDIA)
+    received = rollout.answers[0].values
+    assert received["prompt_tokens"] == 5 + MEDIA_TOKENS * len(MEDIA)
     priority = {"priority": 2} if ranked else {}
-    assert told["request"] == {"return_hidden_states": True, **priority}
+    assert received["request"] == {"return_hidden_states": True, **priority}
     assert evaluated.answers[0].values["request"] == {"return_hidden_states": True}

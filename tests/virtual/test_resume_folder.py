@@ -64,9 +64,9 @@ class DyingFleet(SimFleet):
 
     async def _copy(self) -> None:
         loop = asyncio.get_running_loop()
-        begin = loop.time()
+        start_run = loop.time()
         for number, (at, logged) in enumerate(zip(self._times, self._logged, strict=True)):
-            await asyncio.sleep(begin + at - loop.time())
+            await asyncio.sleep(start_run + at - loop.time())
             self._wait_for_log(logged)
             self.remains.append(self._run.with_name(f"{self._run.name}-{number}"))
             shutil.copytree(self._run, self.remains[-1])
@@ -77,7 +77,7 @@ class DyingFleet(SimFleet):
             time.sleep(0.001)
 
 
-def begin(
+def start_run(
     run: Path, times: Sequence[float], *, logged: Sequence[int] = (), **changes: Any
 ) -> list[Path]:
     """Run to the end. Returns copies of what the run had written at each of `times`.
@@ -159,12 +159,12 @@ def check_everything(run: Path, *, incarnations: int, batches: int = BATCHES) ->
 )
 def test_a_run_that_died_goes_on(tmp_path: Path, pace: str, rule: StalenessRule):
     settings: dict[str, Any] = {"pace": pace, "max_staleness": Staleness(1, rule=rule)}
-    begin(tmp_path / "whole", [], **settings)
+    start_run(tmp_path / "whole", [], **settings)
     delivered = [at for at, _ in delivery_times(tmp_path / "whole")]
     times = [0.5, 1.7, 3.3]
     # A batch that the store has as acknowledged is not delivered again, so it must be in the log.
     logged = [sum(at < time for at in delivered) for time in times]
-    remains = begin(tmp_path / "a", times, logged=logged, **settings)
+    remains = start_run(tmp_path / "a", times, logged=logged, **settings)
     assert len(remains) == 3
     for left in remains:
         before = read_run(left / "run").summary
@@ -179,7 +179,7 @@ def test_a_run_that_died_goes_on(tmp_path: Path, pace: str, rule: StalenessRule)
 
 
 def test_it_may_die_again_and_go_further_than_it_was_to(tmp_path: Path):
-    (left,) = begin(tmp_path / "a", [2.0])
+    (left,) = start_run(tmp_path / "a", [2.0])
     (left,) = resume(left, [0.8])
     (left,) = resume(left, [0.8])
     resume(left)
@@ -195,7 +195,7 @@ def test_it_may_die_again_and_go_further_than_it_was_to(tmp_path: Path):
 
 
 def test_what_was_not_saved_does_not_count(tmp_path: Path):
-    early, late = begin(tmp_path / "a", [1.0, 4.0], logged=[0, 3], pace="asynchronous")
+    early, late = start_run(tmp_path / "a", [1.0, 4.0], logged=[0, 3], pace="asynchronous")
     shutil.copy(late / "run" / EVENTS, early / "run" / EVENTS)
     known = deliveries(early)
     resume(early)
@@ -205,9 +205,9 @@ def test_what_was_not_saved_does_not_count(tmp_path: Path):
 
 
 def test_a_delivery_that_was_cut_off_is_that_of_the_batch_that_comes_again(tmp_path: Path):
-    begin(tmp_path / "a", [])
+    start_run(tmp_path / "a", [])
     delivered = [at for at, batch in delivery_times(tmp_path / "a") if batch == 3]
-    (left,) = begin(tmp_path / "b", [delivered[0] + 0.1], logged=[4])
+    (left,) = start_run(tmp_path / "b", [delivered[0] + 0.1], logged=[4])
     log = left / "run" / EVENTS
     cut = log.read_bytes().rindex(b'"fact":"BatchDelivered"') + 10
     log.write_bytes(log.read_bytes()[:cut])
@@ -237,7 +237,7 @@ def deliveries(run: Path) -> int:
 
 
 def whole_log(tmp_path: Path) -> bytes:
-    begin(tmp_path / "whole", [])
+    start_run(tmp_path / "whole", [])
     return (tmp_path / "whole" / "run" / EVENTS).read_bytes()
 
 
@@ -280,7 +280,7 @@ def test_a_log_that_is_damaged_in_the_middle_is_refused(tmp_path: Path):
 
 
 def test_only_a_run_can_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    begin(tmp_path / "a", [])
+    start_run(tmp_path / "a", [])
     folder = tmp_path / "a" / "run"
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     for arguments, what in (
@@ -298,7 +298,7 @@ def test_only_a_run_can_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_run_of_which_nothing_was_saved_cannot_go_on(tmp_path: Path):
-    (left,) = begin(tmp_path / "a", [2.0])
+    (left,) = start_run(tmp_path / "a", [2.0])
     for file in left.glob(f"{STORE}*"):
         file.unlink()
     with pytest.raises(RunFolderError, match="nothing saved that could be resumed"):

@@ -206,8 +206,8 @@ async def test_a_score_that_cannot_be_kept_is_an_entry_of_the_ledger(
         ledger = rollouts.state.in_flight.ledger
     assert set(ledger.rollouts) == {Reason.REWARD_FAILED}
     cause = ledger.entries[0].cause
-    said = "returned" if bad is BAD["no reward"] else "raised ConfigError("
-    assert cause.startswith(f"the reward function {said}")
+    text = "returned" if bad is BAD["no reward"] else "raised ConfigError("
+    assert cause.startswith(f"the reward function {text}")
     assert len(cause) < 300
 
 

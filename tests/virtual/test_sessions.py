@@ -56,7 +56,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(input_ids=ids, metadata={"task": f"task {i}"}) for i in range(count)]
 
 
-def said(role: str, content: str) -> Any:
+def printed(role: str, content: str) -> Any:
     return {"role": role, "content": content}
 
 
@@ -112,10 +112,10 @@ async def batch_of(
 
 async def three_turns(session: Session, prompt: Prompt) -> float:
     """A user asks three times; tools take their time."""
-    messages = [said("system", "be brief"), said("user", prompt.metadata["task"])]
+    messages = [printed("system", "be brief"), printed("user", prompt.metadata["task"])]
     for turn in range(3):
         reply = await session.chat(messages)
-        messages += [reply.message, said("user", f"and {turn}?")]
+        messages += [reply.message, printed("user", f"and {turn}?")]
         await asyncio.sleep(0.03)
     return 1.0
 
@@ -126,15 +126,15 @@ def as_coroutine(tokenizer: ModelTokenizer) -> Callable[[Turn, Prompt], Awaitabl
     def text(*messages: tuple[str, str]) -> str:
         return "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
 
-    begin = "<|im_start|>assistant\n"
+    start = "<|im_start|>assistant\n"
 
     async def episode(turn: Turn, prompt: Prompt) -> float:
-        first = text(("system", "be brief"), ("user", prompt.metadata["task"])) + begin
+        first = text(("system", "be brief"), ("user", prompt.metadata["task"])) + start
         context = tokenizer.encode(first, special=False)
         for number in range(3):
             output = await turn.generate(context)
             tail = "\n" if output.token_ids[-1] in (0, END) else "<|im_end|>\n"
-            more = tail + text(("user", f"and {number}?")) + begin
+            more = tail + text(("user", f"and {number}?")) + start
             context = [*context, *output.token_ids.tolist(), *tokenizer.encode(more, special=False)]
             await asyncio.sleep(0.03)
         return 1.0
@@ -167,7 +167,7 @@ async def test_a_refit_in_the_middle_of_an_answer_is_seen_in_its_versions_alone(
     tokenizer: ModelTokenizer, straggler: str
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
-        reply = await session.chat([said("user", "go on")])
+        reply = await session.chat([printed("user", "go on")])
         assert len(reply.output.token_ids) == 400
         return float(len(set(reply.output.versions.tolist())))
 
@@ -180,12 +180,12 @@ async def test_a_refit_in_the_middle_of_an_answer_is_seen_in_its_versions_alone(
 
 async def two_agents(session: Session, prompt: Prompt) -> None:
     """A main agent asks a second one in between, compacts its history, and goes on with it."""
-    main = [said("system", "main"), said("user", "begin")]
+    main = [printed("system", "main"), printed("user", "begin")]
     for _ in range(2):
         main.append((await session.chat(main, max_tokens=20)).message)
-        main.append(said("user", "on"))
-        await session.chat([said("system", "helper"), said("user", "help")], max_tokens=50)
-    short = [*main[:3], said("user", "in short")]
+        main.append(printed("user", "on"))
+        await session.chat([printed("system", "helper"), printed("user", "help")], max_tokens=50)
+    short = [*main[:3], printed("user", "in short")]
     await session.chat(short, max_tokens=5)
 
 
@@ -245,7 +245,7 @@ async def launched(
 
 
 async def asks_once(session: Session) -> None:
-    await session.chat([said("user", "go")], max_tokens=5)
+    await session.chat([printed("user", "go")], max_tokens=5)
 
 
 @pytest.mark.parametrize("end", ["lost", "vanishes", "too slow", "no score"])
@@ -272,8 +272,8 @@ async def test_a_harness_that_is_gone_costs_one_member(tokenizer: ModelTokenizer
     ledger = rollouts.state.in_flight.ledger
     assert ledger.rollouts == {Reason.MEMBER_LOST: 1}
     (entry,) = ledger.entries
-    says = {"lost": "container", "vanishes": "asked for nothing", "too slow": "not ended"}
-    assert says.get(end, "score has not come") in entry.cause
+    reports = {"lost": "container", "vanishes": "asked for nothing", "too slow": "not ended"}
+    assert reports.get(end, "score has not come") in entry.cause
     assert sorted(torn) == [0, 1, 2]
 
 
@@ -335,19 +335,19 @@ async def test_what_a_session_may_take_is_bounded(tokenizer: ModelTokenizer):
         said_so: set[str] = set()
         for number in range(1000):
             try:
-                await session.chat([said("user", f"another {number}")], max_tokens=1)
+                await session.chat([printed("user", f"another {number}")], max_tokens=1)
             except ConfigError as error:
                 said_so.add(str(error))
         assert session.turns == 8
         (sentence,) = said_so
         assert "8 branches" in sentence
         messages = session.messages
-        await session.chat([*messages, said("user", "on")], max_tokens=1)
+        await session.chat([*messages, printed("user", "on")], max_tokens=1)
         # The last answer is cut short, and then there are no tokens left.
-        reply = await session.chat([*session.messages, said("user", "on")], max_tokens=50)
+        reply = await session.chat([*session.messages, printed("user", "on")], max_tokens=50)
         assert len(reply.output.token_ids) == 3
         with pytest.raises(ConfigError, match="has had its"):
-            await session.chat([*session.messages, said("user", "on")])
+            await session.chat([*session.messages, printed("user", "on")])
         return 1.0
 
     limits = Limits(branches=8, turns=10, tokens=12)
@@ -360,7 +360,7 @@ async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: Mode
         answered: list[int] = []
 
         async def ask(number: int) -> None:
-            await session.chat([said("user", f"number {number}")], max_tokens=30)
+            await session.chat([printed("user", f"number {number}")], max_tokens=30)
             answered.append(number)
 
         async with asyncio.TaskGroup() as tasks:
@@ -386,11 +386,11 @@ async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: Mode
 
 async def main_and_helper(session: Session, prompt: Prompt) -> float:
     """Two branches that take turns."""
-    main, helper = [said("user", prompt.metadata["task"])], [said("system", "help")]
+    main, helper = [printed("user", prompt.metadata["task"])], [printed("system", "help")]
     for number in range(3):
         for messages in (main, helper):
             reply = await session.chat(messages)
-            messages += [reply.message, said("user", f"and {number}?")]
+            messages += [reply.message, printed("user", f"and {number}?")]
             await asyncio.sleep(0.02)
     return 1.0
 
@@ -439,12 +439,16 @@ class Outside:
 
     def __init__(self, task: str) -> None:
         # An answer that nobody has given, as an example.
-        self.messages = [said("user", "1 + 1?"), said("assistant", "2"), said("user", task)]
+        self.messages = [
+            printed("user", "1 + 1?"),
+            printed("assistant", "2"),
+            printed("user", task),
+        ]
         self.answers = 0
 
     async def step(self, session: Session, most: int | None = None) -> None:
         reply = await session.chat(self.messages, max_tokens=most)
-        self.messages += [dict(reply.message), said("user", f"and {self.answers}?")]
+        self.messages += [dict(reply.message), printed("user", f"and {self.answers}?")]
         self.answers += 1
 
 
@@ -577,12 +581,12 @@ async def test_many_sessions_with_slow_tools_through_refits_and_dead_engines(
     async def harness(session: Session, prompt: Prompt) -> float:
         drawn = np.random.default_rng(int(session.id))
         kept = answered[session.id] = []
-        contexts = [[said("user", prompt.metadata["task"])], [said("system", "help")]]
+        contexts = [[printed("user", prompt.metadata["task"])], [printed("system", "help")]]
         for _ in range(int(drawn.integers(2, 20))):
             messages = contexts[int(drawn.random() < 0.2)]
             reply = await session.chat(messages, max_tokens=int(drawn.integers(1, 120)))
             kept.append(reply.output.token_ids.tolist())
-            messages += [reply.message, said("user", "and?")]
+            messages += [reply.message, printed("user", "and?")]
             await asyncio.sleep(float(min(30, drawn.lognormal(-1, 1.5))))
         return float(session.tokens)
 
@@ -715,14 +719,14 @@ async def test_a_refused_request_costs_one_answer(tokenizer: ModelTokenizer):
     causes: list[str] = []
 
     async def harness(session: Session, prompt: Prompt) -> float:
-        messages = [said("user", "go")]
+        messages = [printed("user", "go")]
         reply = await session.chat(messages)
         messages.append(dict(reply.message))
         if session.index == 1:
             with pytest.raises(TurnRefused, match="need 7") as refused:
-                await session.chat([*messages, said("user", "x" * 600)])
+                await session.chat([*messages, printed("user", "x" * 600)])
             causes.append(str(refused.value))
-        await session.chat([*messages, said("user", "on")])
+        await session.chat([*messages, printed("user", "on")])
         return float(session.index)
 
     async with (
@@ -746,10 +750,10 @@ async def test_a_member_that_a_refusal_ends_costs_no_group(
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
         if session.index or not first:
-            await session.chat([said("user", "go")])
+            await session.chat([printed("user", "go")])
         if not session.index:
             try:
-                await session.chat([said("user", "x" * 600)])
+                await session.chat([printed("user", "x" * 600)])
             except TurnRefused as error:
                 if not catches:
                     raise RuntimeError("the agent gives up") from error
@@ -770,7 +774,7 @@ async def test_a_member_that_a_refusal_ends_costs_no_group(
 async def test_a_fleet_that_refuses_everything_ends_the_run(tokenizer: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
         with pytest.raises(TurnRefused):
-            await session.chat([said("user", "x" * 600)])
+            await session.chat([printed("user", "x" * 600)])
         return 0.0
 
     config = {"retries": Retries(failed_groups=2)}
@@ -804,7 +808,7 @@ async def test_engines_fetch_images_only_if_they_may(tokenizer: ModelTokenizer, 
 
 async def test_more_requests_than_may_wait_are_refused(tokenizer: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
-        asking = [session.chat([said("user", f"{n}")], max_tokens=2) for n in range(10)]
+        asking = [session.chat([printed("user", f"{n}")], max_tokens=2) for n in range(10)]
         answers = await asyncio.gather(*asking, return_exceptions=True)
         refused = [each for each in answers if isinstance(each, Unavailable)]
         assert "one after the other" in str(refused[0])

@@ -64,10 +64,10 @@ async def test_the_forecast_of_sessions_with_slow_tools_is_near_the_outcome(tmp_
             await rollouts.update_weights(SimPublisher())
     # The first ones are of the schedule before, and of a pool that fills.
     seen = [batch.forecast for batch in summary.batches[BATCHES // 3 :]]
-    told = [each for each in seen if each is not None]
-    assert len(told) == len(seen)
-    mean = sum(each.seconds for each in told) / len(told)
-    expected = sum(each.seconds_forecast for each in told) / len(told)
+    received = [each for each in seen if each is not None]
+    assert len(received) == len(seen)
+    mean = sum(each.seconds for each in received) / len(received)
+    expected = sum(each.seconds_forecast for each in received) / len(received)
     assert mean == pytest.approx(expected, rel=0.25)
     # More rollouts are in flight than a batch takes, because most of them are at their tools.
-    assert told[-1].schedule.startswith("a pool of")
+    assert received[-1].schedule.startswith("a pool of")

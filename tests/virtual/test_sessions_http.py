@@ -39,7 +39,7 @@ from aprilsched.testing.contract import until
 from aprilsched.types import Batch
 from tests.support.checking import Checking
 from tests.support.tiny_tokenizer import WORDS, bytes_tokenizer, calling_tokenizer
-from tests.virtual.test_sessions import ASCII, END, left_behind, prompts, said
+from tests.virtual.test_sessions import ASCII, END, left_behind, prompts, printed
 
 LOOK = {"type": "object", "properties": {"where": {"type": "string"}}}
 
@@ -130,7 +130,7 @@ async def test_openais_client_has_a_chat_of_several_turns(
     plain: ModelTokenizer, path: str, stream: bool
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
-        messages: Any = [said("user", prompt.metadata["task"])]
+        messages: Any = [printed("user", prompt.metadata["task"])]
         async with client(session, path) as api:
             for number in range(3):
                 asked: dict[str, Any] = {"model": "m", "messages": messages, "max_tokens": 20}
@@ -153,7 +153,7 @@ async def test_openais_client_has_a_chat_of_several_turns(
                     assert answer.choices[0].finish_reason == "length"
                     assert answer.usage.completion_tokens == 20
                 assert text == session.messages[-1]["content"]
-                messages = [*messages, said("assistant", text), said("user", f"{number}?")]
+                messages = [*messages, printed("assistant", text), printed("user", f"{number}?")]
         return 1.0
 
     batch = await batch_of(harness, plain)
@@ -191,12 +191,12 @@ async def test_anthropics_messages_call_tools_and_get_their_results(
             "max_tokens": 12,
             "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "x"}}],
             "tools": tools,
-            "messages": [said("user", "what now")],
+            "messages": [printed("user", "what now")],
         }
         calls = 0
         for _ in range(3):
             if stream:
-                content = told(await events_of(session, "v1/messages", body))
+                content = received(await events_of(session, "v1/messages", body))
             else:
                 status, answer = await posted(session, "v1/messages", body)
                 assert status == 200
@@ -223,7 +223,7 @@ async def test_anthropics_messages_call_tools_and_get_their_results(
         assert rollout.info["session"]["branches"] == 1
 
 
-def told(events: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+def received(events: list[tuple[str, Any]]) -> list[dict[str, Any]]:
     """The content that the events of a stream make, as Anthropic's clients put it together."""
     assert all(name == event["type"] for name, event in events)
     events = [event for event in events if event[0] != "ping"]
@@ -250,7 +250,7 @@ def told(events: list[tuple[str, Any]]) -> list[dict[str, Any]]:
 async def test_openais_tools_are_called_and_answered(calling: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
         tools: Any = [{"type": "function", "function": {"name": "look", "parameters": LOOK}}]
-        messages: Any = [said("user", "what now")]
+        messages: Any = [printed("user", "what now")]
         calls = 0
         async with client(session) as api:
             for _ in range(3):
@@ -264,7 +264,7 @@ async def test_openais_tools_are_called_and_answered(calling: ModelTokenizer):
                     text += delta.content or ""
                     called += [each.model_dump() for each in delta.tool_calls or ()]
                 calls += len(called)
-                messages.append({**said("assistant", text), "tool_calls": called})
+                messages.append({**printed("assistant", text), "tool_calls": called})
                 messages += [
                     {"role": "tool", "tool_call_id": each["id"], "content": "rain"}
                     for each in called
@@ -296,8 +296,8 @@ async def test_sglangs_generate_goes_on_from_what_it_has_answered(
                 http.post(path, json={**body, "stream": stream}) as answer,
             ):
                 assert answer.status == 200
-                told = (await answer.text()).partition("\n\n")[0].removeprefix("data: ")
-            found = json.loads(told)
+                received = (await answer.text()).partition("\n\n")[0].removeprefix("data: ")
+            found = json.loads(received)
             meta = found["meta_info"]
             assert meta["finish_reason"] == {"type": "length", "length": 9}
             assert [each[1] for each in meta["output_token_logprobs"]] == found["output_ids"]
@@ -329,7 +329,7 @@ async def test_a_refit_and_a_dead_engine_in_the_middle_of_a_stream_are_not_seen(
     async def harness(session: Session, prompt: Prompt) -> float:
         async with client(session) as api:
             stream = await api.chat.completions.create(
-                model="m", messages=[said("user", "go on")], stream=True
+                model="m", messages=[printed("user", "go on")], stream=True
             )
             events = [event async for event in stream]
         assert events[-1].choices[0].finish_reason == "length"
@@ -356,7 +356,7 @@ async def test_a_refit_and_a_dead_engine_in_the_middle_of_a_stream_are_not_seen(
 
 async def test_a_client_that_leaves_takes_its_turn_along_and_nothing_else(plain: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
-        body = {"messages": [said("user", "go on")]}
+        body = {"messages": [printed("user", "go on")]}
         for stream in (False, True):
             leaving = asyncio.ensure_future(
                 events_of(session, "chat/completions", body)
@@ -380,22 +380,26 @@ DEEP: Any = functools.reduce(lambda inner, _: [inner], range(900), None)
 REFUSED = [
     ("chat/completions", {"messages": []}, "$.messages"),
     ("chat/completions", {"messages": [{"content": "x"}]}, "role"),
-    ("chat/completions", {"messages": [said("king", "x")]}, "refuses"),
-    ("chat/completions", {"messages": [said("user", "x")], "n": 3}, "one answer"),
-    ("chat/completions", {"messages": [said("user", "x")], "logprobs": True}, "logprobs"),
-    ("chat/completions", {"messages": [said("user", "x")], "sing": 1}, "sing"),
-    ("chat/completions", {"messages": [said("user", "x")], "max_tokens": -1}, "max_tokens"),
-    ("chat/completions", {"messages": [said("user", "x")], "stop": ["two"]}, "stop"),
-    ("chat/completions", {"messages": [said("user", "x")], "stop": ["x"] * 65}, "at most 64"),
+    ("chat/completions", {"messages": [printed("king", "x")]}, "refuses"),
+    ("chat/completions", {"messages": [printed("user", "x")], "n": 3}, "one answer"),
+    ("chat/completions", {"messages": [printed("user", "x")], "logprobs": True}, "logprobs"),
+    ("chat/completions", {"messages": [printed("user", "x")], "sing": 1}, "sing"),
+    ("chat/completions", {"messages": [printed("user", "x")], "max_tokens": -1}, "max_tokens"),
+    ("chat/completions", {"messages": [printed("user", "x")], "stop": ["two"]}, "stop"),
+    ("chat/completions", {"messages": [printed("user", "x")], "stop": ["x"] * 65}, "at most 64"),
     ("completions", {"prompt": "x", "stop": "x" * 4097}, "at most 4096 characters"),
-    ("chat/completions", {"messages": [said("user", "x" * (2**23 + 1))]}, "at most 8388608"),
+    ("chat/completions", {"messages": [printed("user", "x" * (2**23 + 1))]}, "at most 8388608"),
     ("generate", {"text": "x" * (2**23 + 1)}, "at most 8388608 characters"),
     ("chat/completions", {"messages": [], "user": [[]] * 2**21}, "quotes and opening brackets"),
-    ("chat/completions", {"messages": [said("user", "x")], "tool_choice": "look"}, "tool_choice"),
+    (
+        "chat/completions",
+        {"messages": [printed("user", "x")], "tool_choice": "look"},
+        "tool_choice",
+    ),
     (
         "chat/completions",
         {
-            "messages": [said("user", "x")],
+            "messages": [printed("user", "x")],
             "tool_choice": "required",
             "tools": [{"type": "function", "function": {"name": "look"}}],
         },
@@ -437,15 +441,15 @@ REFUSED = [
     ),
     (
         "v1/messages",
-        {"messages": [said("user", "x"), said("assistant", "I th")], "max_tokens": 5},
+        {"messages": [printed("user", "x"), printed("assistant", "I th")], "max_tokens": 5},
         "ends with one of the assistant",
     ),
     ("v1/messages", {"messages": [], "max_tokens": 5}, "$.messages"),
-    ("v1/messages", {"messages": [said("user", "x")]}, "max_tokens"),
-    ("v1/messages", {"messages": [said("tool", "x")], "max_tokens": 5}, "role"),
+    ("v1/messages", {"messages": [printed("user", "x")]}, "max_tokens"),
+    ("v1/messages", {"messages": [printed("tool", "x")], "max_tokens": 5}, "role"),
     (
         "v1/messages",
-        {"messages": [said("user", "x")], "max_tokens": 5, "thread": {"type": "create"}},
+        {"messages": [printed("user", "x")], "max_tokens": 5, "thread": {"type": "create"}},
         "thread",
     ),
     (
@@ -455,7 +459,7 @@ REFUSED = [
     ),
     (
         "v1/messages",
-        {"messages": [said("user", "x")], "max_tokens": 5, "tools": [{"type": "bash"}]},
+        {"messages": [printed("user", "x")], "max_tokens": 5, "tools": [{"type": "bash"}]},
         "tool",
     ),
     (
@@ -484,8 +488,8 @@ async def test_what_cannot_be_answered_is_refused_in_a_sentence(plain: ModelToke
             assert (answer.get("type") == "error") == path.endswith("messages")
         async with client(session) as api:
             with pytest.raises(openai.BadRequestError, match="one answer"):
-                await api.chat.completions.create(model="m", messages=[said("user", "x")], n=2)
-            await api.chat.completions.create(model="m", messages=[said("user", "x")])
+                await api.chat.completions.create(model="m", messages=[printed("user", "x")], n=2)
+            await api.chat.completions.create(model="m", messages=[printed("user", "x")])
         return 1.0
 
     batch = await batch_of(harness, plain)
@@ -509,8 +513,10 @@ async def test_what_takes_long_is_done_beside_the_loop(
 
     async def harness(session: Session, prompt: Prompt) -> float:
         tools = [{"type": "function", "function": {"name": "look", "description": "x" * 20_000}}]
-        reply = await session.chat([said("user", "x")], tools=tools if large == "tools" else None)
-        await session.chat([said("user", "x"), reply.message, said("user", "y")])
+        reply = await session.chat(
+            [printed("user", "x")], tools=tools if large == "tools" else None
+        )
+        await session.chat([printed("user", "x"), reply.message, printed("user", "y")])
         return 1.0
 
     if large == "answers":
@@ -526,7 +532,7 @@ async def test_a_key_is_good_for_its_session_alone(plain: ModelTokenizer):
     async with Sessions(tokenizer=plain) as sessions, scheduler(sessions) as rollouts:
         one, two = await sessions.next(), await sessions.next()
         assert one.key != two.key
-        body = {"messages": [said("user", "x")]}
+        body = {"messages": [printed("user", "x")]}
         for key in ("", "none", two.key, sessions.launcher_key, one.key[:-1], "ü" + one.key):
             for name in ("x-api-key", "Authorization"):
                 given = key if name == "x-api-key" else f"Bearer {key}"
@@ -544,7 +550,7 @@ async def test_a_key_is_good_for_its_session_alone(plain: ModelTokenizer):
             async with http.post("/sessions/x/y", json={}) as answer:
                 assert answer.status == 404
         for session in (one, two):
-            await session.chat([said("user", "x")])
+            await session.chat([printed("user", "x")])
             session.done(1.0)
         await rollouts.next_batch()
         status, answer = await posted(one, "chat/completions", body)
@@ -569,7 +575,7 @@ async def test_a_launcher_elsewhere_takes_sessions_and_reports(plain: ModelToken
                 assert status == 200
                 assert session["prompt"]["metadata"] == {"task": "task 0"}
                 async with AsyncOpenAI(base_url=session["url"], api_key=session["key"]) as api:
-                    await api.chat.completions.create(model="m", messages=[said("user", "x")])
+                    await api.chat.completions.create(model="m", messages=[printed("user", "x")])
                 return session
 
             first, second = await taken(), await taken()
@@ -600,13 +606,13 @@ async def test_a_harness_finds_its_session_again_at_the_same_address(
     async def step(url: str, key: str, messages: list[Any]) -> None:
         async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as api:
             answer = await api.chat.completions.create(model="m", messages=messages)
-        messages += [answer.choices[0].message.model_dump(exclude_none=True), said("user", "on")]
+        messages += [answer.choices[0].message.model_dump(exclude_none=True), printed("user", "on")]
 
     async with Sessions(**fixed) as sessions, scheduler(sessions, store=store):
         port = int(sessions.url.rpartition(":")[2])
         for _ in range(2):
             session = await sessions.next()
-            messages = found[session.key] = [session.url, said("user", "go")]
+            messages = found[session.key] = [session.url, printed("user", "go")]
             await step(session.url, session.key, messages[1:])
             url, *said_so = messages
             for _ in range(2):
@@ -639,7 +645,7 @@ async def test_a_session_may_go_on_later_while_no_scheduler_is_open(
     plain: ModelTokenizer, tmp_path: Path, stored: bool
 ):
     store = SqliteStore(tmp_path / "store", inline=True) if stored else None
-    body = {"messages": [said("user", "x")]}
+    body = {"messages": [printed("user", "x")]}
 
     async def heard(session: Session, http: aiohttp.ClientSession) -> set[tuple[int, str | None]]:
         """What an agent is answered, and a launcher that reports."""
@@ -679,7 +685,7 @@ async def test_a_session_may_go_on_later_while_no_scheduler_is_open(
 
 async def test_a_refusal_of_an_engine_is_an_answer_with_its_status(plain: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
-        long = [said("user", "x" * 600)]
+        long = [printed("user", "x" * 600)]
         for path in ("chat/completions", "v1/messages"):
             for stream in (False, True):
                 body = {"messages": long, "max_tokens": 5, "stream": stream}
@@ -689,7 +695,7 @@ async def test_a_refusal_of_an_engine_is_an_answer_with_its_status(plain: ModelT
         async with client(session) as api:
             with pytest.raises(openai.BadRequestError, match="KV cache"):
                 await api.chat.completions.create(model="m", messages=long, stream=True)
-            await api.chat.completions.create(model="m", messages=[said("user", "x")])
+            await api.chat.completions.create(model="m", messages=[printed("user", "x")])
         return 1.0
 
     fleet = SimFleet(2, kv_tokens=500, vocab_size=ASCII, eos_token_id=END, time_scale=0.2)
@@ -724,7 +730,7 @@ async def test_a_session_that_its_launcher_has_not_got_is_offered_again(
                 await until(lambda: held[0].taken)
                 await asyncio.sleep(0.1)
             if how == "has asked":
-                await held[0].chat([said("user", "x")])
+                await held[0].chat([printed("user", "x")])
             # An answer in the buffer that nobody has read resets the connection.
             broken.close()
         if how == "has asked":
@@ -732,8 +738,8 @@ async def test_a_session_that_its_launcher_has_not_got_is_offered_again(
                 await sessions.next(0.3)
         else:
             assert await sessions.next(30) is held[0]
-            await held[0].chat([said("user", "x")])
-        await held[1].chat([said("user", "x")])
+            await held[0].chat([printed("user", "x")])
+        await held[1].chat([printed("user", "x")])
         for session in held:
             session.done(1.0)
         await rollouts.next_batch()

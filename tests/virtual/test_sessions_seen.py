@@ -89,9 +89,9 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
 
     (measured,) = summary.batches
     assert list(measured.turns) == [TURNS] * MEMBERS
-    told = [each.info["session"] for each in batch.rollouts]
-    assert measured.sessions == [(each["drift"], each["branches"]) for each in told]
-    assert [each["turns"] for each in told] == [TURNS] * MEMBERS
+    received = [each.info["session"] for each in batch.rollouts]
+    assert measured.sessions == [(each["drift"], each["branches"]) for each in received]
+    assert [each["turns"] for each in received] == [TURNS] * MEMBERS
     parts = measured.rollout_seconds
     assert parts["tools"] == pytest.approx(MEMBERS * TURNS * TOOLS_S)
     assert parts["score"] == pytest.approx(MEMBERS * JUDGE_S)
@@ -99,10 +99,10 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
     assert measured.seconds == pytest.approx(TOOLS_S + sum(parts.values()) / MEMBERS, rel=0.2)
     assert figures.recent[-1].figures.turns_mean == TURNS
     assert figures.recent[-1].figures.tool_share == parts["tools"] / sum(parts.values())
-    told = {
+    received = {
         part for (part,) in values_at(FIGURES["batch/rollout_seconds"], Moment(figures=figures))
     }
-    assert told == parts.keys()
+    assert received == parts.keys()
     recent = model.snapshot().recent
     assert recent is not None
     assert "turns 3.00" in figure_texts(recent)

@@ -33,7 +33,7 @@ class Api:
     raw: Raw
     server: SimServer
 
-    async def begun(self) -> None:
+    async def started(self) -> None:
         """Wait until a request decodes."""
         await until(lambda: self.server.engine.batcher.running == 1)
 
@@ -95,7 +95,7 @@ async def test_malformed_bodies_are_refused_as_by_fastapi(api: Api):
 
 async def test_a_name_in_use_is_refused_and_free_again_afterwards(api: Api):
     first = asyncio.create_task(api.raw.post(GENERATE, asked(LONG, rid="mine")))
-    await api.begun()
+    await api.started()
     status, answer = await api.raw.post(GENERATE, asked(5, rid="mine"))
     assert (status, answer["error"]["message"]) == (400, "Duplicate request ID detected: mine")
     assert await api.raw.post("/abort_request", {"rid": "nobody"}) == (200, "")
@@ -129,10 +129,10 @@ async def test_a_flush_wants_an_idle_or_paused_engine(api: Api):
     assert (await api.raw.get("/flush_cache"))[0] == 200
     async with asyncio.TaskGroup() as tasks:
         call = tasks.create_task(api.raw.post(GENERATE, asked(LONG)))
-        await api.begun()
+        await api.started()
         for query in ("", "?timeout=0.1"):
-            status, said = await api.raw.post(f"/flush_cache{query}")
-            assert (status, said) == (400, "Flush cache failed.\n")
+            status, text = await api.raw.post(f"/flush_cache{query}")
+            assert (status, text) == (400, "Flush cache failed.\n")
         late = tasks.create_task(api.raw.post("/flush_cache?timeout=60"))
         await api.raw.post("/pause_generation", {"mode": "retract"})
         assert (await late)[0] == 200, "it waits so long"
@@ -169,9 +169,9 @@ async def test_what_it_tells_about_itself(api: Api):
     assert info["max_running_requests"] > 0
     (load,) = (await api.raw.get("/v1/loads"))[1]["loads"]
     assert (load["num_running_reqs"], load["num_waiting_reqs"]) == (0, 0)
-    _, told = await api.raw.get("/openapi.json")
-    assert {GENERATE, DISK} <= told["paths"].keys()
-    schemas = told["components"]["schemas"]
+    _, received = await api.raw.get("/openapi.json")
+    assert {GENERATE, DISK} <= received["paths"].keys()
+    schemas = received["components"]["schemas"]
     assert schemas["PauseGenerationReqInput"]["properties"]["mode"]["default"] == "abort"
     ends = schemas["UpdateWeightVersionReqInput"]["properties"]["abort_all_requests"]
     assert ends["default"] is True

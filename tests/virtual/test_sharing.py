@@ -91,9 +91,9 @@ async def test_requests_of_somebody_else_are_said(caplog: pytest.LogCaptureFixtu
         reading.cancel()
         await asyncio.wait([reading])
         await other.aclose()
-    said = [m for m in caplog.messages if "of another client" in m]
-    assert len(said) == 1
-    assert "has requests of another client (1 of them)" in said[0]
+    text = [m for m in caplog.messages if "of another client" in m]
+    assert len(text) == 1
+    assert "has requests of another client (1 of them)" in text[0]
 
 
 async def test_a_quiet_engine_is_not_spoken_of(caplog: pytest.LogCaptureFixture):

@@ -32,7 +32,7 @@ async def raw(server: SimServer) -> AsyncIterator[Raw]:
         yield opened
 
 
-async def begun(server: SimServer, requests: int = 1) -> None:
+async def has_started(server: SimServer, requests: int = 1) -> None:
     """Wait until `count` requests decode."""
     await until(lambda: server.engine.batcher.running == requests)
 
@@ -70,7 +70,7 @@ async def test_an_unknown_sampling_parameter_is_an_error_that_sglang_does_not_ca
 async def test_a_duplicate_rid_in_a_stream_ends_the_first_one(server: SimServer, raw: Raw):
     async with asyncio.TaskGroup() as tasks:
         first = tasks.create_task(raw.post("/generate", asked(5000, rid="a" * 32)))
-        await begun(server)
+        await has_started(server)
         (event,) = await raw.events(asked(5, rid="a" * 32))
         assert event["error"]["code"] == 400
     assert first.result()[1]["meta_info"]["finish_reason"]["type"] == "abort"
@@ -91,7 +91,7 @@ async def test_aborts_match_by_prefix_of_a_known_rid(server: SimServer, raw: Raw
             tasks.create_task(raw.post("/generate", asked(5000, rid=rid)))
             for rid in ("req-1", "req-10", "req-2")
         ]
-        await begun(server, 3)
+        await has_started(server, 3)
         await raw.post("/abort_request", {"rid": "req"})
         await asyncio.sleep(0.1)
         assert not any(call.done() for call in calls), "nobody has this rid"
@@ -140,7 +140,7 @@ async def test_a_bare_new_version_ends_what_runs_and_a_careful_one_does_not(
 ):
     async with asyncio.TaskGroup() as tasks:
         call = tasks.create_task(raw.post("/generate", asked(1500)))
-        await begun(server)
+        await has_started(server)
         careful = {"new_version": "7", "abort_all_requests": False}
         assert (await raw.post("/update_weight_version", careful))[1]["success"]
     meta = call.result()[1]["meta_info"]
@@ -148,7 +148,7 @@ async def test_a_bare_new_version_ends_what_runs_and_a_careful_one_does_not(
     assert [span["version"] for span in meta["weight_versions"]] == ["default", "7"]
     async with asyncio.TaskGroup() as tasks:
         call = tasks.create_task(raw.post("/generate", asked(5000)))
-        await begun(server)
+        await has_started(server)
         await raw.post("/update_weight_version", {"new_version": "8"})
     assert call.result()[1]["meta_info"]["finish_reason"]["type"] == "abort"
     assert (await raw.get("/model_info"))[1]["weight_version"] == "8"
@@ -177,7 +177,7 @@ async def test_an_update_outside_of_a_pause_waits_for_what_runs(
     weights = two_weights(tmp_path)[1]
     async with asyncio.TaskGroup() as tasks:
         call = tasks.create_task(raw.post("/generate", asked(600)))
-        await begun(server)
+        await has_started(server)
         body = {"model_path": str(weights), "weight_version": "3"}
         assert (await raw.post("/update_weights_from_disk", body))[0] == 200
         assert call.done()

@@ -130,7 +130,7 @@ async def test_plain_functions_in_threads_may_raise_anything():
     def cancelled(rollout: Any, prompt: Any) -> float:
         raise asyncio.CancelledError
 
-    for reward, said in (
+    for reward, printed in (
         (no_match, "StopIteration"),
         (ends_the_process, "SystemExit"),
         (cancelled, "CancelledError"),
@@ -138,7 +138,7 @@ async def test_plain_functions_in_threads_may_raise_anything():
         async with RolloutScheduler(
             SimFleet(1, time_scale=0.001), workload(), reward=reward, config=config()
         ) as rollouts:
-            with pytest.raises(RunGivenUp, match=f"the reward function raised {said}"):
+            with pytest.raises(RunGivenUp, match=f"the reward function raised {printed}"):
                 await rollouts.next_batch()
 
 
@@ -448,12 +448,12 @@ async def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain
         ledger = rollouts.state.in_flight.ledger
         assert ledger.rollouts == {Reason.BAD_PROMPT: 5}
         causes = [entry.cause for entry in ledger.entries]
-        for cause, said in zip(
+        for cause, printed in zip(
             causes,
             ("wrap token ids", "3 sampling", "give SamplingParams", "group_size", "outside"),
             strict=True,
         ):
-            assert said in cause
+            assert printed in cause
 
 
 async def test_a_prompt_that_cannot_be_made_is_one_entry_where_the_source_goes_on():
@@ -563,11 +563,11 @@ def judged(rollout: Any, prompt: Any) -> float:
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_where_it_is_given(
-    arguments: dict[str, Any], said: str
+    arguments: dict[str, Any], printed: str
 ):
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=printed):
         RolloutScheduler(SimFleet(1), workload(), **arguments)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=printed):
         blocking.RolloutScheduler(SimFleet(1), workload(), **arguments)
 
 
@@ -636,13 +636,13 @@ async def test_a_reward_that_always_fails_is_an_error_at_the_end_with_its_own_tr
 )
 @each_row("scope", ["rollout", "group"])
 async def test_a_reward_that_is_no_number_says_so(
-    caplog: pytest.LogCaptureFixture, value: Any, said: str, scope: Any
+    caplog: pytest.LogCaptureFixture, value: Any, printed: str, scope: Any
 ):
     async def reward(*_: Any) -> Any:
         return value if scope == "rollout" else [value, value]
 
     error = await ended(reward=reward, reward_scope=scope)
-    assert f"because the reward function returned {said}" in str(error)
+    assert f"because the reward function returned {printed}" in str(error)
     assert "reward" in caplog.text
     assert f"({__file__}:" in caplog.text
 
@@ -676,9 +676,9 @@ async def never(group: Any) -> bool:
         ({"accept": never}, 0, "no group was delivered: all 9 were rejected or became too stale"),
     ],
 )
-async def test_a_run_without_a_group_says_why(functions: dict[str, Any], failed: int, said: str):
+async def test_a_run_without_a_group_says_why(functions: dict[str, Any], failed: int, printed: str):
     error = await ended(**functions)
-    assert said in str(error)
+    assert printed in str(error)
     assert error.failed == sum(error.causes.values()) == failed
 
 

@@ -23,7 +23,7 @@ from aprilsched.observe.log.follow import Follower
 from aprilsched.observe.log.incarnations import whole_lines
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY
 from tests.support.terminal import on_a_terminal
-from tests.virtual.test_resume_folder import begin, resume
+from tests.virtual.test_resume_folder import start_run, resume
 
 SMALL = [
     "--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--median", "60",
@@ -106,7 +106,7 @@ def test_a_broken_line_is_waited_for_and_damage_is_said(ended: Path, tmp_path: P
 def test_a_run_that_goes_on_is_told_as_it_counts(tmp_path: Path):
     """At every cut of the log of a run that two processes wrote, with what was void and what was
     handed over again."""
-    cut = begin(tmp_path / "b", times=(4.0,))[0]
+    cut = start_run(tmp_path / "b", times=(4.0,))[0]
     resume(cut)
     log = (cut / "run" / EVENTS).read_bytes()
     assert b'"fact":"LogResumed"' in log
@@ -169,7 +169,7 @@ def test_a_growing_log_gives_the_same_as_the_whole(ended: Path, tmp_path: Path):
 
 
 def test_a_run_that_is_resumed_counts_its_batches_once(tmp_path: Path):
-    cut = begin(tmp_path / "b", times=(4.0,))[0]
+    cut = start_run(tmp_path / "b", times=(4.0,))[0]
     watched = watch(cut / "run")
     read_all(watched)
     before = watched.view.model.snapshot().batches
@@ -210,9 +210,9 @@ def test_what_is_no_run_is_refused_in_one_sentence(
 ):
     def refusal(folder: Path) -> str:
         assert main(["watch", str(folder)]) == 2
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1
-        return said
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1
+        return printed
 
     assert "has no run (it has no config.toml)" in refusal(tmp_path / "nowhere")
     assert "has no run" in refusal(tmp_path)
@@ -269,13 +269,13 @@ def test_a_run_on_served_engines_is_watched_while_it_goes_on(tmp_path: Path):
             )
             with on_a_terminal("watch", str(out), columns=120) as terminal, plain:
                 run.communicate(timeout=600)
-                told, _ = plain.communicate(timeout=600)
+                received, _ = plain.communicate(timeout=600)
                 assert terminal.end() == 0
         finally:
             run.kill()
             run.wait()
     assert run.returncode == plain.returncode == 0
-    assert told.count("6 of 6 delivered") == 1
+    assert received.count("6 of 6 delivered") == 1
     drawn = terminal.text
     assert "6 of 6 delivered" in drawn
     assert urls[0].removeprefix("http://") in drawn

@@ -72,7 +72,7 @@ async def test_run_drives_a_server_and_updates_it(
 async def test_a_server_under_the_wrong_name_is_refused_in_one_sentence(
     clean_server: VLLMServer, tmp_path: Path
 ) -> None:
-    for urls, said in (
+    for urls, printed in (
         ([clean_server.url], "vllm+http://"),
         ([clean_server.url, f"vllm+{clean_server.url}"], "mixes vLLM and SGLang servers"),
     ):
@@ -80,7 +80,7 @@ async def test_a_server_under_the_wrong_name_is_refused_in_one_sentence(
             "run", "--engine", *urls, "--batches", "1", "--out", str(tmp_path / "run")
         )
         assert code != 0
-        assert said in errors
+        assert printed in errors
         assert errors.count("\n") == 1
 
 
@@ -178,9 +178,9 @@ async def test_a_client_of_openai_gets_the_text_of_the_servers_tokens(
     ):
         calls: Any = client
         answer: Any = await calls.completions.create(prompt="How are you?", **greedy)
-        said = {"messages": [{"role": "user", "content": "How are you?"}], **greedy}
+        printed = {"messages": [{"role": "user", "content": "How are you?"}], **greedy}
         with pytest.raises(openai.BadRequestError, match="vLLM ignores"):
-            await calls.chat.completions.create(response_format={"type": "json_object"}, **said)
+            await calls.chat.completions.create(response_format={"type": "json_object"}, **printed)
     (choice,) = answer.choices
     assert len(choice.token_ids) == 40
     assert choice.text == load_tokenizer(folder).decode(choice.token_ids)

@@ -181,8 +181,8 @@ async def test_a_processed_logprob_is_that_of_the_sampled_distribution(
         ]
     finally:
         await engine.close()
-    told = [(PROMPT, np.array(stream.ids, np.int32)) for stream in (plain, warm)]
-    ((own, sharper),) = sequence_scores([models[0]], told, tmp_path, python=vllm_python)
+    received = [(PROMPT, np.array(stream.ids, np.int32)) for stream in (plain, warm)]
+    ((own, sharper),) = sequence_scores([models[0]], received, tmp_path, python=vllm_python)
     assert np.abs(plain.logprobs - own).max() < TOLERANCE
     # Halving the temperature doubles differences of logits, so likely tokens become likelier.
     assert warm.logprobs.mean() > sharper.mean() + 0.1

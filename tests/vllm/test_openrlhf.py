@@ -86,12 +86,12 @@ def trained(path: Path) -> list[dict[str, Any]]:
     for batch in torch.load(path, weights_only=False):
         for index, tokens in enumerate(batch["sequences"]):
             length = int(batch["attention_mask"][index].sum())
-            begin = int(batch["action_mask"][index].nonzero()[0, 0]) + 1
+            start = int(batch["action_mask"][index].nonzero()[0, 0]) + 1
             found.append(
                 {
-                    "prompt": tokens[:begin].numpy().astype(np.int32),
-                    "response": tokens[begin:length].numpy().astype(np.int32),
-                    "logprobs": batch["rollout_log_probs"][index][begin - 1 : length - 1].numpy(),
+                    "prompt": tokens[:start].numpy().astype(np.int32),
+                    "response": tokens[start:length].numpy().astype(np.int32),
+                    "logprobs": batch["rollout_log_probs"][index][start - 1 : length - 1].numpy(),
                     "staleness": float(batch["info"]["staleness"][index]),
                 }
             )

@@ -46,17 +46,17 @@ async def test_weights_arrive_exactly_and_the_group_lasts(
     )
     out, errors = await trainer.communicate()
     assert trainer.returncode == 0, errors.decode()[-4000:]
-    told = [json.loads(line) for line in out.splitlines() if line.startswith(b"{")]
-    assert [line["version"] for line in told] == [1, 2, 3]
+    received = [json.loads(line) for line in out.splitlines() if line.startswith(b"{")]
+    assert [line["version"] for line in received] == [1, 2, 3]
     name = clean_server.url.removeprefix("http://")
-    assert all(line["outcomes"] == {name: None} for line in told)
-    responses = [(PROMPT, np.array(line["ids"], np.int32)) for line in told]
+    assert all(line["outcomes"] == {name: None} for line in received)
+    responses = [(PROMPT, np.array(line["ids"], np.int32)) for line in received]
     by_model = sequence_scores(models, responses, tmp_path, python=vllm_python)
-    for index, line in enumerate(told):
+    for index, line in enumerate(received):
         own = by_model[models.index(order[index])][index]
         assert np.abs(np.array(line["logprobs"]) - own).max() < TOLERANCE
     other = by_model[0][0]
-    assert np.abs(np.array(told[0]["logprobs"]) - other).max() > 1.0
+    assert np.abs(np.array(received[0]["logprobs"]) - other).max() > 1.0
 
 
 async def test_a_server_that_was_not_started_for_it_refuses_and_keeps_its_weights(

@@ -54,13 +54,13 @@ if __name__ == "__main__":
                 outcomes = await publisher.publish(version, [engine])
                 await engine.resume()
                 stream = await whole(engine, greedy(100))
-                told = {
+                received = {
                     "outcomes": {name: error and str(error) for name, error in outcomes.items()},
                     "version": await engine.version(),
                     "ids": stream.ids,
                     "logprobs": stream.logprobs.tolist(),
                 }
-                print(json.dumps(told), flush=True)
+                print(json.dumps(received), flush=True)
         finally:
             await engine.close()
 

@@ -43,8 +43,8 @@ def for_template(
             OpenAI's form.
     """
     images: list[str] = []
-    told = [one_for_template(each, f"messages[{i}]", images) for i, each in enumerate(messages)]
-    return told, images
+    rendered = [one_for_template(each, f"messages[{i}]", images) for i, each in enumerate(messages)]
+    return rendered, images
 
 
 def one_for_template(message: Mapping[str, Any], where: str, images: list[str]) -> dict[str, Any]:
@@ -57,13 +57,13 @@ def one_for_template(message: Mapping[str, Any], where: str, images: list[str]) 
                 f"{where}.{name} must be empty, because no chat template writes it; use content or "
                 "tool_calls."
             )
-    told = {name: value for name, value in message.items() if value is not None}
-    told["content"] = _content(message.get("content"), where, images)
+    rendered = {name: value for name, value in message.items() if value is not None}
+    rendered["content"] = _content(message.get("content"), where, images)
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise ConfigError(f"{where} has tool_calls that are no list; give a list.")
-        told["tool_calls"] = [_call(each, where) for each in cast("list[Any]", calls)]
-    return told
+        rendered["tool_calls"] = [_call(each, where) for each in cast("list[Any]", calls)]
+    return rendered
 
 
 def _content(content: object, where: str, images: list[str]) -> str | list[dict[str, str]]:
@@ -221,7 +221,7 @@ class Message:
                 return self._take(events)
         return self._as_it_is()
 
-    def told(self) -> dict[str, Any]:
+    def rendered(self) -> dict[str, Any]:
         """Return the field ``message`` of a whole answer."""
         content, reasoning = self._texts[_CONTENT], self._texts[_REASONING]
         calls = [{k: v for k, v in call.items() if k != "index"} for call in self.calls]

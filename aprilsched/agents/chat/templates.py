@@ -93,7 +93,7 @@ class ChatTemplate:
         *,
         go_on: bool,
         options: Mapping[str, Any],
-        begins: bool = True,
+        generation_prompt: bool = True,
         shown_from: int = 0,
     ) -> str:
         """Render a chat with the model's template.
@@ -117,7 +117,7 @@ class ChatTemplate:
         settings: dict[str, Any] = {
             **options,
             "tools": tools,
-            "add_generation_prompt": begins and not go_on,
+            "add_generation_prompt": generation_prompt and not go_on,
             "continue_final_message": go_on,
         }
         fit = self._fit(messages, settings)
@@ -265,9 +265,9 @@ def _sample(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _span(place: int, text: str) -> tuple[int, int]:
     """Return the start and end of a message's marks; (len(text), 0) if it has none."""
-    begin = _BEGIN.format(place)
-    start = text.find(begin)
-    return (start, text.rfind(begin)) if start >= 0 else (len(text), 0)
+    opening = _BEGIN.format(place)
+    start = text.find(opening)
+    return (start, text.rfind(opening)) if start >= 0 else (len(text), 0)
 
 
 def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -309,8 +309,8 @@ def _parser_class() -> Any:
                 events.append({"type": "region_close", "field": name, "value": None})
                 self._reset_to_implicit()
             if is_closed and name != self._implicit_name:
-                begin = max(self._region, self._response)
-                events[-1]["raw"] = self._buffer[begin : self._pos]
+                since = max(self._region, self._response)
+                events[-1]["raw"] = self._buffer[since : self._pos]
 
     return Parser
 

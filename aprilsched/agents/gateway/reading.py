@@ -230,7 +230,7 @@ class Reading:
             reason=self.finish,
             matched=matched if self.finish == "stop" else None,
             why=self.response.message,
-            message={} if self.message is None else self.message.told(),
+            message={} if self.message is None else self.message.as_message(),
             versions={
                 "weight_versions": labelled(spans, self.label_of),
                 "weight_versions_exact": self.response.versions_exact,
@@ -260,8 +260,8 @@ class Reading:
             if name == TOP:
                 continue
             per_token = KINDS[name] == "token"
-            begin, end = (start, total) if per_token else (0, response.prompt_tokens + total - 1)
-            rows = response.rows(name, begin, end) if per_token or self.over else None
+            first, end = (start, total) if per_token else (0, response.prompt_tokens + total - 1)
+            rows = response.rows(name, first, end) if per_token or self.over else None
             if rows is not None and per_token:
                 fields[f"output_token_{name}"] = [rows.row(i).tolist() for i in range(len(rows))]
                 fields[f"output_token_{name}_length"] = total

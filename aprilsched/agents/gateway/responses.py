@@ -131,16 +131,16 @@ class Response:
     def over(self) -> bool:
         return self.finish is not None or bool(self.failure)
 
-    def rows(self, name: str, begin: int, end: int) -> Rows | None:
+    def rows(self, name: str, start: int, end: int) -> Rows | None:
         """Return the rows `begin` to `end` of a companion that have arrived; None before launch."""
         known = self.companions.get(name)
         if known is not None:
-            found = known.rows.part(min(begin, len(known.rows)))
+            found = known.rows.part(min(start, len(known.rows)))
         elif self.member is not None:
-            found = self.member.log.companions[name].since(begin)
+            found = self.member.log.companions[name].since(start)
         else:
             return None
-        return found.part(0, min(end - begin, len(found)))
+        return found.part(0, min(end - start, len(found)))
 
     async def news(self) -> None:
         """Wait for new tokens, or for the end; it returns at once if it is over."""

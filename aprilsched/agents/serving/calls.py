@@ -351,7 +351,7 @@ async def _ready(request: web.Request) -> web.Response:
 
 async def _model_info(request: web.Request) -> web.Response:
     backend = request.app[BACKEND]
-    told = {
+    fields = {
         "model_path": backend.model_path,
         "served_model_name": backend.model_path,
         "tokenizer_path": backend.model_path,
@@ -359,12 +359,12 @@ async def _model_info(request: web.Request) -> web.Response:
         "preferred_sampling_params": None,
         "weight_version": backend.label,
     }
-    return as_json({**told, **backend.model_facts()})
+    return as_json({**fields, **backend.model_facts()})
 
 
 async def _server_info(request: web.Request) -> web.Response:
     backend = request.app[BACKEND]
-    told = {
+    fields = {
         "model_path": backend.model_path,
         "tokenizer_path": backend.model_path,
         "incremental_streaming_output": True,
@@ -373,20 +373,20 @@ async def _server_info(request: web.Request) -> web.Response:
         "weight_version": backend.label,
         "status": "ready",
     }
-    return as_json({**told, **backend.server_facts()})
+    return as_json({**fields, **backend.server_facts()})
 
 
 async def _loads(request: web.Request) -> web.Response:
     """GET /v1/loads: the part that SGLang calls core, for every request."""
     backend = request.app[BACKEND]
-    told = {
+    fields = {
         "timestamp": datetime.now(UTC).isoformat(),
         "version": backend.server_facts()["version"],
         "accelerator": None,
         "num_accelerators": 1,
         "loads": [{"dp_rank": 0, **backend.rank_loads()}],
     }
-    return as_json(told)
+    return as_json(fields)
 
 
 async def _models(request: web.Request) -> web.Response:

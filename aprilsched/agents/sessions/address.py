@@ -321,7 +321,7 @@ class _Launcher:
                 raise Unavailable("the scheduler is not open; ask again later.") from None
             return web.Response(status=204)
         prompt = session.prompt
-        told = {
+        fields = {
             "id": session.id,
             "url": session.url,
             "key": session.key,
@@ -329,7 +329,7 @@ class _Launcher:
             "prompt": {"key": prompt.key, "metadata": dict(prompt.metadata)},
         }
         answer = web.Response(
-            body=msgspec.json.encode(told, enc_hook=str), content_type="application/json"
+            body=msgspec.json.encode(fields, enc_hook=str), content_type="application/json"
         )
         transport = request.transport
         try:

@@ -20,7 +20,7 @@ from aprilsched.agents.dialects.values import check_stops
 from aprilsched.agents.serving.listener import Listener
 from aprilsched.agents.serving.refusals import Unavailable
 from aprilsched.agents.sessions.address import Keys, make_session_app
-from aprilsched.agents.sessions.history import History, Mark, Question, Said
+from aprilsched.agents.sessions.history import History, Mark, Question, JsonObject
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.kernel.shell.episodes import Turn, TurnOutput
 from aprilsched.kernel.values.files import open_private, read_regular
@@ -78,7 +78,7 @@ class Reply:
         output: its tokens, with the version of each.
     """
 
-    message: Said
+    message: JsonObject
     question: Question
     output: TurnOutput
 
@@ -149,19 +149,19 @@ class Session:
     # --- messages and tokens ---------------------------------------------------------------------
 
     @property
-    def messages(self) -> tuple[Said, ...]:
+    def messages(self) -> tuple[JsonObject, ...]:
         """The messages up to the latest answer, in OpenAI's form."""
         return self._history.messages
 
     @property
-    def branches(self) -> list[tuple[Said, ...]]:
+    def branches(self) -> list[tuple[JsonObject, ...]]:
         """The messages of each branch up to its last answer."""
         return self._history.branches
 
     @property
     def branched(self) -> int:
         """Number of branches that requests have started."""
-        return self._history.begun
+        return self._history.branches_started
 
     @property
     def drift(self) -> int:
@@ -192,9 +192,9 @@ class Session:
 
     async def chat(
         self,
-        messages: Sequence[Said],
+        messages: Sequence[JsonObject],
         *,
-        tools: Sequence[Said] | None = None,
+        tools: Sequence[JsonObject] | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         options: Mapping[str, Any] | None = None,
@@ -268,15 +268,16 @@ class Session:
 
     async def _recall(
         self,
-        messages: Sequence[Said],
-        tools: Sequence[Said] | None,
-        options: Said | None,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject | None,
         size: int,
     ) -> None:
         """Restore the answers that a harness received before the run was resumed."""
         for place in self._history.unknown(messages, tools, options):
             question = await self._tokenizer.work_out(
-                lambda said=messages[:place]: self._history.ask(said, tools, options), size=size
+                lambda earlier=messages[:place]: self._history.ask(earlier, tools, options),
+                size=size,
             )
             # The harness may have seen more of an unfinished turn than was saved, and would not
             # match its end.
@@ -326,7 +327,7 @@ class Session:
                 )
             ends.update(ids)
         sampling = self._sampling_until(most, tuple(sorted(ends)))
-        self._history.begin(question)
+        self._history.start(question)
         output = await self._turn.generate(question.ids, sampling, question.media, branch=True)
         self.turns += 1
         self.tokens += len(output.token_ids)
@@ -670,13 +671,13 @@ class Sessions:
 
 def _with_figures(score: float | Score | None, session: Session) -> Score:
     """Return the score of a session with the session's figures in its ``info``."""
-    told = score if isinstance(score, Score) else Score(reward=score)
+    as_score = score if isinstance(score, Score) else Score(reward=score)
     figures = {
         "turns": session.turns,
         "drift": session.drift,
         "branches": session.branched,
     }
-    return replace(told, info={"session": figures, **told.info})
+    return replace(as_score, info={"session": figures, **as_score.info})
 
 
 def _secret_of(given: bytes | Path | None) -> bytes:

@@ -28,7 +28,7 @@ from aprilsched.agents.chat.tokenizer import ModelTokenizer
 from aprilsched.errors import ConfigError
 from aprilsched.types import Int32Array, Media
 
-Said: TypeAlias = Mapping[str, Any]
+JsonObject: TypeAlias = Mapping[str, Any]
 """A message in OpenAI's form."""
 Mark: TypeAlias = bytes
 """Hash of the first messages of a chat, up to some message, and of their tools."""
@@ -62,8 +62,8 @@ class Question:
     ids: Int32Array
     text: str
     mark: Mark
-    messages: tuple[Said, ...] = ()
-    tools: Sequence[Said] | None = None
+    messages: tuple[JsonObject, ...] = ()
+    tools: Sequence[JsonObject] | None = None
     after: Mark | None = None
     media: tuple[Media, ...] = ()
     shown: str = ""
@@ -104,8 +104,8 @@ class _Seen:
         mark: the hash of it and the messages before it.
     """
 
-    plain: Said | None
-    told: Said
+    plain: JsonObject | None
+    told: JsonObject
     images: tuple[str, ...]
     mark: Mark
 
@@ -123,12 +123,12 @@ class History:
     """
 
     def __init__(self, tokenizer: ModelTokenizer, *, most_branches: int) -> None:
-        self.messages: tuple[Said, ...] = ()
-        self.begun = 0
+        self.messages: tuple[JsonObject, ...] = ()
+        self.branches_started = 0
         self._tokenizer = tokenizer
         self._most = most_branches
         self._answers: dict[Mark, _Answer] = {}
-        self._ends: dict[Mark, tuple[Said, ...]] = {}
+        self._ends: dict[Mark, tuple[JsonObject, ...]] = {}
         """The last answer of each branch, with its messages."""
         self._texts: dict[str, Mark] = {}
         """Texts of completions, prompt and answer together, with their marks."""
@@ -148,7 +148,7 @@ class History:
         return self._resampled + self._rewritten
 
     @property
-    def branches(self) -> list[tuple[Said, ...]]:
+    def branches(self) -> list[tuple[JsonObject, ...]]:
         """The messages of each branch up to its last answer; none for a completion.
 
         Branches with the same messages appear once.
@@ -159,9 +159,9 @@ class History:
 
     def ask(
         self,
-        messages: Sequence[Said],
-        tools: Sequence[Said] | None = None,
-        options: Said | None = None,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None = None,
+        options: JsonObject | None = None,
     ) -> Question:
         """Return the tokens of a chat.
 
@@ -245,17 +245,17 @@ class History:
         """
         if question.after in self._ends or question.mark == self._open:
             return
-        if self.begun >= self._most:
+        if self.branches_started >= self._most:
             raise ConfigError(
                 f"the session has {self._most} branches and begins no other; go on with the "
                 "messages of one of them."
             )
-        self.begun += 1
+        self.branches_started += 1
         self._open = question.mark
 
     # --- answers ---------------------------------------------------------------------------------
 
-    def answered(self, question: Question, token_ids: Int32Array) -> Said:
+    def answered(self, question: Question, token_ids: Int32Array) -> JsonObject:
         """Record the sampled tokens, int32 [m]; return the answer's message in OpenAI's form.
 
         The message of a completion has the text as its content.
@@ -305,7 +305,10 @@ class History:
         return told
 
     def unknown(
-        self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said | None
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject | None,
     ) -> list[int]:
         """Return the indices of the answers in these messages that are not known."""
         seen = self._see(messages, tools, options or {})
@@ -316,14 +319,17 @@ class History:
         ]
 
     def _see(
-        self, messages: Sequence[Said], tools: Sequence[Said] | None, options: Said
+        self,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject,
     ) -> list[_Seen]:
         """Return the messages with their marks.
 
         A request mostly starts with the previous one, so unchanged messages are reused.
         """
         given = repr((tools, options))
-        empty: Said = {"role": "assistant", "content": ""}
+        empty: JsonObject = {"role": "assistant", "content": ""}
         if given != self._begin[0]:
             mark = _after(b"", {"tools": tools or None, "options": options})
             if mark != self._begin[1]:
@@ -365,11 +371,11 @@ class History:
 
     def _continue(
         self,
-        told: Sequence[Said],
+        told: Sequence[JsonObject],
         after: Mark,
         is_known: Sequence[bool],
-        tools: Sequence[Said] | None,
-        options: Said,
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject,
     ) -> tuple[Int32Array, str]:
         """Return the tokens and the text of a chat that continues the known answer `after`.
 
@@ -402,11 +408,11 @@ class History:
 
     def _follows(
         self,
-        told: Sequence[Said],
+        told: Sequence[JsonObject],
         is_known: Sequence[bool],
         last: int,
-        tools: Sequence[Said] | None,
-        options: Said,
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject,
     ) -> str | None:
         """Return the template's text after the last known answer, whose last token is `last`.
 
@@ -424,10 +430,12 @@ class History:
             plain = {"role": "assistant", "content": _PLACE}
             try:
                 more = self._behind([*before, *told[count:]], tools, options, shown_from=count)
-                behind = self._behind(before, tools, options, begins=False)
+                behind = self._behind(before, tools, options, generation_prompt=False)
                 end = behind
                 if before[-1].get("tool_calls"):
-                    end = self._behind([*before[:-1], plain], tools, options, begins=False)
+                    end = self._behind(
+                        [*before[:-1], plain], tools, options, generation_prompt=False
+                    )
             except ConfigError as error:
                 log.debug("the chat template refuses what stands for answers: %s", error)
                 continue
@@ -435,20 +443,24 @@ class History:
                 return self._behind_end(more, behind, end, last)
         # The template leaves out the answer, but may show what follows it.
         whole = self._render(told, tools, options, shown_from=count)
-        shown = self._render(told[:count], tools, options, begins=False, shown_from=count)
+        shown = self._render(
+            told[:count], tools, options, generation_prompt=False, shown_from=count
+        )
         return whole[len(shown) :] if shown and whole.startswith(shown) else None
 
     def _behind(
         self,
-        messages: Sequence[Said],
-        tools: Sequence[Said] | None,
-        options: Said,
+        messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject,
         *,
-        begins: bool = True,
+        generation_prompt: bool = True,
         shown_from: int | None = None,
     ) -> str | None:
         shown_from = len(messages) if shown_from is None else shown_from
-        text = self._render(messages, tools, options, begins=begins, shown_from=shown_from)
+        text = self._render(
+            messages, tools, options, generation_prompt=generation_prompt, shown_from=shown_from
+        )
         _, found, behind = text.rpartition(_PLACE)
         return behind if found else None
 
@@ -494,15 +506,20 @@ class History:
 
     def _render(
         self,
-        told: Sequence[Said],
-        tools: Sequence[Said] | None,
-        options: Said,
+        told: Sequence[JsonObject],
+        tools: Sequence[JsonObject] | None,
+        options: JsonObject,
         *,
-        begins: bool = True,
+        generation_prompt: bool = True,
         shown_from: int = 0,
     ) -> str:
         text = self._tokenizer.render(
-            told, tools, go_on=False, options=options, begins=begins, shown_from=shown_from
+            told,
+            tools,
+            go_on=False,
+            options=options,
+            generation_prompt=generation_prompt,
+            shown_from=shown_from,
         )
         self._tokenizer.check_size(text)
         return text
@@ -519,7 +536,7 @@ class History:
         return len(self._encode(changed))
 
 
-def _stand_in(answer: Said, most_calls: int | None, text: str) -> Said:
+def _stand_in(answer: JsonObject, most_calls: int | None, text: str) -> JsonObject:
     """Return an answer with `text` in its place, and with at most `most_calls` of its calls."""
     calls = cast("list[Any]", answer.get("tool_calls") or [])[:most_calls]
     if not calls:
@@ -550,14 +567,14 @@ def _differing(one: Sequence[int], other: Sequence[int]) -> int:
     return max(1, len(one) - _same(one[::-1], other[::-1]))
 
 
-def _after(mark: Mark, what: Said, images: Sequence[str] = ()) -> Mark:
+def _after(mark: Mark, what: JsonObject, images: Sequence[str] = ()) -> Mark:
     # The text of a message is canonical, because arguments of calls are sorted. JSON would take
     # four times as long.
     text = repr([*_compared(what), *images]) if what.get("role") else _in_one_order(what)
     return hashlib.blake2b(mark + text.encode(), digest_size=16).digest()
 
 
-def _compared(message: Said) -> list[Any]:
+def _compared(message: JsonObject) -> list[Any]:
     """Return what identifies a message, in the form of templates."""
     content: Any = message.get("content") or ""
     calls: list[str] = []

@@ -179,7 +179,7 @@ class Run:
                 )
         self._figures.count_with(state.in_flight.counters, state.in_flight.ledger)
         if self._shown is not None:
-            self._shown.begin(state.in_flight.counters, state.in_flight.ledger, batches=before)
+            self._shown.start(state.in_flight.counters, state.in_flight.ledger, batches=before)
         self._folder.create(as_toml(settings))
         self._log.start(batches=state.in_flight.counters.batches)
         return before

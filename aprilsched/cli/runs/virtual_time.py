@@ -52,7 +52,7 @@ def simulate(
         if events is not None:
             stack.callback(events.close)
         if shown is not None:
-            shown.begin(in_flight.counters, in_flight.ledger, batches=0)
+            shown.start(in_flight.counters, in_flight.ledger, batches=0)
             stack.enter_context(shown)
         with suppress(PromptsExhausted), rare_collections():
             simulation.run()

@@ -170,17 +170,17 @@ def _branches(rollout: RolloutRecord, name: str) -> Iterator[str]:
     if joined(paths) != (((0, size),) if size else ()):
         yield f"{name}: its branches have {joined(paths)} of {size} tokens"
     for number, path in enumerate(paths):
-        empty = any(begin >= end for begin, end in path)
-        if empty or any(end > begin for (_, end), (begin, _) in pairwise(path)):
+        empty = any(start >= end for start, end in path)
+        if empty or any(end > start for (_, end), (start, _) in pairwise(path)):
             yield f"{name}: branch {number} has the parts {path}"
         for other in paths[:number]:
             same = common(path, other)
             together = sum([b - a for a, b in joined([path, other])])
             if together + same != sum([b - a for a, b in (*path, *other)]):
                 yield f"{name}: branch {number} has {path}, and another one {other}"
-    for begin, end, _, branch in rollout.answered:
-        within = branch < len(paths) and any(a <= begin and end <= b for a, b in paths[branch])
-        if begin < end and not within:
+    for start, end, _, branch in rollout.answered:
+        within = branch < len(paths) and any(a <= start and end <= b for a, b in paths[branch])
+        if start < end and not within:
             yield f"{name}: an answered turn of branch {branch} is not on its path"
 
 

@@ -203,11 +203,11 @@ class Control(Generic[FactsT]):
         await self._check_process()
         if label:
             await self.set_label(self._name_of(version))
-        said = await self.ask_label()
-        if version_number(said, self._first_version) != version:
+        shown = await self.ask_label()
+        if version_number(shown, self._first_version) != version:
             raise EngineRejected(
                 self.name,
-                f'names its weights "{quote(said)}" and not "{self._name_of(version)}"; let the '
+                f'names its weights "{quote(shown)}" and not "{self._name_of(version)}"; let the '
                 "trainer label them with the decimal version, or use label=True.",
                 status=_CONFLICT,
             )

@@ -56,7 +56,7 @@ class _Write:
     durable: bool
     then: Callable[[], None] | None
     waiting: list[asyncio.Future[None]]
-    begun: float
+    started_at: float
 
 
 class Durability(Part):
@@ -393,7 +393,7 @@ class Durability(Part):
             log.warning("the run is saved again")
         self.error = error
         self._writes -= 1
-        self._rest_until = _now() + _REST * (_now() - write.begun)
+        self._rest_until = _now() + _REST * (_now() - write.started_at)
         if write.then is not None:
             write.then()
         _release(write.waiting)

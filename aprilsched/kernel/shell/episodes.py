@@ -92,13 +92,13 @@ class Turn:
         sampling: SamplingParams,
         companions: Sequence[Companion] = (),
         known: Collection[tuple[int, int]] = (),
-        begun: tuple[int, int] | None = None,
+        partial_turn: tuple[int, int] | None = None,
         saved: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.index = index
         self.rollout_id = rollout_id
         self.sampling = sampling
-        self._known, self._begun = frozenset(known), begun
+        self._known, self._begun = frozenset(known), partial_turn
         self.branches: BranchRule = "last"
         self.keeps_known = False
         self._branched = False

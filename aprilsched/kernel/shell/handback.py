@@ -72,7 +72,7 @@ class HandBack(Part):
         first, because the second was not used yet."""
         return {engine.name: engine for engine in reversed(self._pending.values())}
 
-    def begin(self, engine: Engine) -> None:
+    def start(self, engine: Engine) -> None:
         """Hand back an engine that is out of use. It is closed afterwards, unless it is still among
         the engines of the scheduler then."""
         if id(engine) in self._pending:

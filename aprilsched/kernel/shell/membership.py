@@ -49,7 +49,7 @@ class Membership(Part):
         engine = self._engines.pop(name, None)
         if engine is not None:
             # The core may have lost the engine before, and the engine may be paused since then.
-            self._hand_back.begin(engine)
+            self._hand_back.start(engine)
 
     async def _join(self, engine: Engine) -> None:
         self._engines[engine.name] = engine

@@ -392,7 +392,7 @@ class Session:
         if command.standby:
             self.attempts.abandon(command.engine)
         else:
-            self._hand_back.begin(self.engines[command.engine])
+            self._hand_back.start(self.engines[command.engine])
         self._readmission.lost(command)
 
     def _admit_engine(self, command: facts.EngineAdmitted) -> None:

@@ -44,7 +44,7 @@ whole batch passed without a window when a full KV pool let only a few contexts 
 class _Window:
     """The activity of one engine in a window; seconds are on the run's clock."""
 
-    began: float
+    started_at: float
     at: float
     running: dict[int, int] = field(default_factory=dict[int, int])
     """Number of context tokens of each open attempt, by request."""
@@ -84,7 +84,7 @@ class _Window:
         self.at = now
 
     def restart(self, now: float) -> None:
-        self.began = self.at = now
+        self.started_at = self.at = now
         self.running_time = self.held_time = self.timed = 0.0
         self.tokens = self.passes = self.prefilled = 0
 
@@ -132,7 +132,7 @@ class _Window:
             self.unread = {key: self.unread.get(key, (now, 0)) for key in self.running}
 
     def observation(self) -> Observation | None:
-        seconds = self.at - self.began
+        seconds = self.at - self.started_at
         if seconds <= 0 or not self.running_time or self.tokens < _LEAST_TOKENS:
             return None
         return Observation(
@@ -183,7 +183,7 @@ class StepTimes:
     def _window(self, engine: str, now: float) -> _Window:
         window = self._engines.get(engine)
         if window is None:
-            window = self._engines[engine] = _Window(began=now, at=now)
+            window = self._engines[engine] = _Window(started_at=now, at=now)
         window.advance(now)
         return window
 
@@ -203,7 +203,7 @@ class StepTimes:
         window.running[key] += tokens
         window.held += tokens
         window.arrived(key, tokens, now)
-        if now - window.began >= WINDOW:
+        if now - window.started_at >= WINDOW:
             self._close(window, now)
 
     def _end(self, fact: of.AttemptEnded, now: float) -> None:

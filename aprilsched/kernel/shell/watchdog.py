@@ -17,11 +17,11 @@ SLOW_CALL_S = 10.0
 def watched(who: str, what: str, *, every_s: float = SLOW_CALL_S) -> Generator[None]:
     """Log a warning every `every_s` seconds while the block runs."""
     loop = asyncio.get_running_loop()
-    began = loop.time()
+    started_at = loop.time()
 
     def warn() -> None:
         nonlocal timer
-        log.warning("%s has not answered %s for %.0f s", who, what, loop.time() - began)
+        log.warning("%s has not answered %s for %.0f s", who, what, loop.time() - started_at)
         timer = loop.call_later(every_s, warn)
 
     timer = loop.call_later(every_s, warn)

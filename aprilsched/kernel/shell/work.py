@@ -270,7 +270,7 @@ class Work:
             sampling=command.sampling,
             companions=asked,
             known=command.known,
-            begun=command.begun,
+            partial_turn=command.partial_turn,
             saved=self._saved,
         )
         self._turns[rollout_id] = turn
@@ -380,8 +380,8 @@ def _scores(rewards: Any, count: int) -> tuple[Score, ...]:
     try:
         given = list(rewards)
     except TypeError as error:
-        said = f"{reprlib.repr(rewards)}; return one reward for each rollout, in order"
-        raise WrongResult(said) from error
+        why = f"{reprlib.repr(rewards)}; return one reward for each rollout, in order"
+        raise WrongResult(why) from error
     if len(given) != count:
         raise WrongResult(f"{len(given)} rewards for {count} rollouts")
     scores = tuple(_rewarded(reward) for reward in given)

@@ -91,7 +91,7 @@ class Bands:
         self._open: dict[str, tuple[int, int, dict[str, Any]]] = {}
         """Track, start time and arguments of each open band, by kind."""
 
-    def begin(self, kind: str, at: int, **args: Any) -> None:
+    def start(self, kind: str, at: int, **args: Any) -> None:
         """Start a band; no effect if one of this kind is open."""
         if kind not in self._open:
             self._open[kind] = self._tracks.take(), at, args
@@ -100,10 +100,10 @@ class Bands:
         """End a band; no effect if none of this kind is open."""
         if kind not in self._open:
             return
-        track, since, begun = self._open.pop(kind)
+        track, since, args_before = self._open.pop(kind)
         self._tracks.free(track)
         more = {"dur": at - since, "cat": self._category}
-        self._file.write("X", kind, since, self._pid, track, begun | args, **more)
+        self._file.write("X", kind, since, self._pid, track, args_before | args, **more)
 
     def end_all(self, at: int) -> None:
         for kind in list(self._open):

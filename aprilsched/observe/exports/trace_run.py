@@ -50,12 +50,12 @@ class TraceBuilder(DispatchingListener):
         self._waits = Bands(file, pid=_TRAINER, first=_EVENTS + 1, category="trainer")
         self._handlers = {
             of.RunOpened: self._opened,
-            of.BatchRequested: lambda _: self._waits.begin(_BATCH, self._at),
+            of.BatchRequested: lambda _: self._waits.start(_BATCH, self._at),
             of.BatchRequestWithdrawn: lambda _: self._waits.end(_BATCH, self._at),
             of.PromptsEnded: lambda _: self._waits.end(_BATCH, self._at),
             of.BatchDelivered: self._batch_delivered,
             of.EvaluationDelivered: self._evaluation_delivered,
-            of.UpdateBegun: lambda fact: self._waits.begin(_UPDATE, self._at, version=fact.version),
+            of.UpdateBegun: lambda fact: self._waits.start(_UPDATE, self._at, version=fact.version),
             of.UpdateFinished: self._update_finished,
             of.AttemptSent: self._sent,
             of.TokensReceived: self._tokens,
@@ -170,7 +170,7 @@ class TraceBuilder(DispatchingListener):
         """Mark an engine that joins as lost until it is admitted."""
         engine = self._engine(fact.info.name)
         engine.version = fact.info.version
-        engine.bands.begin("lost", self._at, cause="not admitted yet")
+        engine.bands.start("lost", self._at, cause="not admitted yet")
 
     def _admitted(self, fact: of.EngineAdmitted) -> None:
         engine = self._engine(fact.engine)
@@ -182,7 +182,7 @@ class TraceBuilder(DispatchingListener):
         for request_id in engine.attempts:
             del self._where[request_id]
         engine.stop("lost", self._at)
-        engine.bands.begin("lost", self._at, cause=fact.cause, standby=fact.standby)
+        engine.bands.start("lost", self._at, cause=fact.cause, standby=fact.standby)
 
     def _mode_changed(self, fact: of.EngineModeChanged) -> None:
         engine, at = self._engine(fact.engine), self._at
@@ -202,15 +202,15 @@ class TraceBuilder(DispatchingListener):
                 pass
         match fact.finish:  # the call that is made now
             case "pausing":
-                engine.bands.begin("pause", at, mode=fact.pause)
+                engine.bands.start("pause", at, mode=fact.pause)
             case "flushing":
-                engine.bands.begin("flush", at)
+                engine.bands.start("flush", at)
             case "continuing":
                 # Tokens may arrive from now on, before the answer to the continue call.
                 engine.go_on(at)
             case "releasing":
                 engine.released.update(fact.tags)
-                engine.bands.begin("asleep", at)
+                engine.bands.start("asleep", at)
             case "waking":
                 engine.waking = fact.tags
             case _:
@@ -219,7 +219,7 @@ class TraceBuilder(DispatchingListener):
     def _refit_begun(self, fact: of.RefitBegun) -> None:
         for name in fact.engines:
             bands = self._engine(name).bands
-            bands.begin("refit", self._at, version=fact.version, catch_up=fact.catch_up)
+            bands.start("refit", self._at, version=fact.version, catch_up=fact.catch_up)
 
     def _refitted(self, fact: of.EngineRefitted) -> None:
         engine = self._engine(fact.engine)

@@ -472,16 +472,16 @@ class EngineTime:
 
     def _end_stretch(self, engine: EngineUsage) -> None:
         """End the current stretch of an engine, count it, and start the next one."""
-        begin, end = engine.since, self.now
-        if end <= begin:
+        low, end = engine.since, self.now
+        if end <= low:
             return
         engine.since = end
         state = engine.state
         idle = self._free if state == "generating" else self._paused
         counts = (engine.decode, engine.prefill, engine.re_prefill)
         environment = self._outside / max(1, self._in_use) if self._outside else 0.0
-        add_seconds(engine.seconds, end - begin, state, idle, counts, environment, engine.capacity)
+        add_seconds(engine.seconds, end - low, state, idle, counts, environment, engine.capacity)
         if self._recording is not None:
             self._recording.stretch(
-                Stretch(engine.name, begin, end, state, idle, *counts, environment)
+                Stretch(engine.name, low, end, state, idle, *counts, environment)
             )

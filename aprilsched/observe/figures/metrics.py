@@ -185,6 +185,6 @@ class Metrics(FiguresListener):
         self._paused_at.pop(fact.engine, None)
         self._refit_at.pop(fact.engine, None)
 
-    def _observe_since(self, name: str, began: float | None) -> None:
-        if began is not None:
-            self.observe(name, self._now - began)
+    def _observe_since(self, name: str, started_at: float | None) -> None:
+        if started_at is not None:
+            self.observe(name, self._now - started_at)

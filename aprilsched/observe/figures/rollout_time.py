@@ -176,10 +176,10 @@ class RolloutTime(DispatchingListener):
     def _scored(self, fact: of.RolloutScored) -> None:
         self._enter(fact.rollout_id, "batch")
         if "session" in fact.info and fact.rollout_id in self.rollouts:
-            told = fact.info["session"]
+            known = fact.info["session"]
             # The entry is the caller's own if a score has one of that name.
-            if isinstance(told, Mapping) and {"drift", "branches"} <= told.keys():
-                self.rollouts[fact.rollout_id].session = told["drift"], told["branches"]
+            if isinstance(known, Mapping) and {"drift", "branches"} <= known.keys():
+                self.rollouts[fact.rollout_id].session = known["drift"], known["branches"]
 
     def _forget(self, group_id: int, rollout_ids: Iterable[int]) -> None:
         gone = set(rollout_ids)

@@ -111,9 +111,9 @@ class Summary(DispatchingListener):
         }
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        told = [self._as_first(f) if type(f) is BatchDelivered else f for f in facts]
-        self.meter.on_facts(told, now)
-        super().on_facts(told, now)
+        counted = [self._as_first(f) if type(f) is BatchDelivered else f for f in facts]
+        self.meter.on_facts(counted, now)
+        super().on_facts(counted, now)
 
     def _as_first(self, fact: BatchDelivered) -> BatchDelivered:
         """Return a repeated delivery as a first one if it is not counted yet: the process that

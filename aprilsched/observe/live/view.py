@@ -76,7 +76,7 @@ class LiveView:
             text = f"{clock_time(snapshot.elapsed)}  batch {snapshot.batches:,}: {_speed(snapshot)}"
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
-    def begin(self, counters: Counters, ledger: Ledger, *, batches: int) -> None:
+    def start(self, counters: Counters, ledger: Ledger, *, batches: int) -> None:
         """Use the scheduler's counters. `batches` is the number of batches that the prior run
         delivered."""
         self._figures.count_with(counters, ledger)

@@ -88,9 +88,9 @@ def _pieces(
     attempt: Attempt, times: Sequence[float], versions: Sequence[int], start: float, end: float
 ) -> list[Piece]:
     """Split an attempt at the times of new versions."""
-    begin, stop = max(start, attempt.start), min(attempt.end, end)
-    first, last = bisect_right(times, begin), bisect_right(times, stop)
-    cuts = [begin, *times[first:last], stop]
+    low, stop = max(start, attempt.start), min(attempt.end, end)
+    first, last = bisect_right(times, low), bisect_right(times, stop)
+    cuts = [low, *times[first:last], stop]
     return [
         (cuts[i], cuts[i + 1], versions[first + i])
         for i in range(len(cuts) - 1)

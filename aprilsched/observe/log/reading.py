@@ -44,10 +44,10 @@ class LogReader:
         Raises:
             ValueError, MsgspecError: if the line cannot be understood.
         """
-        begins = _TIME.match(raw)
-        if begins is None:
+        head = _TIME.match(raw)
+        if head is None:
             raise ValueError("a line of the event log is not a fact with its time")
-        at = float(begins[1])
+        at = float(head[1])
         if at != self.at:
             self._end_moment()
             self.at = at
@@ -71,8 +71,8 @@ class LogReader:
         return ready
 
     def _end_moment(self) -> None:
-        told, self._facts = self._facts, []
-        for part in by_delivery(told):
+        pending, self._facts = self._facts, []
+        for part in by_delivery(pending):
             self._ready.append((part, self.at))
 
 
@@ -113,8 +113,8 @@ def replay(
     Raises: as ``read_facts``.
     """
     at = 0.0
-    for told, at in read_facts(path, batches=batches, tokens=tokens):
-        if told:
+    for pending, at in read_facts(path, batches=batches, tokens=tokens):
+        if pending:
             for listener in listeners:
-                listener.on_facts(told, at)
+                listener.on_facts(pending, at)
     return at

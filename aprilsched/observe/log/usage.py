@@ -150,8 +150,8 @@ class UsageRecorder:
         for part in ("prefill", "re_prefill"):
             moved = [moved for moved in self._moved.get(name, []) if moved.part == part]
             ends = np.array([one.time for one in moved])
-            begins = ends - np.array([one.slot_seconds for one in moved])
-            slot_seconds = np.diff(_since(begins, edges) - _since(ends, edges))
+            starts = ends - np.array([one.slot_seconds for one in moved])
+            slot_seconds = np.diff(_since(starts, edges) - _since(ends, edges))
             taken = np.clip(slot_seconds / max(1, slots), 0.0, seconds[:, PART_INDEX[part]])
             seconds[:, PART_INDEX[part]] -= taken
             seconds[:, PART_INDEX["decode"]] += taken

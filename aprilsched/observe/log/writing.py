@@ -170,9 +170,9 @@ class EventLog:
         try:
             if self._began is None:
                 self._began = times[0] - (self._prior_tail().t if self._append else 0.0)
-            began = self._began
+            zero = self._began
             # Python's round() per value would take as long as the rest of the encoding.
-            seconds = np.round(np.array(times) - began, _DIGITS).tolist()
+            seconds = np.round(np.array(times) - zero, _DIGITS).tolist()
             self._buffer += self._as_lines(held, seconds)
         except Exception as error:
             # A listener that raises is detached. The log catches the error itself, so that the

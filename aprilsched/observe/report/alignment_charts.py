@@ -53,25 +53,25 @@ def by_position(runs: Sequence[RunReport]) -> Chart:
     count = max(1, *map(len, rows.values()))
     # Short names; rotated ones would overlap the axis title.
     names = [f"{1 << i}" if i < 10 else f"{1 << (i - 10)}k" for i in range(count)]
-    said: list[str] = []
+    statements: list[str] = []
     for run, row in rows.items():
         mismatch = [each.k3 or 0.0 for each in row]
         if any(mismatch):
             most = mismatch.index(max(mismatch))
-            said.append(
+            statements.append(
                 f"{run.whose.capitalize()} tokens differ most from position {1 << most:,} to "
                 f"{(2 << most) - 1:,} of the response."
             )
-    if not said:
+    if not statements:
         compared = any(each.tokens for row in rows.values() for each in row)
-        said.append(
+        statements.append(
             "Engine and trainer agree at every position."
             if compared
             else "No token of staleness 0 was compared."
         )
     return Chart(
         id="alignment-position",
-        title=" ".join(said),
+        title=" ".join(statements),
         note="Tokens of staleness 0. Each bar begins at its position in the response, and ends "
         "where the next one begins. A mismatch that grows along the response points to positions "
         "or to the KV cache.",
@@ -125,7 +125,7 @@ def _bar(names: Sequence[str], row: Sequence[DifferenceFigures], name: str, colo
         x=names[: len(row)],
         y=[float("nan") if each.k3 is None else each.k3 for each in row],
         colour=colour,
-        told=[
+        hover_text=[
             f"{each.tokens:,} tokens, {percent(each.beyond_share)} of them beyond the bound"
             for each in row
         ],

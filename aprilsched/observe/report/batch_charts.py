@@ -152,7 +152,7 @@ def distances(runs: Sequence[RunReport]) -> list[Chart]:
     """Draw the distance of each batch's lengths from the drawn law, and the distance expected of
     an i.i.d. batch. Returns no chart if no batch has a distance."""
     series: list[Series] = []
-    said: list[str] = []
+    statements: list[str] = []
     for run in runs:
         batches = run.summary.per_batch
         own = [batch.length_distance for batch in batches]
@@ -161,7 +161,7 @@ def distances(runs: Sequence[RunReport]) -> list[Chart]:
         if not pairs:
             continue
         mean, expected = np.mean(pairs, axis=0)
-        said.append(
+        statements.append(
             f"the lengths of {run.whose} batches are {mean:.2f} off the drawn law on "
             f"average, where batches drawn at random would be {expected:.2f} off"
         )
@@ -177,9 +177,9 @@ def distances(runs: Sequence[RunReport]) -> list[Chart]:
                     hover="%{y:.3f}",
                 )
             )
-    if not said:
+    if not statements:
         return []
-    title = "; ".join(said)
+    title = "; ".join(statements)
     chart = Chart(
         id="distances",
         title=f"{title[0].upper()}{title[1:]}.",
@@ -216,7 +216,7 @@ def forecasts(run: RunReport) -> Chart | None:
                 y=[figures.efficiency_forecast for _, figures in shown],
                 colour=PALETTE[0],
                 step=True,
-                told=[figures.schedule for _, figures in shown],
+                hover_text=[figures.schedule for _, figures in shown],
                 hover="%{y:.1%}<br>%{customdata}",
             ),
             Series(
@@ -247,13 +247,13 @@ def _how_right(steady: ForecastFigures | None, who: str) -> str:
 def deciles(runs: Sequence[RunReport]) -> Chart:
     """Draw the mean staleness of ten classes of length."""
     found = {run: run.summary.bias.by_length_decile for run in runs}
-    said = [
+    statements = [
         f"the longest tenth of {run.whose} responses is {figures.staleness_mean[-1]:.1f} versions "
         f"old, the shortest {figures.staleness_mean[0]:.1f}"
         for run, figures in found.items()
         if figures is not None
     ]
-    title = "; ".join(said) or "too few responses were delivered to tell"
+    title = "; ".join(statements) or "too few responses were delivered to tell"
     chart = shared_charts.staleness_by_tenth(
         {run.label: figures for run, figures in found.items()},
         colours=[colour_of(run, PALETTE[2]) for run in runs],

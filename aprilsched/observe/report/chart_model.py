@@ -92,7 +92,7 @@ class Series:
     step: bool = False
     texts: Sequence[str] = ()
     hover: str = ""
-    told: Sequence[str] = ()
+    hover_text: Sequence[str] = ()
     row: int = 0
 
     @property

@@ -106,8 +106,8 @@ def _trace(series: Series, chart: Chart) -> Spec:
     found: Spec = {"name": text(series.name), "yaxis": f"y{_place(series.row)}"}
     found |= {"x": y, "y": x} if chart.across else {"x": x, "y": y}
     found |= {"hovertemplate": series.hover} if series.hover else {"hoverinfo": "name"}
-    if series.told:
-        found["customdata"] = [text(each) for each in series.told]
+    if series.hover_text:
+        found["customdata"] = [text(each) for each in series.hover_text]
     colour = series.colour if isinstance(series.colour, str) else list(series.colour)
     match series.kind:
         case "bar":

@@ -55,12 +55,12 @@ def run_report(folder: Path) -> RunReport:
 
 
 def _warnings(summary: RunSummary) -> list[str]:
-    told = [summary.error, summary.bias.censoring.warning]
+    notes = [summary.error, summary.bias.censoring.warning]
     if summary.event_log_error:
-        told.insert(1, f"The event log is not complete: {summary.event_log_error}.")
+        notes.insert(1, f"The event log is not complete: {summary.event_log_error}.")
     if summary.interrupted:
-        told.insert(0, "The run was ended by Ctrl-C; the figures are those until then.")
-    return [text for text in told if text]
+        notes.insert(0, "The run was ended by Ctrl-C; the figures are those until then.")
+    return [text for text in notes if text]
 
 
 def _time(usage: RunUsage) -> EngineTime:

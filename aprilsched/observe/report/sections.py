@@ -48,13 +48,13 @@ def part_rows(runs: Sequence[RunReport]) -> list[PartRow]:
 
 def engine_time(runs: Sequence[RunReport]) -> str:
     """Return the whole time of the engines of each run."""
-    said: list[str] = []
+    phrases: list[str] = []
     for run in runs:
         time = run.figures.time
         engines = f"{time.engines:,} {'engine' if time.engines == 1 else 'engines'}"
         whole = seconds(sum(part.seconds for part in time.parts))
-        said.append(f"{run.letter} {whole} of {engines}".lstrip())
-    return " and ".join(said)
+        phrases.append(f"{run.letter} {whole} of {engines}".lstrip())
+    return " and ".join(phrases)
 
 
 _ENDS = {
@@ -91,22 +91,22 @@ def episode_rows(run: RunReport) -> list[tuple[str, str]]:
     summary = run.summary
     if summary.turns_mean is None:
         return []
-    told = [("turns, mean", f"{summary.turns_mean:.1f}")]
+    lines = [("turns, mean", f"{summary.turns_mean:.1f}")]
     if summary.branches is not None:
-        told.append(("branches of sessions, the first ones included", amount(summary.branches)))
+        lines.append(("branches of sessions, the first ones included", amount(summary.branches)))
     if summary.drift_tokens is not None:
-        told.append(
+        lines.append(
             ("tokens that would be others if tokenised again", amount(summary.drift_tokens))
         )
-    told += [(f"mean time {ROLLOUT_PART_LABELS[part]}", seconds(spent))
+    lines += [(f"mean time {ROLLOUT_PART_LABELS[part]}", seconds(spent))
              for part, spent in summary.rollout_seconds.items() if spent]  # fmt: skip
     ends = {"delivered": summary.rollouts.delivered, **summary.rollouts.dropped}
-    return told + [(_ENDS.get(end, end), amount(count)) for end, count in ends.items()]
+    return lines + [(_ENDS.get(end, end), amount(count)) for end, count in ends.items()]
 
 
 def faults_that_happened(ledger: FaultLedger) -> str:
     """Return the kinds of faults with their counts; empty if there were none."""
-    said = [
+    phrases = [
         (ledger.engines_lost, "engine lost", "engines lost"),
         (ledger.engines_admitted, "taken in again", "taken in again"),
         (ledger.failed_attempts, "request failed and was retried or given up",
@@ -114,7 +114,7 @@ def faults_that_happened(ledger: FaultLedger) -> str:
         (ledger.dropped_groups, "group dropped", "groups dropped"),
         (ledger.resumed, "new process", "new processes"),
     ]  # fmt: skip
-    return ", ".join(f"{n:,} {one if n == 1 else many}" for n, one, many in said if n)
+    return ", ".join(f"{n:,} {one if n == 1 else many}" for n, one, many in phrases if n)
 
 
 def fault_tables(ledger: FaultLedger) -> list[tuple[Sequence[str], list[tuple[str, ...]]]]:

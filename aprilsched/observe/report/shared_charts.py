@@ -109,14 +109,14 @@ def responses(
     """When each response was generated; its colour is the version that sampled it."""
     pieces: dict[int, list[tuple[float, float, int]]] = {}
     for row, bar in enumerate(bars):
-        for begin, stop, version in bar:
-            pieces.setdefault(version, []).append((begin, stop, row))
+        for low, stop, version in bar:
+            pieces.setdefault(version, []).append((low, stop, row))
     nan = float("nan")
     return Chart(
         series=[
             Series(
                 name=f"version {version}",
-                x=[x for begin, stop, _ in found for x in (begin, stop, nan)],
+                x=[x for low, stop, _ in found for x in (low, stop, nan)],
                 y=[y for _, _, row in found for y in (row, row, nan)],
                 colour=PALETTE[version % len(PALETTE)],
                 width=width,
@@ -204,7 +204,7 @@ def staleness_by_tenth(
                 y=figures.staleness_mean,
                 colour=colour,
                 texts=[f"{share:.0%}" for share in figures.off_policy_token_share],
-                told=[f"{length:,.0f}" for length in figures.mean_length],
+                hover_text=[f"{length:,.0f}" for length in figures.mean_length],
                 hover="%{y:.2f} versions; mean length %{customdata} tokens",
             )
             for (name, figures), colour in zip(runs.items(), colours, strict=False)

@@ -110,7 +110,7 @@ def rollout_time(runs: Sequence[RunReport]) -> Chart:
         colours=ROLLOUT_COLOURS,
         labels=ROLLOUT_PART_LABELS,
     )
-    said = [
+    statements = [
         f"{run.who}A rollout takes {seconds(whole)}, and is at its tools for "
         f"{percent(found['tools'])} of that."
         for run, whole, found in zip(shown, wholes, shares, strict=True)
@@ -118,7 +118,7 @@ def rollout_time(runs: Sequence[RunReport]) -> Chart:
     return replace(
         chart,
         id="rollout-time",
-        title=" ".join(said),
+        title=" ".join(statements),
         note="All of the time of the delivered rollouts, from launch to delivery, by what they "
         "were at. While they use their tools their places at the engines are free for others.",
         y=chart.y if len(runs) > 1 else replace(chart.y, ticks={}),

@@ -124,8 +124,8 @@ def _policy(scheduler: Mapping[str, Any]) -> str:
 def _stragglers(scheduler: Mapping[str, Any]) -> str:
     if scheduler.get("over_provision") == 1 and scheduler.get("refill") == "wave":
         return ""  # none is left unfinished
-    told = {str(name): behaviour.told for name, behaviour in BEHAVIOURS.items()}
-    return told.get(str(scheduler.get("straggler")), "")
+    descriptions = {str(name): behaviour.descriptions for name, behaviour in BEHAVIOURS.items()}
+    return descriptions.get(str(scheduler.get("straggler")), "")
 
 
 _PACES = {

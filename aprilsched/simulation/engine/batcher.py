@@ -325,7 +325,7 @@ class Batcher:
         found = 0
         for sequence, take in picks:
             if not sequence.cached and not sequence.out:
-                sequence.shared = self._prefixes.begin(sequence.request)
+                sequence.shared = self._prefixes.attach(sequence.request)
             hit = min(take, sequence.shared)
             sequence.shared -= hit
             found += hit

@@ -152,7 +152,7 @@ class PrefixCache:
         self._held = 0
         self._tokens: dict[str | int, int] = {}
 
-    def begin(self, request: GenerationRequest) -> int:
+    def attach(self, request: GenerationRequest) -> int:
         """Start a prefill; return how many tokens of the context need not be computed.
 
         The last token is always computed. From now on the request's siblings find what they share

@@ -52,8 +52,8 @@ def expand(request: GenerationRequest, vocab_size: int) -> Int32Array:
     """
     if not request.media:
         return request.input_ids
-    told = [repr(media.source).encode() for media in request.media]
-    ids = np.array([zlib.crc32(each) % vocab_size for each in told], dtype=np.int32)
+    sources = [repr(media.source).encode() for media in request.media]
+    ids = np.array([zlib.crc32(each) % vocab_size for each in sources], dtype=np.int32)
     return np.concatenate((ids.repeat(MEDIA_TOKENS), request.input_ids))
 
 

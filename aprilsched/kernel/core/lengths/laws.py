@@ -139,14 +139,14 @@ class KaplanMeier:
             return self
         # Running responses are at risk up to their tokens so far. If the tail started at the last
         # end, running responses far beyond it (forty in one case) would count as almost finished.
-        begin = max(int(lengths[-1]), int(self.longest[-math.ceil(least[known])]))
+        tail_start = max(int(lengths[-1]), int(self.longest[-math.ceil(least[known])]))
         left = tail * (1 - (np.arange(_TAIL_STEPS) + 0.5) / _TAIL_STEPS)
         beyond = normal_quantile(np.array([tail])) - normal_quantile(left)
-        logs = math.log(begin) + beyond / max(*slopes, _LEAST_SLOPE)
-        most = max(min(most, _FARTHEST * int(self.longest[-1])), begin + 1)
+        logs = math.log(tail_start) + beyond / max(*slopes, _LEAST_SLOPE)
+        most = max(min(most, _FARTHEST * int(self.longest[-1])), tail_start + 1)
         drawn = np.exp(np.minimum(logs, math.log(most)))
         more, counts = np.unique(
-            np.maximum(np.rint(drawn).astype(np.int64), begin + 1), return_counts=True
+            np.maximum(np.rint(drawn).astype(np.int64), tail_start + 1), return_counts=True
         )
         return replace(
             self,

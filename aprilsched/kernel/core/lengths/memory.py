@@ -136,8 +136,8 @@ class LengthMemory:
 
     def coefficient(self, law: LogLaw) -> float:
         """Return the regression coefficient of observed on predicted levels, 0 or more."""
-        begin = _BEGIN * law.shared * law.deviation**2
-        return max(0.0, (self.products + begin) / (self.squares + begin))
+        prior = _BEGIN * law.shared * law.deviation**2
+        return max(0.0, (self.products + prior) / (self.squares + prior))
 
     def _correlation(self, record: Remembered, version: int, law: LogLaw) -> float:
         # Below 1, because at 1 a difference of a prompt's level could never be detected.

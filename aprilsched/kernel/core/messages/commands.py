@@ -142,7 +142,7 @@ class StartEpisode(Command, frozen=True, eq=False):
     prompt: Prompt
     sampling: SamplingParams
     known: tuple[tuple[int, int], ...] = ()
-    begun: tuple[int, int] | None = None
+    partial_turn: tuple[int, int] | None = None
 
 
 class ResolveTurn(Command, frozen=True, eq=False):

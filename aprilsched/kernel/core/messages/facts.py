@@ -669,10 +669,10 @@ def by_delivery(facts: Sequence[Fact]) -> Iterator[Sequence[Fact]]:
     Otherwise a listener that reads the state of the run at a delivery would see later changes of
     the same event.
     """
-    begin = 0
+    first = 0
     for end, fact in enumerate(facts, start=1):
         if fact.__class__ is BatchDelivered:
-            yield facts[begin:end]
-            begin = end
-    if begin < len(facts):
-        yield facts[begin:]
+            yield facts[first:end]
+            first = end
+    if first < len(facts):
+        yield facts[first:]

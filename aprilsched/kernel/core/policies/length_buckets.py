@@ -76,15 +76,15 @@ class LengthBuckets(Refill):
         return max(0, math.ceil(self.store * view.batch_groups - 1e-9) - view.open_groups)
 
     def members(self, groups: OpenGroups) -> NDArray[np.int64]:
-        begun = groups.since_first_run >= 0
+        ran = groups.since_first_run >= 0
         # Probe at most half of a group. Otherwise a lone sample, or a pair, would run whole as its
         # own probe.
-        probes = np.where(begun | _known(groups), 0, np.minimum(self.probes, groups.sizes // 2))
+        probes = np.where(ran | _known(groups), 0, np.minimum(self.probes, groups.sizes // 2))
         if groups.tail:
             return np.where(groups.running, groups.sizes, probes)
         if self.probe_after:
             probes = np.zeros_like(probes)
-        overdue = begun & (groups.since_first_run >= self.oldest) & ~groups.running
+        overdue = ran & (groups.since_first_run >= self.oldest) & ~groups.running
         count = max(1, groups.wanted - int(groups.running.sum()))
         if groups.wanted <= groups.lacking:
             # The batch waits for every group that runs, so no more may run than it takes.
@@ -99,7 +99,7 @@ class LengthBuckets(Refill):
         runs[waiting[window(rest, groups.ages[waiting], count)]] = True
         return np.where(runs, groups.sizes, probes)
 
-    def told(self, ratio: str) -> str:
+    def describe(self, ratio: str) -> str:
         return f"{ratio} batches of groups of similar length, out of {self.store:g} open batches"
 
 

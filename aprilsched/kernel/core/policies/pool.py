@@ -42,6 +42,6 @@ class Pool(Refill):
         # As long as something generates, the batch fills without new groups.
         return view.ready_groups >= self.until * view.batch_groups and view.in_flight > 0
 
-    def told(self, ratio: str) -> str:
+    def describe(self, ratio: str) -> str:
         taper = "" if self.until == 1 else f" until {self.until:.0%} of a batch is complete"
         return f"a pool of {ratio} batches, refilled {self.together} groups together{taper}"

@@ -122,5 +122,5 @@ class Refill(ABC):
         raise NotImplementedError(f"{type(self).__name__} defers nothing")
 
     @abstractmethod
-    def told(self, ratio: str) -> str:
+    def describe(self, ratio: str) -> str:
         """Describe in a few words what the rule does with `ratio` batches of groups."""

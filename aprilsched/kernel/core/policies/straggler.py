@@ -34,7 +34,7 @@ class Behaviour:
     Requests that are always aborted never wait inside an engine.
     """
 
-    told: str
+    description: str
     """Treatment of unfinished responses, as a sentence for a report."""
     kv: tuple[CachedKV, ...]
     """Possible treatments of the cached KV at a refit; "auto" means the first entry."""
@@ -63,7 +63,7 @@ class Behaviour:
         """Return a variant of the behaviour with which no request waits inside an engine."""
         return replace(
             self,
-            told=BEHAVIOURS["abort"].told,
+            description=BEHAVIOURS["abort"].description,
             waits_inside=False,
             waits_asleep=False,
             called_back="always",
@@ -86,7 +86,7 @@ class Behaviour:
 BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
     {
         "retract": Behaviour(
-            told="Unfinished responses are carried over: they pause while new weights are loaded, "
+            description="Unfinished responses are carried over: they pause while new weights are loaded, "
             "their context is recomputed, and they continue.",
             # A retracted request finds its own older prefix in a cache that was not flushed.
             kv=("recompute",),
@@ -95,14 +95,14 @@ BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
             deferrable=True,
         ),
         "in_place": Behaviour(
-            told="Unfinished responses are carried over and keep their KV while new weights are "
+            description="Unfinished responses are carried over and keep their KV while new weights are "
             "loaded.",
             # Nothing can be flushed while requests keep their KV.
             kv=("keep", "apart"),
             waits_inside=True,
         ),
         "abort": Behaviour(
-            told="Unfinished responses are called back when a batch is full, and continue in the "
+            description="Unfinished responses are called back when a batch is full, and continue in the "
             "next one with their tokens.",
             kv=("recompute", "apart"),
             waits_inside=False,
@@ -110,7 +110,7 @@ BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
             deferrable=True,
         ),
         "run": Behaviour(
-            told="Unfinished responses run to their end with the weights that they began with.",
+            description="Unfinished responses run to their end with the weights that they began with.",
             kv=("recompute", "apart"),
             waits_inside=False,
             called_back="never",

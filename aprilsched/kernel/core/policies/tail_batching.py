@@ -42,7 +42,7 @@ class OnDemand(Refill):
     def launches(self, view: PoolView) -> int:
         return max(0, self.limit - view.in_flight)
 
-    def told(self, ratio: str) -> str:
+    def describe(self, ratio: str) -> str:
         return f"what is asked for, at most {self.limit} rollouts at a time"
 
 
@@ -81,7 +81,7 @@ class TailBatching(Refill):
         _start(runs, aside, lacking, groups.ages)
         return np.where(runs, groups.sizes, 0)
 
-    def told(self, ratio: str) -> str:
+    def describe(self, ratio: str) -> str:
         return f"races of {ratio} batches of groups, whose losers share batches without a race"
 
 

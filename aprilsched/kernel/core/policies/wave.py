@@ -35,5 +35,5 @@ class Wave(Refill):
             return 0
         return math.ceil(short * view.target_groups / view.batch_groups)
 
-    def told(self, ratio: str) -> str:
+    def describe(self, ratio: str) -> str:
         return f"waves of {ratio} batches"

@@ -20,7 +20,7 @@ inverse."""
 
 
 def _calls() -> Durations:
-    return Durations(begun=True, last=deque(maxlen=_LAST_CALLS))
+    return Durations(has_first=True, last=deque(maxlen=_LAST_CALLS))
 
 
 @dataclass(slots=True)

@@ -23,15 +23,15 @@ _FAR = 3.0
 class Durations:
     """The latest durations of one activity, in seconds."""
 
-    begun: bool = False
+    has_first: bool = False
     """Whether the first duration, which is left out, has passed."""
     last: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
 
     def add(self, seconds: float) -> None:
         """Add the next duration."""
-        if self.begun:
+        if self.has_first:
             self.last.append(seconds)
-        self.begun = True
+        self.has_first = True
 
     @property
     def mean(self) -> float | None:

@@ -52,14 +52,14 @@ class PageBuilder:
         engine: str | None,
     ) -> None:
         """Add tokens of one rollout, engine and version, from `start` in the response on."""
-        begin, count = self._size, len(ids)
-        end = begin + count
+        low, count = self._size, len(ids)
+        end = low + count
         if end > len(self._ids):
             room = max(end, 2 * len(self._ids))
-            self._ids = grown(self._ids, room, begin)
-            self._logprobs = grown(self._logprobs, room, begin)
-        self._ids[begin:end] = ids
-        self._logprobs[begin:end] = logprobs
+            self._ids = grown(self._ids, room, low)
+            self._logprobs = grown(self._logprobs, room, low)
+        self._ids[low:end] = ids
+        self._logprobs[low:end] = logprobs
         self._size = end
         place = self._places.get(engine)
         if place is None:

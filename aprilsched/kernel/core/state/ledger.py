@@ -183,21 +183,21 @@ class Outcome:
         failed = self.causes.total()
         why = f"most often because {self.causes.most_common(1)[0][0]}" if failed else ""
         if prompts and not self.delivered:
-            said = f"{failed} of {prompts} failed, {why}"
-            said = said if failed else f"all {prompts} were rejected or became too stale"
-            said = f"no group was delivered: {said}; correct that"
+            outcome = f"{failed} of {prompts} failed, {why}"
+            outcome = outcome if failed else f"all {prompts} were rejected or became too stale"
+            outcome = f"no group was delivered: {outcome}; correct that"
         elif failed > share * prompts:
-            said = f"{failed} of {prompts} groups failed, {why}; correct that, or raise "
-            said += "retries.failed_share"
+            outcome = f"{failed} of {prompts} groups failed, {why}; correct that, or raise "
+            outcome += "retries.failed_share"
         else:
             kind = PromptsExhausted
-            said = f"{self.delivered} of {prompts} groups were delivered"
+            outcome = f"{self.delivered} of {prompts} groups were delivered"
             if failed:
-                said += f" and {failed} failed, {why}"
+                outcome += f" and {failed} failed, {why}"
             elif self.delivered < prompts:
-                said += ", and the others were rejected or became too stale"
+                outcome += ", and the others were rejected or became too stale"
             else:
-                said = "everything was delivered"
+                outcome = "everything was delivered"
         return kind(
-            f"the prompts have ended and {said}.", delivered=self.delivered, causes=self.causes
+            f"the prompts have ended and {outcome}.", delivered=self.delivered, causes=self.causes
         )

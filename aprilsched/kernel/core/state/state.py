@@ -399,7 +399,7 @@ class SchedulerState:
         return self.in_flight.training - len(self.in_flight.ready) - self.offered_groups
 
     @property
-    def begun(self) -> int:
+    def batch_number(self) -> int:
         """Number of batches before the one in work: the taken batches and the offered one."""
         return self.in_flight.counters.batches + (self.offered_groups > 0)
 

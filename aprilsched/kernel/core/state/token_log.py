@@ -108,11 +108,11 @@ class TokenLog:
     def go_on(self, path: Path) -> None:
         """Make the branch with this path active, so that new tokens continue it."""
         if path and path[-1][1] == self.size:
-            path, begin = path[:-1], path[-1][0]
+            path, low = path[:-1], path[-1][0]
         else:
-            begin = self.size
+            low = self.size
         self._before = path
-        self._shift = begin - _length(path)
+        self._shift = low - _length(path)
 
     def along(self, path: Path) -> Int32Array:
         """Return the ids on a path, int32 [T]."""
@@ -123,18 +123,18 @@ class TokenLog:
         log = TokenLog()
         log._extend(_along(self._ids, path), _along(self._logprobs, path))
         at = 0
-        for begin, end in path:
+        for low, end in path:
             log.answers += tuple(
                 [
-                    replace(each, start=each.start - begin + at)
+                    replace(each, start=each.start - low + at)
                     for each in self.answers
-                    if begin <= each.start < end
+                    if low <= each.start < end
                 ]
             )
             for run in self._runs:
-                if run.end > begin and log.covered < at + end - begin:
-                    log._mark_to(at + min(run.end, end) - begin, run.version, run.engine)
-            at += end - begin
+                if run.end > low and log.covered < at + end - low:
+                    log._mark_to(at + min(run.end, end) - low, run.version, run.engine)
+            at += end - low
         log.exact, log.stale_keys = self.exact, self.stale_keys
         return log
 
@@ -264,9 +264,9 @@ class TokenLog:
         for name, added in rows.items():
             each = self.companions.get(name)
             if each is not None:
-                begin = each.held - prompt + 1
+                low = each.held - prompt + 1
                 each.add(added)
-                each.mark(foreign, max(0, begin), max(0, each.held - prompt + 1))
+                each.mark(foreign, max(0, low), max(0, each.held - prompt + 1))
 
     def restore_rows(
         self,
@@ -285,7 +285,7 @@ class TokenLog:
             if each is not None and each.takes(rows) and start <= each.held:
                 each.add(rows.part(min(each.held - start, len(rows))))
         for name, each in self.companions.items():
-            each.foreign = [(begin, end) for begin, end in foreign.get(name, ())]
+            each.foreign = [(low, end) for low, end in foreign.get(name, ())]
             tokens = self.path_tokens
             wanted = max(0, prompt + tokens - 1)
             if each.companion.per == "token":
@@ -333,10 +333,10 @@ class TokenLog:
         if len(self._runs) == 1:
             out.fill(self._runs[0].version)
             return out
-        begin = 0
+        low = 0
         for run in self._runs:
-            out[begin : run.end] = run.version
-            begin = run.end
+            out[low : run.end] = run.version
+            low = run.end
         return out
 
     def logprobs(self) -> Float32Array:
@@ -355,20 +355,20 @@ class TokenLog:
     def segments(self) -> tuple[Segment, ...]:
         """Return the runs in the form that users get."""
         found: list[Segment] = []
-        begin = 0
+        low = 0
         for run in self._runs:
-            found.append(Segment(start=begin, end=run.end, version=run.version, engine=run.engine))
-            begin = run.end
+            found.append(Segment(start=low, end=run.end, version=run.version, engine=run.engine))
+            low = run.end
         return tuple(found)
 
     @property
     def sampled_tokens(self) -> int:
         """Number of tokens that a policy sampled."""
-        count = begin = 0
+        count = low = 0
         for run in self._runs:
             if run.version != NO_VERSION:
-                count += run.end - begin
-            begin = run.end
+                count += run.end - low
+            low = run.end
         return count
 
     @property
@@ -407,13 +407,13 @@ class TokenLog:
         """Return the runs of the tokens before `end`."""
         starts = [0, *[run.end for run in self._runs]]
         parts = zip(starts, self._runs, strict=False)
-        return [_Run(min(r.end, end), r.version, r.engine) for begin, r in parts if begin < end]
+        return [_Run(min(r.end, end), r.version, r.engine) for low, r in parts if low < end]
 
     def _last_is(self, start: int, version: int, engine: str) -> bool:
         """Return whether the last run, of this version and engine, covers all from `start` on."""
         run = self._runs[-1]
-        begin = self._runs[-2].end if len(self._runs) > 1 else 0
-        return begin <= start and run.version == version and run.engine == engine
+        low = self._runs[-2].end if len(self._runs) > 1 else 0
+        return low <= start and run.version == version and run.engine == engine
 
     def _mark_to(self, end: int, version: int, engine: str | None) -> None:
         last = self._runs[-1] if self._runs else None
@@ -431,21 +431,21 @@ def clipped(path: Path, end: int) -> Path:
 def joined(paths: Iterable[Iterable[tuple[int, int]]]) -> Path:
     """Return the union of the paths in the order of the log, with adjacent parts merged."""
     parts: list[tuple[int, int]] = []
-    for begin, end in sorted([part for path in paths for part in path]):
-        if parts and begin <= parts[-1][1]:
+    for low, end in sorted([part for path in paths for part in path]):
+        if parts and low <= parts[-1][1]:
             parts[-1] = (parts[-1][0], max(parts[-1][1], end))
         else:
-            parts.append((begin, end))
+            parts.append((low, end))
     return tuple(parts)
 
 
 def common(one: Path, other: Path) -> int:
     """Return the length of the common prefix of two paths, in tokens."""
     same = 0
-    for (begin, end), (start, stop) in zip(one, other, strict=False):
-        if begin != start:
+    for (low, end), (start, stop) in zip(one, other, strict=False):
+        if low != start:
             break
-        same += min(end, stop) - begin
+        same += min(end, stop) - low
         if end != stop:
             break
     return same
@@ -453,7 +453,7 @@ def common(one: Path, other: Path) -> int:
 
 def moved(place: int, kept: Path) -> int:
     """Return the new position of `place` when only the `kept` parts of the log remain."""
-    return sum([min(end, place) - begin for begin, end in kept if begin < place])
+    return sum([min(end, place) - low for low, end in kept if low < place])
 
 
 def _length(path: Path) -> int:

@@ -174,8 +174,8 @@ class Update:
     def answered(self) -> bool:
         """Whether every engine that has to load the version has answered or is lost."""
         # The counts are compared first, because this runs after every event.
-        told, answers = self.refitting, self.answers
-        return bool(told) and len(told) <= len(answers) and told <= answers.keys()
+        asked, answers = self.refitting, self.answers
+        return bool(asked) and len(asked) <= len(answers) and asked <= answers.keys()
 
     def took(self) -> frozenset[str]:
         """Return the engines that have the version."""

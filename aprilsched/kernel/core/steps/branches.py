@@ -76,10 +76,10 @@ def _forked(rollout: RolloutRecord, of: Branch, input_ids: Int32Array, same: int
     shared = same - len(of.prompt_ids)
     path: Path = ()
     left = max(0, shared)
-    for begin, end in of.path:
+    for start, end in of.path:
         if left > 0:
-            path += ((begin, min(end, begin + left)),)
-            left -= end - begin
+            path += ((start, min(end, start + left)),)
+            left -= end - start
     rows = {
         name: each.forked(same - 1 if each.companion.per == "context" else shared, shared)
         for name, each in of.companions.items()
@@ -134,11 +134,11 @@ def _keep(
     paths = {number: clipped(now[number].path, end) for number, end in ends.items()}
     whole = joined(paths.values())
     answered: list[Answered] = []
-    for begin, end, why, branch in rollout.answered:
-        own = branch if end <= ends.get(branch, -1) else _holder(paths, begin, end)
+    for start, end, why, branch in rollout.answered:
+        own = branch if end <= ends.get(branch, -1) else _holder(paths, start, end)
         if own is not None:
             place = list(ends).index(own)
-            answered.append((moved(begin, whole), moved(end, whole), why, place))
+            answered.append((moved(start, whole), moved(end, whole), why, place))
     kept = [
         Branch(
             prompt_ids=now[number].prompt_ids,
@@ -164,9 +164,9 @@ def _keep(
     state.in_flight.journal.change(rollout)
 
 
-def _holder(paths: dict[int, Path], begin: int, end: int) -> int | None:
+def _holder(paths: dict[int, Path], start: int, end: int) -> int | None:
     """Return the first path that contains all tokens of another branch's turn, or None."""
     for number, path in paths.items():
-        if begin < end and any(a <= begin and end <= b for a, b in path):
+        if start < end and any(a <= start and end <= b for a, b in path):
             return number
     return None

@@ -36,17 +36,17 @@ def known_turn(
         return None, None
     open_turns = [turn for turn in range(replay.known) if turn not in replay.asked]
     for turn in open_turns if event.branch else open_turns[:1]:
-        begin, _, _, branch = rollout.answered[turn]
-        if np.array_equal(event.input_ids, context_of(rollout, begin, branch)):
+        start, _, _, branch = rollout.answered[turn]
+        if np.array_equal(event.input_ids, context_of(rollout, start, branch)):
             replay.asked.append(turn)
             return turn, None
-    begin = replay.partial
-    due = begin is not None and (event.branch or not open_turns)
-    context = context_of(rollout, begin or 0, rollout.branch)
+    start = replay.partial
+    due = start is not None and (event.branch or not open_turns)
+    context = context_of(rollout, start or 0, rollout.branch)
     if due and np.array_equal(event.input_ids, context):
         replay.partial = None
         rollout.replay = replay if open_turns else None
-        return None, begin
+        return None, start
     if not event.branch or not open_turns:
         forget_rest(state, rollout)
     else:
@@ -56,10 +56,10 @@ def known_turn(
     return None, None
 
 
-def context_of(rollout: RolloutRecord, begin: int, number: int) -> Int32Array:
+def context_of(rollout: RolloutRecord, start: int, number: int) -> Int32Array:
     """Return the context of a branch's output that starts at this log position."""
     branch = rollout.all_branches()[number]
-    response = rollout.log.along(clipped(branch.path, begin))
+    response = rollout.log.along(clipped(branch.path, start))
     return np.concatenate((branch.prompt_ids, response))
 
 
@@ -77,7 +77,7 @@ def keep_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
     truncate_to_answered(state, rollout, Reason.RESTARTED)
 
 
-def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: int) -> None:
+def leave_one(state: SchedulerState, rollout: RolloutRecord, start: int, limit: int) -> None:
     """Discard tokens so that a request for `limit` tokens has at least one token to generate.
 
     The output of the request is known from `begin` on. An engine cannot generate zero tokens, and
@@ -85,8 +85,8 @@ def leave_one(state: SchedulerState, rollout: RolloutRecord, begin: int, limit: 
     process ended between the last token of a request and its end, or because the episode requests
     fewer tokens this time.
     """
-    if rollout.log.size - begin >= limit:
-        truncate(state, rollout, begin + limit - 1, Reason.RESTARTED)
+    if rollout.log.size - start >= limit:
+        truncate(state, rollout, start + limit - 1, Reason.RESTARTED)
 
 
 def truncate_to_answered(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:

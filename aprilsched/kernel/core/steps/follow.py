@@ -20,7 +20,7 @@ from aprilsched.kernel.core.state.engine_control import EngineControl, Mode
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.state.weights import Update, UpdateKind
 from aprilsched.kernel.core.steps.engines import promote
-from aprilsched.kernel.core.steps.refit import begin
+from aprilsched.kernel.core.steps.refit import start_update
 
 
 def follow(state: SchedulerState, engine: str, version: int | None) -> bool:
@@ -34,7 +34,7 @@ def follow(state: SchedulerState, engine: str, version: int | None) -> bool:
     alone = version == control.not_followed
     if alone or state.fleet.sleep is not None or state.weights.adapter is not None:
         return False
-    begin(state, Update(version=version, kind=UpdateKind.FOLLOWED))
+    start_update(state, Update(version=version, kind=UpdateKind.FOLLOWED))
     return True
 
 

@@ -207,7 +207,7 @@ def _put_aside(state: SchedulerState) -> int:
         return 0
     groups = state.in_flight.training_groups()
     return sum(
-        g.first_run is not None and g.first_run < state.begun for g in groups if g.unfinished
+        g.first_run is not None and g.first_run < state.batch_number for g in groups if g.unfinished
     )
 
 
@@ -226,7 +226,7 @@ def _launch_group(
         _samplings(prompt, state.config.sampling, size),
         evaluation_id=evaluation_id,
         episodes=episodes,
-        opened=state.begun if before is None else before.opened,
+        opened=state.batch_number if before is None else before.opened,
         size=size,
         deferred=evaluation_id is None and state.plan.schedule.refill.defers,
     )

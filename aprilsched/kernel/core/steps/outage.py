@@ -89,8 +89,8 @@ def _await(state: SchedulerState, outage: Outage) -> None:
 def _want_update(state: SchedulerState) -> None:
     batch = state.delivery.takes_parts and state.collecting and stranded(state)
     update = state.weights.update
-    begun = update is not None and update.phase is not UpdatePhase.WAITING
-    abandoned = () if begun else tuple(state.evaluations.running)
+    started = update is not None and update.phase is not UpdatePhase.WAITING
+    abandoned = () if started else tuple(state.evaluations.running)
     if not (batch or abandoned):
         return
     engines = tuple(state.fleet.control.standby)

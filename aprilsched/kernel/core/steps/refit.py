@@ -43,7 +43,7 @@ def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> Non
             f"update to version {event.version} at version {state.weights.versions.trainer}, "
             f"with {state.weights.update} under way"
         )
-    begin(
+    start_update(
         state,
         Update(
             version=event.version,
@@ -83,7 +83,7 @@ def end_following(state: SchedulerState, cause: str) -> None:
         state.tell(facts.UpdateFinished(version=update.version, cause=cause))
 
 
-def begin(state: SchedulerState, update: Update) -> None:
+def start_update(state: SchedulerState, update: Update) -> None:
     """Start an update; none may be under way."""
     end_stream(state)
     state.tell(
@@ -285,10 +285,10 @@ def catch_up(state: SchedulerState) -> None:
             state.fleet.control.enter(control, Mode.REFITTING)
             _refit_alone(state, control)
     for control in state.fleet.control.standby.values():
-        begins = not control.catching_up
-        if begins and control.failed_version < state.weights.versions.trainer:
+        whole_fleet = not control.catching_up
+        if whole_fleet and control.failed_version < state.weights.versions.trainer:
             _begin_catch_up(state, control)
-        if begins and state.weights.adapter is not None:
+        if whole_fleet and state.weights.adapter is not None:
             continue
         # An engine that failed is already paused and flushed, and no event follows.
         if control.catching_up and state.fleet.control.refittable(control):

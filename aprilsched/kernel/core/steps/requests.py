@@ -199,14 +199,14 @@ def _close(
         _note_mixed_keys(state, request)
     state.note_work(request.engine)
     state.in_flight.close_attempt(request, spans, event.rows, event.answer)
-    told = None if spans is None else tuple([(s.version, s.start, s.end) for s in spans])
+    ranges = None if spans is None else tuple([(s.version, s.start, s.end) for s in spans])
     answers = None if event.answer is None else dict(event.answer.sizes)
     state.tell(
         facts.AttemptEnded(
             request_id=request.request_id,
             outcome=outcome,
             cause=cause,
-            spans=told,
+            spans=ranges,
             answers=answers,
         )
     )

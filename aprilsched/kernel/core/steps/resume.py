@@ -244,8 +244,11 @@ def _restore_branches(rollout: RolloutRecord, known: RolloutState) -> None:
         path = clipped(saved.path, size)
         if number == known.branch:
             # Tokens that arrived after this record was saved belong to the last part of its path.
-            *before, (begin, _) = saved.path
-            path = (*clipped(tuple(before), size), *(((begin, size),) if begin < size else ()))
+            *before, (last_start, _) = saved.path
+            path = (
+                *clipped(tuple(before), size),
+                *(((last_start, size),) if last_start < size else ()),
+            )
             log.go_on(path)
         rows = {name: CompanionLog(each.companion) for name, each in log.companions.items()}
         rollout.branches.append(Branch(prompt_ids=own, path=path, companions=rows))

@@ -129,21 +129,23 @@ def _arrived(journal: Journal) -> TokenPage | None:
 def _new_rows(journal: Journal) -> list[SavedRows]:
     """Return the rows to save: the new ones, and all rows of the rewritten rollouts."""
     found = [rows for each in journal.changed.values() if each.rewritten for rows in _rows(each)]
-    for rollout, begin in journal.rows_from.values():
+    for rollout, first_rows in journal.rows_from.values():
         if not rollout.rewritten:
-            found += _rows(rollout, begin)
+            found += _rows(rollout, first_rows)
     return found
 
 
-def _rows(rollout: RolloutRecord, begin: Mapping[str, int] | None = None) -> Iterator[SavedRows]:
+def _rows(
+    rollout: RolloutRecord, first_rows: Mapping[str, int] | None = None
+) -> Iterator[SavedRows]:
     """Return the rows of the rollout's companions.
 
     With `begin`, return only rows of the active branch, from these rows on.
     """
     for number, name, log in _companions(rollout):
-        if begin is not None and number != rollout.branch:
+        if first_rows is not None and number != rollout.branch:
             continue
-        start = 0 if begin is None else begin[name]
+        start = 0 if first_rows is None else first_rows[name]
         if log.held > start:
             yield SavedRows(
                 group_id=rollout.group.group_id,
@@ -171,11 +173,13 @@ def _held(rollouts: Iterable[RolloutRecord]) -> TokenPage | None:
 
 def _add_all(builder: PageBuilder, rollouts: Iterable[RolloutRecord]) -> None:
     for rollout in rollouts:
-        begin = 0
+        first_rows = 0
         ids, logprobs = rollout.log.since(0)
         for end, version, engine in rollout.log.runs:
-            builder.add(rollout, begin, ids[begin:end], logprobs[begin:end], version, engine)
-            begin = end
+            builder.add(
+                rollout, first_rows, ids[first_rows:end], logprobs[first_rows:end], version, engine
+            )
+            first_rows = end
 
 
 def _group(group: GroupRecord) -> SavedGroup:

@@ -65,9 +65,9 @@ def choose_groups(state: SchedulerState) -> None:
         return
     if state.prompts.fetching and not state.prompts.dry:
         return
-    begins = state.plan.choice_pending or _idle(state)
-    tail = not begins and state.in_flight.generating <= state.plan.tail_below
-    if not (begins or tail):
+    starts = state.plan.choice_pending or _idle(state)
+    tail = not starts and state.in_flight.generating <= state.plan.tail_below
+    if not (starts or tail):
         return
     # Once an exhausted source yields prompts again, the choice is repeated among more groups.
     supplied = state.in_flight.training >= state.plan.target_groups
@@ -77,7 +77,7 @@ def choose_groups(state: SchedulerState) -> None:
         view = _view(state, groups, tail=tail)
         for group, started in zip(groups, refill.members(view).tolist(), strict=True):
             if started and group.first_run is None:
-                group.first_run = state.begun
+                group.first_run = state.batch_number
                 state.in_flight.journal.change_group(group)
             _release(state, group.members[:started])
     state.plan.tail_below = -1 if tail else _tail_below(state, refill, groups)
@@ -118,7 +118,7 @@ def _idle(state: SchedulerState) -> bool:
 
 
 def _view(state: SchedulerState, groups: list[GroupRecord], *, tail: bool) -> OpenGroups:
-    batch = state.begun
+    batch = state.batch_number
     tokens, finished = member_tokens(groups)
     since = [-1 if group.first_run is None else batch - group.first_run for group in groups]
     return OpenGroups(

@@ -38,13 +38,13 @@ def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
     """Start the episode that drives a rollout."""
     state.tell(facts.EpisodeStarted(rollout_id=rollout.rollout_id))
     known: list[tuple[int, int]] = []
-    begun: tuple[int, int] | None = None
+    partial_turn: tuple[int, int] | None = None
     if rollout.replay is not None:
-        turns = [(begin, branch) for begin, _, _, branch in rollout.answered]
+        turns = [(start, branch) for start, _, _, branch in rollout.answered]
         known = [do.context_mark(context_of(rollout, *turn)) for turn in turns]
         if rollout.replay.partial is not None:
             context = context_of(rollout, rollout.replay.partial, rollout.branch)
-            begun = do.context_mark(context)
+            partial_turn = do.context_mark(context)
     state.commands.append(
         do.StartEpisode(
             rollout_id=rollout.rollout_id,
@@ -52,7 +52,7 @@ def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
             prompt=rollout.group.prompt,
             sampling=rollout.sampling,
             known=tuple(known),
-            begun=begun,
+            partial_turn=partial_turn,
         )
     )
 
@@ -75,8 +75,8 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
     _answer(state, rollout, len(rollout.answered) - 1)
 
 
-def _note_answered(rollout: RolloutRecord, begin: int) -> None:
-    rollout.answered.append((begin, rollout.log.size, rollout.finish_reason, rollout.branch))
+def _note_answered(rollout: RolloutRecord, start: int) -> None:
+    rollout.answered.append((start, rollout.log.size, rollout.finish_reason, rollout.branch))
     if rollout.replay is not None:
         rollout.replay.asked.append(len(rollout.answered) - 1)
 
@@ -113,7 +113,7 @@ def on_turn_requested(
 ) -> None:
     _drop_undecided(state, rollout)
     rollout.refused = False
-    turn, begin = known_turn(state, rollout, event)
+    turn, start = known_turn(state, rollout, event)
     before = rollout.log.size
     if turn is not None:
         _tell_begun(state, rollout, before)
@@ -121,13 +121,13 @@ def on_turn_requested(
         _answer(state, rollout, turn)
         return
     _note_gap(state, rollout, state.calls.gaps)
-    if event.branch and begin is None and rollout.answered:
+    if event.branch and start is None and rollout.answered:
         take_branch(state, rollout, event.input_ids)
     sampling = event.sampling or rollout.sampling
-    if begin is not None:
-        leave_one(state, rollout, begin, sampling.max_new_tokens)
+    if start is not None:
+        leave_one(state, rollout, start, sampling.max_new_tokens)
     state.in_flight.add_request(
-        rollout, event.input_ids, sampling, media=event.media, output_start=begin
+        rollout, event.input_ids, sampling, media=event.media, output_start=start
     )
     _tell_begun(state, rollout, before)
 
@@ -181,14 +181,14 @@ def on_episode_waits(state: SchedulerState, rollout: RolloutRecord, event: ev.Ep
 def on_turn_kept(state: SchedulerState, rollout: RolloutRecord, _: ev.TurnKept) -> None:
     if rollout.undecided is None:
         return
-    begin, rollout.undecided = rollout.undecided, None
+    start, rollout.undecided = rollout.undecided, None
     rollout.turns += 1
     replay = rollout.replay
     if replay is not None and replay.withdrawn is not None:
         replay.asked.append(replay.withdrawn)
         replay.withdrawn = None
     else:
-        _note_answered(rollout, begin)
+        _note_answered(rollout, start)
         state.in_flight.journal.change(rollout)
 
 
@@ -227,19 +227,19 @@ def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
     replay = rollout.replay
     if replay is not None and (turn := replay.asked.pop()) < replay.known:
         replay.withdrawn = turn
-        begin, end, reason, _ = rollout.answered[turn]
-        rollout.undecided = begin
-        _resolve(state, rollout, begin, end, reason, withdrawn=True)
+        start, end, reason, _ = rollout.answered[turn]
+        rollout.undecided = start
+        _resolve(state, rollout, start, end, reason, withdrawn=True)
         return
-    begin, _, rollout.finish_reason, _ = rollout.answered.pop()
+    start, _, rollout.finish_reason, _ = rollout.answered.pop()
     state.in_flight.journal.change(rollout)
-    _hand_back(state, rollout, begin)
+    _hand_back(state, rollout, start)
 
 
-def _hand_back(state: SchedulerState, rollout: RolloutRecord, begin: int) -> None:
+def _hand_back(state: SchedulerState, rollout: RolloutRecord, start: int) -> None:
     """Answer a withdrawn turn whose request is back; the episode decides about its tokens."""
-    rollout.undecided = begin
-    _resolve(state, rollout, begin, rollout.log.size, rollout.finish_reason, withdrawn=True)
+    rollout.undecided = start
+    _resolve(state, rollout, start, rollout.log.size, rollout.finish_reason, withdrawn=True)
 
 
 def _drop_undecided(
@@ -258,22 +258,22 @@ def _drop_undecided(
 
 
 def _answer(state: SchedulerState, rollout: RolloutRecord, turn: int) -> None:
-    begin, end, reason, _ = rollout.answered[turn]
-    _resolve(state, rollout, begin, end, reason, withdrawn=False)
+    start, end, reason, _ = rollout.answered[turn]
+    _resolve(state, rollout, start, end, reason, withdrawn=False)
 
 
 def _resolve(
     state: SchedulerState,
     rollout: RolloutRecord,
-    begin: int,
+    start: int,
     end: int,
     reason: FinishReason,
     *,
     withdrawn: bool,
     refused: str = "",
 ) -> None:
-    ids, logprobs, versions = rollout.log.tail(begin)
-    size = end - begin
+    ids, logprobs, versions = rollout.log.tail(start)
+    size = end - start
     state.tell(
         facts.TurnEnded(
             rollout_id=rollout.rollout_id,

@@ -122,13 +122,13 @@ class SharingEngine(HttpEngine[ServerFacts]):
                 keys = (request.cache_key is None, request.adapter is None)
                 alike.setdefault((request.companions, request.rank, keys), []).append(member)
         for members in alike.values():
-            begin, tokens = 0, 0
+            first, tokens = 0, 0
             for end, member in enumerate(members):
                 tokens += len(member.request.input_ids)
-                if tokens > _MOST_TOKENS and end > begin:
-                    self._start(members[begin:end])
-                    begin, tokens = end, len(member.request.input_ids)
-            self._start(members[begin:])
+                if tokens > _MOST_TOKENS and end > first:
+                    self._start(members[first:end])
+                    first, tokens = end, len(member.request.input_ids)
+            self._start(members[first:])
 
     def _start(self, members: Sequence[_Member]) -> None:
         if len(members) == 1:

@@ -76,7 +76,7 @@ class ChunkAssembler(ResponseReader):
         # An abort is exempt: its output_ids hold a repeat of the last one.
         if finish != "abort" and tokens != output_ids[len(output_ids) - len(tokens) :]:
             raise self.broken("sent output_ids that are not the tokens of its logprobs")
-        begin, self.held = self.held, self.held + len(tokens)
+        before, self.held = self.held, self.held + len(tokens)
         spans = self._spans(meta.weight_versions) if finish else None
         return Chunk(
             # np.array would pass twice over the elements, at three times the cost.
@@ -86,14 +86,14 @@ class ChunkAssembler(ResponseReader):
             spans=spans,
             cached_tokens=meta.cached_tokens,
             label=self._version(meta.weight_version) if spans is None else None,
-            token_rows=self._token_rows(meta, begin, where) if self._of_tokens else None,
+            token_rows=self._token_rows(meta, before, where) if self._of_tokens else None,
             context_rows=self._rows_of_context(meta) if finish and self._companions else None,
             prompt_tokens=meta.prompt_tokens if self._media else None,
             answer=Answer.of(entries, self._keep) if finish and entries else None,
             busy=None if reason is None or finish != "abort" else self._busy(reason),
         )
 
-    def _token_rows(self, meta: MetaInfo, begin: int, where: slice) -> dict[str, Rows]:
+    def _token_rows(self, meta: MetaInfo, before: int, where: slice) -> dict[str, Rows]:
         """Return the rows of the tokens from `begin` to `held`, for each companion of tokens.
 
         `where` is the slice of the event that holds their log-probabilities."""
@@ -103,16 +103,16 @@ class ChunkAssembler(ResponseReader):
                 likely = [
                     [each[:2] for each in row] for row in (meta.output_top_logprobs or [])[where]
                 ]
-                found[TOP] = self._top_rows(companion, likely, self.held - begin)
+                found[TOP] = self._top_rows(companion, likely, self.held - before)
                 continue
             masks = meta.output_token_sampling_mask or []
             length = meta.output_token_sampling_mask_length
             # As with log-probabilities, the end of the list is known, but not its start.
-            first = len(masks) - ((length or 0) - begin)
-            rows = masks[max(0, first) : first + self.held - begin]
-            if first < 0 or len(rows) < self.held - begin:
+            first = len(masks) - ((length or 0) - before)
+            rows = masks[max(0, first) : first + self.held - before]
+            if first < 0 or len(rows) < self.held - before:
                 raise self.broken(
-                    f"sent sampling masks that do not cover its tokens {begin} to {self.held}"
+                    f"sent sampling masks that do not cover its tokens {before} to {self.held}"
                 )
             found[companion.name] = self._ragged_rows(companion, rows)
         return found

@@ -116,11 +116,11 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _age(answer: Loads) -> float:
     """The age of the oldest rank's figures; both times are of the server's own clock."""
-    told = [rank.timestamp for rank in answer.loads if rank.timestamp]
-    if answer.timestamp is None or not told:
+    times = [rank.timestamp for rank in answer.loads if rank.timestamp]
+    if answer.timestamp is None or not times:
         return 0.0
     try:
-        return max(0.0, answer.timestamp.timestamp() - min(told))
+        return max(0.0, answer.timestamp.timestamp() - min(times))
     except (ValueError, OverflowError):  # A date in the year 1.
         return 0.0
 
