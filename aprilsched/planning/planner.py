@@ -579,4 +579,4 @@ def in_words(schedule: Schedule) -> str:
     """Return the schedule in words."""
     pace = f", {schedule.pace} pace" if schedule.pace is not None else ""
     placed = "" if schedule.placement is None else f", {_PLACED[schedule.placement]}"
-    return schedule.refill.as_schedule(f"{schedule.over_provision:g}") + pace + placed
+    return schedule.refill.describe(f"{schedule.over_provision:g}") + pace + placed

@@ -290,7 +290,7 @@ def result() -> dict[str, Any]:
 
 def _cell(value: dict[str, float | None], digits: str) -> str:
     mean, low, high = (
-        "not reached" if (received := value[key]) is None else f"{told:{digits}}"
+        "not reached" if (reached := value[key]) is None else f"{reached:{digits}}"
         for key in ("mean", "low", "high")
     )
     return mean if low == high else f"{mean} ({low} to {high})"
@@ -320,8 +320,8 @@ AGES = (0, 1, 2, 4, 6)
 
 
 def _tail(row: dict[str, Any], kind: str) -> str:
-    received = f"{row['tail']:.3f}"
-    return received if kind == "dense" else f"{received}, {100 * row['layers']:.1f} %"
+    reached = f"{row['tail']:.3f}"
+    return reached if kind == "dense" else f"{reached}, {100 * row['layers']:.1f} %"
 
 
 def markdown(everything: dict[str, Any]) -> str:
@@ -334,8 +334,8 @@ def markdown(everything: dict[str, Any]) -> str:
         lines.append("|---" * (1 + len(arms)) + "|")
         lines.append("| seeds | " + " | ".join(str(arms[arm]["seeds"]) for arm in arms) + " |")
         for label, key, digits in ROWS:
-            received = [_cell(arms[arm][key], digits) if key in arms[arm] else "" for arm in arms]
-            lines.append(f"| {label} | " + " | ".join(received) + " |")
+            reached = [_cell(arms[arm][key], digits) if key in arms[arm] else "" for arm in arms]
+            lines.append(f"| {label} | " + " | ".join(reached) + " |")
         parts.append("\n".join(lines))
     lines = ["| policy, arm | routing | keys | " + " | ".join(f"age {age}" for age in AGES) + " |",
              "|---" * (3 + len(AGES)) + "|"]  # fmt: skip
@@ -347,10 +347,10 @@ def markdown(everything: dict[str, Any]) -> str:
             if (keys == "all") == several:
                 continue
             found = [by_key.get((arm, keys, routing, age)) for age in AGES]
-            received = ["" if row is None else _tail(row, kind) for row in found]
+            reached = ["" if row is None else _tail(row, kind) for row in found]
             which = {"own": "the trainer's", "replayed": "replayed"}[routing]
             cells_of_row = [f"{kind}, {NAMES[arm]}", "" if kind == "dense" else which,
-                            "own" if keys == "all" else keys, *received]  # fmt: skip
+                            "own" if keys == "all" else keys, *reached]  # fmt: skip
             lines.append("| " + " | ".join(cells_of_row) + " |")
     parts.append("\n".join(lines))
     spans = range(SPAN, 7 * SPAN, 2 * SPAN)
@@ -360,11 +360,11 @@ def markdown(everything: dict[str, Any]) -> str:
     for kind in KINDS:
         for row in everything[kind]["stability"]:
             spread = row["spread"]
-            received = [f"{spread[at // SPAN - 1]:.3f}" if at // SPAN <= len(spread) else ""
+            reached = [f"{spread[at // SPAN - 1]:.3f}" if at // SPAN <= len(spread) else ""
                     for at in spans]  # fmt: skip
             lines.append("| " + " | ".join([
                 f"{kind}, {NAMES[row['arm']]}, {row['seed']}, {row['stretch']}",
-                str(row["updates"]), f"{row['age']:.1f}", *received, f"{spread[-1]:.3f}",
+                str(row["updates"]), f"{row['age']:.1f}", *reached, f"{spread[-1]:.3f}",
                 f"{row['best']:.3f}", f"{row['last']:.3f}",
             ]) + " |")  # fmt: skip
     parts.append("\n".join(lines))

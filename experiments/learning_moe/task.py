@@ -85,16 +85,16 @@ def attempts(source: torch.Generator, numbers: torch.Tensor, count: int) -> torc
     f, allowed = _computed(d, ops[1], e)
     g, h = torch.maximum(f, t), torch.minimum(f, t)
     i, allowed_too = _computed(g, ops[2], h)
-    received = torch.stack([left[..., 0], left[..., 1], a, ops[0], b, c, t, d, ops[1], e, f, g, ops[2],
+    given = torch.stack([left[..., 0], left[..., 1], a, ops[0], b, c, t, d, ops[1], e, f, g, ops[2],
                         h, i], -1)  # fmt: skip
     symbols = torch.zeros(15, dtype=torch.bool, device=device)
     symbols[[3, 8, 12]] = True
-    received = torch.where(symbols, received, received + NUMBER)
+    given = torch.where(symbols, given, given + NUMBER)
     # The valid ones come first; where there are too few, the rest repeats the first of them.
     valid = valid & allowed & allowed_too
     place = (~valid).to(torch.uint8).sort(dim=-1, stable=True)
     place = torch.where(place.values > 0, place.indices[:, :1], place.indices)[:, :count]
-    return received.gather(1, place[..., None].expand(-1, -1, 15))
+    return given.gather(1, place[..., None].expand(-1, -1, 15))
 
 
 def _numbers(source: torch.Generator, count: int, held_out: bool | None) -> torch.Tensor:

@@ -123,7 +123,7 @@ class OneByOne(Refill):
     def launches(self, view: PoolView) -> int:
         return 1 if view.batch_open and not view.open_groups else 0
 
-    def received(self, ratio: str) -> str:
+    def describe(self, ratio: str) -> str:
         return f"one group after the other of {ratio} batches"
 
 

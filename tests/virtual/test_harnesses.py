@@ -34,7 +34,7 @@ from tests.support.checking import Checking
 from tests.support.harnesses import HARNESSES, SYSTEM, Harness, scripted
 from tests.support.sim_http import two_weights
 from tests.support.tiny_tokenizer import ODD_CALLS, TEMPLATE_TOOLS_FIRST, THOUGHT, bytes_tokenizer
-from tests.virtual.test_sessions import END, prompts, printed, tokens_of
+from tests.virtual.test_sessions import END, printed, prompts, tokens_of
 from tests.virtual.test_sessions_http import events_of, posted, received
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "agents.md"

@@ -39,7 +39,7 @@ from aprilsched.testing.contract import until
 from aprilsched.types import Batch
 from tests.support.checking import Checking
 from tests.support.tiny_tokenizer import WORDS, bytes_tokenizer, calling_tokenizer
-from tests.virtual.test_sessions import ASCII, END, left_behind, prompts, printed
+from tests.virtual.test_sessions import ASCII, END, left_behind, printed, prompts
 
 LOOK = {"type": "object", "properties": {"where": {"type": "string"}}}
 

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
-from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet, SimFleet
+from aprilsched import (
+    DiskPublisher,
+    LongTailWorkload,
+    RolloutScheduler,
+    SchedulerConfig,
+    SGLangFleet,
+    SimFleet,
+)
 from aprilsched.errors import ConfigError, EngineTaken
 from aprilsched.kernel.engines.base import Engine, Fleet
+from aprilsched.kernel.shell import controls
 from aprilsched.kernel.shell.sharing import Claim
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.testing import SimServer
@@ -137,3 +146,29 @@ async def test_a_scheduler_whose_claim_is_lost_stops():
             engine.claim = claim  # as if another process had got both sessions
             with pytest.raises(EngineTaken, match="is claimed by another scheduler"):
                 await take_batches(rollouts)
+
+
+async def test_an_engine_that_runs_between_two_attempts_of_a_flush_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """A server with a hierarchical cache copies KV only while it runs."""
+    monkeypatch.setattr(controls, "_WATCH_S", 0.01)
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    async with SimServer(CONFIG) as server:
+        fleet = SGLangFleet([server.url])
+        async with scheduler(fleet, "retract") as rollouts:
+            (engine,) = fleet.engines
+            flush = engine.flush
+
+            async def in_two_attempts() -> None:
+                await engine.resume()
+                await asyncio.sleep(0.2)
+                await engine.pause("retract")
+                await flush()
+
+            engine.flush = in_two_attempts
+            for version in (1, 2):
+                await rollouts.next_batch()
+                await rollouts.update_weights(DiskPublisher(tmp_path))
+                assert rollouts.version == version

@@ -23,7 +23,7 @@ from aprilsched.observe.log.follow import Follower
 from aprilsched.observe.log.incarnations import whole_lines
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY
 from tests.support.terminal import on_a_terminal
-from tests.virtual.test_resume_folder import start_run, resume
+from tests.virtual.test_resume_folder import resume, start_run
 
 SMALL = [
     "--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--median", "60",

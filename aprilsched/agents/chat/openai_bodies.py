@@ -221,7 +221,7 @@ class Message:
                 return self._take(events)
         return self._as_it_is()
 
-    def rendered(self) -> dict[str, Any]:
+    def as_message(self) -> dict[str, Any]:
         """Return the field ``message`` of a whole answer."""
         content, reasoning = self._texts[_CONTENT], self._texts[_REASONING]
         calls = [{k: v for k, v in call.items() if k != "index"} for call in self.calls]

@@ -20,7 +20,7 @@ from aprilsched.agents.dialects.values import check_stops
 from aprilsched.agents.serving.listener import Listener
 from aprilsched.agents.serving.refusals import Unavailable
 from aprilsched.agents.sessions.address import Keys, make_session_app
-from aprilsched.agents.sessions.history import History, Mark, Question, JsonObject
+from aprilsched.agents.sessions.history import History, JsonObject, Mark, Question
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.kernel.shell.episodes import Turn, TurnOutput
 from aprilsched.kernel.values.files import open_private, read_regular

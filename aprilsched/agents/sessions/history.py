@@ -79,18 +79,18 @@ class _Answer:
         text: the text of `ids`.
         after: the previous answer; None if there is none. Another one with the same mark may come
             later.
-        begin: number of tokens, and of characters, before `ids`.
+        offset: number of tokens, and of characters, before `ids`.
     """
 
     ids: Int32Array
     text: str
     after: _Answer | None
-    begin: tuple[int, int] = (0, 0)
+    offset: tuple[int, int] = (0, 0)
 
     @property
     def end(self) -> tuple[int, int]:
         """Number of tokens and of characters up to the end of the answer."""
-        return self.begin[0] + len(self.ids), self.begin[1] + len(self.text)
+        return self.offset[0] + len(self.ids), self.offset[1] + len(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,13 @@ class _Seen:
 
     Attributes:
         plain: a copy of it if all its values are strings or None; None otherwise.
-        told: the message in the form that a template sees.
+        rendered: the message in the form that a template sees.
         images: the URLs of its images.
         mark: the hash of it and the messages before it.
     """
 
     plain: JsonObject | None
-    told: JsonObject
+    rendered: JsonObject
     images: tuple[str, ...]
     mark: Mark
 
@@ -175,14 +175,14 @@ class History:
         """
         options = options or {}
         seen = self._see(messages, tools, options)
-        told, marks = [each.told for each in seen], [each.mark for each in seen]
-        known = next((i for i in reversed(range(len(told))) if marks[i] in self._answers), None)
+        rendered, marks = [each.rendered for each in seen], [each.mark for each in seen]
+        known = next((i for i in reversed(range(len(rendered))) if marks[i] in self._answers), None)
         if known is None:
-            whole = self._render(told, tools, options)
+            whole = self._render(rendered, tools, options)
             question = self._encode(whole), whole
         else:
             is_known = [mark in self._answers for mark in marks[: known + 1]]
-            question = self._continue(told, marks[known], is_known, tools, options)
+            question = self._continue(rendered, marks[known], is_known, tools, options)
         if not len(question[0]):
             raise ConfigError("the messages have no tokens; give some text.")
         return Question(
@@ -235,7 +235,7 @@ class History:
                 return mark, text + self._tokenizer.decode(ids[len(known) :].tolist())
         return None, self._tokenizer.decode(ids.tolist())
 
-    def begin(self, question: Question) -> None:
+    def start(self, question: Question) -> None:
         """Note that a request is about to be answered.
 
         A request that its client sends again after a disconnect starts no other branch.
@@ -267,12 +267,12 @@ class History:
         raw = tokenizer.decode(sampled, skip_special=False)
         self._resampled += _differing(sampled, tokenizer.encode(raw, special=False))
         after = None if question.after is None else self._answers[question.after]
-        begin = (0, 0) if after is None else after.end
+        offset = (0, 0) if after is None else after.end
         answer = _Answer(
-            ids=np.concatenate((question.ids[begin[0] :], token_ids)),
-            text=question.text[begin[1] :] + raw,
+            ids=np.concatenate((question.ids[offset[0] :], token_ids)),
+            text=question.text[offset[1] :] + raw,
             after=after,
-            begin=begin,
+            offset=offset,
         )
         # The delimiters of tool calls and reasoning may be special tokens.
         is_chat = bool(question.messages)
@@ -286,9 +286,9 @@ class History:
         message = Message(tokenizer.parser(question.text, question.tools) if is_chat else None)
         message.push(text)
         message.finish(end)
-        told = message.told()
+        rendered = message.as_message()
         if is_chat:
-            mark = _after(question.mark, one_for_template(told, "the answer", []))
+            mark = _after(question.mark, one_for_template(rendered, "the answer", []))
         else:
             shown = question.shown + text
             mark = _after(b"text", {"text": shown})
@@ -300,9 +300,9 @@ class History:
             self._ends.pop(question.after, None)
         self._answers[mark] = answer
         self._latest = mark, np.concatenate((question.ids, token_ids)), question.text + raw
-        self.messages = (*question.messages, told) if is_chat else ()
+        self.messages = (*question.messages, rendered) if is_chat else ()
         self._ends[mark] = self.messages
-        return told
+        return rendered
 
     def unknown(
         self,
@@ -315,7 +315,7 @@ class History:
         return [
             place
             for place, each in enumerate(seen)
-            if place and each.told["role"] == "assistant" and each.mark not in self._answers
+            if place and each.rendered["role"] == "assistant" and each.mark not in self._answers
         ]
 
     def _see(
@@ -346,14 +346,14 @@ class History:
             old = before[len(seen)] if len(seen) < len(before) else None
             if old is None or message != old.plain:
                 found: list[str] = []
-                told = one_for_template(message, f"messages[{place}]", found)
+                rendered = one_for_template(message, f"messages[{place}]", found)
                 images = tuple(found)
-                if old is None or (told, images) != (old.told, old.images):
+                if old is None or (rendered, images) != (old.rendered, old.images):
                     before = ()
-                    mark = _after(mark, told, images)
+                    mark = _after(mark, rendered, images)
                     # The caller may change its own copy.
                     plain = dict(message) if set(map(type, message.values())) <= _PLAIN else None
-                    old = _Seen(plain, told, images, mark)
+                    old = _Seen(plain, rendered, images, mark)
             seen.append(old)
             mark = old.mark
         self._seen = seen
@@ -371,7 +371,7 @@ class History:
 
     def _continue(
         self,
-        told: Sequence[JsonObject],
+        rendered: Sequence[JsonObject],
         after: Mark,
         is_known: Sequence[bool],
         tools: Sequence[JsonObject] | None,
@@ -389,7 +389,7 @@ class History:
             "writes, got one that it leaves out with all that follows; use another template."
         )
         try:
-            whole = self._render(told, tools, options, shown_from=len(is_known))
+            whole = self._render(rendered, tools, options, shown_from=len(is_known))
         except ConfigError as error:
             # The template may reject a sampled message.
             refused = error
@@ -397,7 +397,7 @@ class History:
             # The usual case: the template renders the known messages exactly as sampled.
             more: str | None = whole[len(text) :]
         else:
-            more = self._follows(told, is_known, int(ids[-1]), tools, options)
+            more = self._follows(rendered, is_known, int(ids[-1]), tools, options)
         if more is None:
             raise refused
         if whole is not None and text + more != whole:
@@ -408,7 +408,7 @@ class History:
 
     def _follows(
         self,
-        told: Sequence[JsonObject],
+        rendered: Sequence[JsonObject],
         is_known: Sequence[bool],
         last: int,
         tools: Sequence[JsonObject] | None,
@@ -425,11 +425,11 @@ class History:
         for most_calls in (None, 1, 0):
             before = [
                 _stand_in(each, most_calls, _PLACE if i == count - 1 else _OTHER) if known else each
-                for i, (each, known) in enumerate(zip(told, is_known, strict=False))
+                for i, (each, known) in enumerate(zip(rendered, is_known, strict=False))
             ]
             plain = {"role": "assistant", "content": _PLACE}
             try:
-                more = self._behind([*before, *told[count:]], tools, options, shown_from=count)
+                more = self._behind([*before, *rendered[count:]], tools, options, shown_from=count)
                 behind = self._behind(before, tools, options, generation_prompt=False)
                 end = behind
                 if before[-1].get("tool_calls"):
@@ -442,9 +442,9 @@ class History:
             if more is not None and behind is not None and end is not None:
                 return self._behind_end(more, behind, end, last)
         # The template leaves out the answer, but may show what follows it.
-        whole = self._render(told, tools, options, shown_from=count)
+        whole = self._render(rendered, tools, options, shown_from=count)
         shown = self._render(
-            told[:count], tools, options, generation_prompt=False, shown_from=count
+            rendered[:count], tools, options, generation_prompt=False, shown_from=count
         )
         return whole[len(shown) :] if shown and whole.startswith(shown) else None
 
@@ -506,7 +506,7 @@ class History:
 
     def _render(
         self,
-        told: Sequence[JsonObject],
+        rendered: Sequence[JsonObject],
         tools: Sequence[JsonObject] | None,
         options: JsonObject,
         *,
@@ -514,7 +514,7 @@ class History:
         shown_from: int = 0,
     ) -> str:
         text = self._tokenizer.render(
-            told,
+            rendered,
             tools,
             go_on=False,
             options=options,

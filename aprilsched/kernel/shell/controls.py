@@ -142,7 +142,16 @@ class EngineControls(Part):
 
     def flush(self, command: do.Flush) -> None:
         engine = self._engines[command.engine]
-        self._begin(command.engine, "flush", engine.flush, ev.Flushed(engine=command.engine))
+        done = ev.Flushed(engine=command.engine)
+        self._begin(command.engine, "flush", lambda: self._flushed(engine, engine.flush), done)
+
+    async def _flushed(self, engine: Engine, flush: Callable[[], Awaitable[None]]) -> None:
+        """Call `flush` without a check of the pause, because an adapter may let the engine run
+        between two attempts."""
+        paused = self._pauses.pop(engine.name, None)
+        await flush()
+        if paused is not None:
+            self._pauses[engine.name] = object()
 
     def resume(self, command: do.Continue) -> None:
         engine = self._engines[command.engine]
@@ -154,7 +163,10 @@ class EngineControls(Part):
         engine, done = self._engines[name], ev.Released(engine=name, tags=tags)
         self.memory_is_back.clear()
         self._memory_calls[name] = self._begin(
-            name, "release", lambda: _sleeping(engine).release(tags), done
+            name,
+            "release",
+            lambda: self._flushed(engine, lambda: _sleeping(engine).release(tags)),
+            done,
         )
 
     def wake(self, command: do.Wake) -> None:

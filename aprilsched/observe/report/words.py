@@ -124,7 +124,7 @@ def _policy(scheduler: Mapping[str, Any]) -> str:
 def _stragglers(scheduler: Mapping[str, Any]) -> str:
     if scheduler.get("over_provision") == 1 and scheduler.get("refill") == "wave":
         return ""  # none is left unfinished
-    descriptions = {str(name): behaviour.descriptions for name, behaviour in BEHAVIOURS.items()}
+    descriptions = {str(name): behaviour.description for name, behaviour in BEHAVIOURS.items()}
     return descriptions.get(str(scheduler.get("straggler")), "")
 
 

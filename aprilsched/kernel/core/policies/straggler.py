@@ -86,8 +86,8 @@ class Behaviour:
 BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
     {
         "retract": Behaviour(
-            description="Unfinished responses are carried over: they pause while new weights are loaded, "
-            "their context is recomputed, and they continue.",
+            description="Unfinished responses are carried over: they pause while new weights "
+            "are loaded, their context is recomputed, and they continue.",
             # A retracted request finds its own older prefix in a cache that was not flushed.
             kv=("recompute",),
             waits_inside=True,
@@ -95,22 +95,22 @@ BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
             deferrable=True,
         ),
         "in_place": Behaviour(
-            description="Unfinished responses are carried over and keep their KV while new weights are "
-            "loaded.",
+            description="Unfinished responses are carried over and keep their KV while new weights "
+            "are loaded.",
             # Nothing can be flushed while requests keep their KV.
             kv=("keep", "apart"),
             waits_inside=True,
         ),
         "abort": Behaviour(
-            description="Unfinished responses are called back when a batch is full, and continue in the "
-            "next one with their tokens.",
+            description="Unfinished responses are called back when a batch is full, and continue "
+            "in the next one with their tokens.",
             kv=("recompute", "apart"),
             waits_inside=False,
             called_back="always",
             deferrable=True,
         ),
         "run": Behaviour(
-            description="Unfinished responses run to their end with the weights that they began with.",
+            description="Unfinished responses run to their end with their first weights.",
             kv=("recompute", "apart"),
             waits_inside=False,
             called_back="never",
