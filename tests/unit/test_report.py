@@ -246,7 +246,7 @@ def test_the_largest_loss_is_said(reports: Mapping[str, RunReport]):
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "said"),
+    ("scheduler", "text"),
     [
         ({"over_provision": 1.0, "refill": "wave", "straggler": "retract"}, "wait for every last"),
         ({"over_provision": 2.0, "refill": "wave"}, "start up to 2 batches"),

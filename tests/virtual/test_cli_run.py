@@ -168,7 +168,7 @@ FAILING = ["--batch-groups", "1", "--group-size", "2", "--over-provision", "1", 
 
 
 @each_row(
-    ("lengths", "batches", "code", "said"),
+    ("lengths", "batches", "code", "text"),
     [
         ([500], 1, 2, "no group was delivered: 1 of 1 failed, most often because "),
         ([5, 500, 5], 3, 2, "2 of 3 batches were delivered, because 1 group failed, "),

@@ -167,7 +167,7 @@ def test_the_log_records_the_sizes_of_groups(tmp_path: Path):
 
 
 @each_row(
-    ("size", "said"),
+    ("size", "text"),
     [(0, "None, got 0"), (True, "group_size is True"), (1.5, "1.5"), ("2", "a whole number")],
 )
 def test_what_is_no_size_is_refused(size: Any, text: str):
