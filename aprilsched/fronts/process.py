@@ -826,7 +826,9 @@ class _ProcessScheduler(RemoteScheduler):
         """
         if self._link is not None and self._link.ours:
             self._link.hang_up()
-            self._process.join(within)
+            until = time.monotonic() + within
+            while self._process.is_alive() and time.monotonic() < until:
+                time.sleep(POLL_S)
             self._process.kill()
             self._process.join()
             self._link.close()
