@@ -111,10 +111,11 @@ def test_a_server_that_does_not_start_names_its_output(cluster: None, tmp_path: 
 def test_servers_that_cannot_be_placed_are_refused_and_leave_their_names_to_others(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("aprilsched.fronts.ray.servers.PLACE_S", 1.0)
     refused = pytest.raises(ConfigError, match=r"no node with room for sglang-0.* 1000")
-    with refused, servers(tmp_path, 2, cpus=1000):
-        pass
+    with monkeypatch.context() as patched:
+        patched.setattr("aprilsched.fronts.ray.servers.PLACE_S", 1.0)
+        with refused, servers(tmp_path, 2, cpus=1000):
+            pass
     with servers(tmp_path):
         with (
             pytest.raises(ValueError, match=r"sglang-0.* is already taken"),
