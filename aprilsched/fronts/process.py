@@ -16,11 +16,11 @@ only forwards calls and batches::
                 trainer.save_pretrained(folder)
                 rollouts.update_weights(DiskPublisher(folder))
 
-The trainer's side is a :class:`RemoteScheduler`, which sends each :class:`Request` and waits for
-its :class:`Reply`. The scheduler's side is :class:`Served`, which carries requests out by the
-tables :data:`CALLS` and :data:`NOTICES`. A pipe connects the two here, and the handle of an actor
-in :mod:`aprilsched.fronts.ray`. Messages that are too large for a pipe are files in a temporary
-folder that only this user can read.
+The trainer's side is a ``RemoteScheduler``, which sends each ``Request`` and waits for its
+``Reply``. The scheduler's side is ``Served``, which carries requests out by the tables ``CALLS``
+and ``NOTICES``. A pipe connects the two here, and the handle of an actor in
+:mod:`aprilsched.fronts.ray`. Messages that are too large for a pipe are files in a temporary folder
+that only this user can read.
 
 Invariants:
 
