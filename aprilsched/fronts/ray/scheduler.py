@@ -286,13 +286,13 @@ class ActorScheduler(RemoteScheduler):
             async for batch in rollouts:
                 ...
 
-    Every method is a coroutine, :meth:`state` and :meth:`bias` too. Any number of these objects
+    Every method is a coroutine, `state` and `bias` too. Any number of these objects
     may be open in one event loop, each with another actor. One actor has one trainer: if another
     object attaches to it, this one's calls raise SchedulerClosed, and the batches that this one did
     not acknowledge are delivered to the other.
 
     A call waits while Ray restarts the actor, and is then repeated. Leaving the ``async with``
-    block leaves the scheduler as it is, for the next trainer; :func:`stop_scheduler` ends it.
+    block leaves the scheduler as it is, for the next trainer; `stop_scheduler` ends it.
 
     Args:
         name: name of the actor.
@@ -401,7 +401,7 @@ class ActorScheduler(RemoteScheduler):
         """Bring new weights into every engine.
 
         The publisher is sent to the actor and runs there, or here if it is a
-        :class:`~aprilsched.fronts.ray.FromTrainer`. If the actor dies in the update, that is
+        `FromTrainer`. If the actor dies in the update, that is
         repeated as a whole.
         """
         # Ray may repeat the call after the scheduler has the version.
