@@ -80,7 +80,7 @@ from aprilsched.errors import (
 )
 from aprilsched.fronts.blocking import BlockingScheduler
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.shell import BiasNow, RefitReport
+from aprilsched.kernel.shell import RefitReport
 from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.kernel.shell.prompt_queue import PromptQueue
 from aprilsched.kernel.shell.protocol import AsyncScheduler
@@ -343,10 +343,6 @@ class Served:
         """Return the scheduler's state, which the reply copies."""
         return self.opened.state
 
-    async def bias(self) -> BiasNow:
-        """Return the bias of lengths."""
-        return self.opened.bias()
-
     async def enter(self, name: str, **named: object) -> object:
         """Enter a block of :data:`BLOCKS`."""
         block = BLOCKS[name](self.opened, **named)
@@ -417,7 +413,6 @@ CALLS: Mapping[str, Callable[..., Coroutine[Any, Any, Any]]] = {
     "report_logprobs": _of_scheduler(AsyncRolloutScheduler.report_logprobs),
     "checkpoint": _of_scheduler(AsyncRolloutScheduler.checkpoint),
     "state": Served.state,
-    "bias": Served.bias,
     "update_weights": _of_scheduler(AsyncRolloutScheduler.update_weights),
     "enter": Served.enter,
     "leave": Served.leave,
@@ -586,10 +581,6 @@ class RemoteScheduler(AsyncScheduler):
         """Return a copy of the scheduler's state."""
         return await self.call("state")
 
-    async def bias(self) -> BiasNow:
-        """Return the bias; see :meth:`aprilsched.RolloutScheduler.bias`."""
-        return await self.call("bias")
-
     async def checkpoint(self, path: Path | str, *, acknowledge: bool = True) -> None:
         """Write the scheduler's state to a file, which the scheduler's process writes."""
         await self.call("checkpoint", absolute(path), acknowledge=acknowledge)
@@ -684,10 +675,6 @@ class BlockingRemote(BlockingScheduler):
     def state(self) -> SchedulerState:
         """A copy of the scheduler's state."""
         return self._wait(self._remote.state)
-
-    def bias(self) -> BiasNow:
-        """Return the bias; see :meth:`aprilsched.RolloutScheduler.bias`."""
-        return self._wait(self._remote.bias)
 
 
 def _as_array(logprobs: object) -> object:

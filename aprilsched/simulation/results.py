@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,10 +29,6 @@ from aprilsched.simulation.modelled_trainer import Costs
 from aprilsched.simulation.virtual import TIMED, Simulation, checked_config, checked_count
 from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.types import Group, Prompt
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 log = logging.getLogger("aprilsched")
 
@@ -77,19 +72,6 @@ class SimulationResult:
     usage: RunUsage | None = None
     generated_tokens_per_s: float | None = None
     schedule: str = ""
-
-    def plot(self, *, title: str = "") -> Figure:
-        """Draw what the engines' slots did over the time of the run, by cause.
-
-        Raises:
-            MissingExtra: if matplotlib is not installed (the extra ``plots``).
-            ValueError: if the usage was not recorded.
-        """
-        from aprilsched.observe import plots
-
-        if self.usage is None:
-            raise ValueError("the usage was not recorded; simulate without usage=False.")
-        return plots.causes(self.usage, title=title)
 
 
 @dataclass

@@ -30,8 +30,8 @@ from aprilsched import (
     SqliteStore,
 )
 from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
-from aprilsched.agents.dialects.anthropic import ANTHROPIC
-from aprilsched.agents.dialects.openai import CHAT
+from aprilsched.agents.dialects.anthropic import Messages
+from aprilsched.agents.dialects.openai import Chats
 from aprilsched.agents.dialects.values import Dialect
 from aprilsched.agents.serving.bodies import decode
 from aprilsched.agents.sessions import Limits, Session, Sessions
@@ -108,7 +108,7 @@ class _Fleet(SimFleet):
 class _Agent:
     """A harness outside, with what it knows. It speaks a dialect, less the socket."""
 
-    dialect: Dialect[Any]
+    dialect: type[Dialect]
     drawn: np.random.Generator
     contexts: list[list[Any]]
     turns: int
@@ -136,7 +136,7 @@ class _Agent:
             whole = msgspec.json.decode(
                 msgspec.json.encode(render_whole(self.dialect, asked, reply))
             )
-            if self.dialect is CHAT:
+            if self.dialect is Chats:
                 answer = whole["choices"][0]["message"]
             else:
                 answer = {"role": "assistant", "content": whole["content"]}
@@ -246,7 +246,7 @@ class _Campaign:
             drawn = np.random.default_rng([self.outcome.seed, int(session.id)])
             task = session.prompt.metadata["task"]
             agent = self.agents[session.id] = _Agent(
-                dialect=ANTHROPIC if int(session.id) % 2 else CHAT,
+                dialect=Messages if int(session.id) % 2 else Chats,
                 drawn=drawn,
                 contexts=[
                     [{"role": "user", "content": f"task {task}"}],

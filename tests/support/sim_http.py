@@ -67,6 +67,18 @@ class Raw:
         async with self.session.post(path, data=data) as answer:
             return answer.status, _content(await answer.read())
 
+    async def done(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The answer to a POST that succeeds."""
+        status, answer = await self.post(path, body)
+        assert status == 200, answer
+        return answer
+
+    async def refused(self, path: str, body: dict[str, Any] | None, status: int = 400) -> str:
+        """The message in the answer to a POST that is refused."""
+        found, answer = await self.post(path, body)
+        assert found == status, answer
+        return answer.get("message") or answer["error"]["message"]
+
     async def events(self, body: dict[str, Any]) -> list[Any]:
         """All events of a streamed generation."""
         async with self.session.post("/generate", json={**body, "stream": True}) as answer:

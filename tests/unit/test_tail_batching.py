@@ -211,7 +211,7 @@ def test_a_group_that_begins_again_says_in_whose_place_it_came_also_after_a_rest
     race(driver)
     (again,) = (fact for fact in facts if fact.again is not None)
     assert again.again == max(fact.group_id for fact in facts[:-1])
-    assert [group[0].group_id for group in launches.by_group()] == [
+    assert [group.launched for group in launches.by_group()] == [
         fact.group_id for fact in facts if fact.group_id < max(facts[2].group_id, 0)
     ], "the prompt is not counted twice"
     restart(driver)

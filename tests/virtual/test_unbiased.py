@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from aprilsched import (
@@ -40,7 +39,6 @@ from aprilsched.kernel.core.state.records import group_lengths
 from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.observe.log.run import read_run
-from aprilsched.observe.plots import bias
 from aprilsched.planning.presets import PRESETS
 from aprilsched.simulation import Simulation
 from aprilsched.simulation.engine import run_virtual
@@ -644,4 +642,3 @@ def test_a_drained_run_folder_obeys_the_identity(tmp_path: Path):
     assert transient.predicted == 0
     assert transient.predicted_by_batch[-1] == pytest.approx(0, abs=1e-9)
     assert transient.measured == pytest.approx(0, abs=1e-9)
-    assert isinstance(bias(run.summary.bias), Figure)

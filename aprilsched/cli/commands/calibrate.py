@@ -18,6 +18,7 @@ from rich.table import Table
 
 from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.kernel.values.extras import extra
 from aprilsched.planning.step_times import (
     Bucket,
@@ -78,8 +79,7 @@ def main(arguments: Sequence[str]) -> int:
         AprilschedError: if the log cannot be read, or has too few lines for a fit.
     """
     command = parsed(CalibrateCommand, arguments, "aprilsched calibrate")
-    if command.steps < 1:
-        raise ConfigError(f"steps is {command.steps}; give at least 1.")
+    check_range(AT_LEAST_1, steps=command.steps)
     windows = windows_of(read_log(command.log), steps=command.steps)
     found = fit(windows, linear=command.linear)
     if command.json:

@@ -11,7 +11,7 @@ from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import parsed
 from aprilsched.cli.runs.keys import key_from
 from aprilsched.cli.runs.settings import SimSettings, WorkloadSettings
-from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.workload import LengthLaw
 from aprilsched.testing import DrawnLengths, SimServer
@@ -65,8 +65,7 @@ class ServeSimCommand:
             ConfigError: if a setting is wrong.
         """
         sim = self.sim
-        if sim.engines < 1:
-            raise ConfigError(f"sim.engines is {sim.engines}; give at least 1.")
+        check_range(AT_LEAST_1, **{"sim.engines": sim.engines})
         config = SimConfig(
             max_running=sim.max_running,
             kv_tokens=sim.kv_tokens,

@@ -286,7 +286,7 @@ class ActorScheduler(RemoteScheduler):
             async for batch in rollouts:
                 ...
 
-    Every method is a coroutine, `state` and `bias` too. Any number of these objects
+    Every method is a coroutine, `state` too. Any number of these objects
     may be open in one event loop, each with another actor. One actor has one trainer: if another
     object attaches to it, this one's calls raise SchedulerClosed, and the batches that this one did
     not acknowledge are delivered to the other.

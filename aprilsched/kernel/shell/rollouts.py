@@ -19,7 +19,6 @@ from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell.callbacks import Accept, GroupReward, Reward
 from aprilsched.kernel.shell.episodes import Episode
 from aprilsched.kernel.shell.listener import AnyListener
-from aprilsched.kernel.shell.live_bias import BiasNow
 from aprilsched.kernel.shell.logprob_comparison import OTHER_WEIGHTS_K3, compared
 from aprilsched.kernel.shell.prompts import PromptSource, checked_evaluation
 from aprilsched.kernel.shell.protocol import AsyncScheduler, waited
@@ -151,13 +150,6 @@ class RolloutScheduler(AsyncScheduler):
     def state(self) -> SchedulerState:
         """The scheduler's state, to be read only (telemetry, tests); only the core changes it."""
         return self._session.state
-
-    def bias(self) -> BiasNow:
-        """Return the mean delivered and launched lengths, and which part of the difference passes.
-
-        The call takes a few milliseconds. Drops that select long responses are also logged, once.
-        """
-        return self._session.bias.now()
 
     def _check_open(self) -> None:
         self._session.check_open()

@@ -27,7 +27,6 @@ from aprilsched.kernel.shell.controls import EngineControls
 from aprilsched.kernel.shell.durability import Durability
 from aprilsched.kernel.shell.handback import HandBack
 from aprilsched.kernel.shell.listener import AnyListener
-from aprilsched.kernel.shell.live_bias import LiveBias
 from aprilsched.kernel.shell.loop import EventLoop
 from aprilsched.kernel.shell.membership import Membership, Readmission
 from aprilsched.kernel.shell.opening import check_engines
@@ -82,8 +81,7 @@ class Session:
             errors = ForecastErrors(planner, trainer_waits=config.trainer_waits)
             listeners = [*listeners, *learning, errors]
         core = Scheduler(config, caller)
-        self.bias = LiveBias(core.state)
-        self._loop = EventLoop(core, [self.bias, *listeners], clock=_now)
+        self._loop = EventLoop(core, listeners, clock=_now)
         self._tasks = Tasks()
         shell = Shell(config=config, engines=self.engines, feed=self.feed, tasks=self._tasks)
         self.durability = Durability(shell, core=core, store=store, waits=self.waits, work=work)

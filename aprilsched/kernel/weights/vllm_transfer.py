@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from aprilsched.errors import ConfigError, ControlTimeout
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.refit import RefitByTransfer
+from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.kernel.weights.process_group import address_towards
 from aprilsched.kernel.weights.tensor_buckets import check_weights
 from aprilsched.kernel.weights.threads import Takers, call_each, in_daemon, in_thread
@@ -77,8 +78,7 @@ class VLLMPublisher:
         check_weights(weights)
         if backend not in ("nccl", "ipc"):
             raise ConfigError(f'backend is {backend!r}; give "nccl" or "ipc".')
-        if bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes is {bucket_bytes}; give 1 or more.")
+        check_range(AT_LEAST_1, bucket_bytes=bucket_bytes)
         self._weights = weights
         self._backend = backend
         self._address = address

@@ -21,7 +21,6 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from aprilsched.errors import (
-    ConfigError,
     EngineBusy,
     EngineError,
     EngineProtocolError,
@@ -32,6 +31,7 @@ from aprilsched.errors import (
 from aprilsched.kernel.engines.base import Capabilities, Chunk, GenerationRequest, PauseMode
 from aprilsched.kernel.engines.load import EngineLoad
 from aprilsched.kernel.engines.stream import empty_chunk
+from aprilsched.kernel.values.bounds import AT_LEAST_0, check_range
 from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.clock import Pacer
 from aprilsched.simulation.engine.settings import Counters, SimConfig
@@ -68,8 +68,7 @@ class SimEngine:
         refit_seconds: float = 0.0,
         pause_seconds: float = PAUSE_SECONDS,
     ) -> None:
-        if refit_seconds < 0 or pause_seconds < 0:
-            raise ConfigError("refit_seconds and pause_seconds are times; give 0 or more.")
+        check_range(AT_LEAST_0, refit_seconds=refit_seconds, pause_seconds=pause_seconds)
         self._name = name
         self._config = config or SimConfig()
         self._refit_seconds = refit_seconds
