@@ -215,13 +215,15 @@ class BlockingScheduler:
 
     @contextmanager
     def paused_for_weights(
-        self, *, version: int | None = None, label: bool = False
+        self, *, version: int | None = None, label: bool = False, acknowledge: bool = True
     ) -> Generator[tuple[str, ...]]:
         """Pause the engines while the trainer loads new weights with its own calls.
 
         See :meth:`aprilsched.RolloutScheduler.paused_for_weights`.
         """
-        paused = self._rollouts.paused_for_weights(version=version, label=label)
+        paused = self._rollouts.paused_for_weights(
+            version=version, label=label, acknowledge=acknowledge
+        )
         with self._entered(paused) as engines:
             yield engines
 

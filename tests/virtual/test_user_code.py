@@ -33,7 +33,7 @@ from aprilsched.errors import (
     SchedulerClosed,
 )
 from aprilsched.fronts import blocking
-from aprilsched.fronts.remote import Raised
+from aprilsched.fronts.process import Raised
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.tasks import Tasks

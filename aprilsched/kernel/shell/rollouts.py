@@ -382,7 +382,7 @@ class RolloutScheduler(AsyncScheduler):
         return await self._updates.update(publisher, version, acknowledge=acknowledge)
 
     def paused_for_weights(
-        self, *, version: int | None = None, label: bool = False
+        self, *, version: int | None = None, label: bool = False, acknowledge: bool = True
     ) -> AbstractAsyncContextManager[tuple[str, ...]]:
         """Pause the engines while the trainer loads new weights with its own calls.
 
@@ -401,13 +401,19 @@ class RolloutScheduler(AsyncScheduler):
             version: number of the new version; by default one more than the last.
             label: True if the trainer does not label the weights with the decimal version. The
                 label is then set on the engines at the end of the block.
+            acknowledge: as of :meth:`update_weights`.
 
         Raises:
             RefitError: at the end of the block, if no engine has the version.
             ConfigError: as :meth:`update_weights`, and if an engine does not let others load
                 weights.
         """
-        return self._updates.paused_for_weights(version, label=label)
+        return self._updates.paused_for_weights(version, label=label, acknowledge=acknowledge)
+
+    @property
+    def last_refit(self) -> RefitReport | None:
+        """The report of the last update, such as one by :meth:`paused_for_weights`."""
+        return self._updates.last
 
     def asleep(
         self, *, tags: Sequence[str] = ("kv_cache", "weights")
