@@ -46,7 +46,7 @@ RELEASE := .venv-release/bin/
 INSTALL := -m pip --disable-pip-version-check --no-input install -q
 
 # Where the tests of single trainers are, as far as .venv has their packages.
-TRAINERS := areal corrections_trainers miles ray slime torchrl trl
+TRAINERS := corrections_trainers miles ray slime torchrl trl
 TRAINER_TESTS := $(wildcard $(foreach name,$(TRAINERS),tests/*/test_$(name).py tests/*/test_$(name)_*.py))
 
 # The server's environment: an existing one, shared between checkouts, or our own.
@@ -126,8 +126,7 @@ test-long: $(TEST_STAMP) $(BROWSER_READY) $(SGLANG_READY) $(VLLM_READY) ## The t
 test-trainers: $(TEST_STAMP) $(SGLANG_READY) test-areal test-verl test-vllm-trainers ## The tests of all trainers; SLIME_ROOT and MILES_ROOT name checkouts.
 	$(SERVERS) $(BIN)/python -m pytest -n $(WORKERS) -m 'long or not long' $(TRAINER_TESTS) $(ARGS)
 
-# AREAL_ROOT may name a checkout in the place of the package. tests/unit/test_areal.py runs in .venv
-# too, with stand-ins.
+# AREAL_ROOT may name a checkout in the place of the package.
 test-areal: .venv-areal/.stamp $(SGLANG_READY) ## The tests of the adapter for AReaL, with AReaL itself.
 	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' .venv-areal/bin/python -m pytest \
 		-W default tests/unit/test_areal.py tests/sglang/test_areal.py $(ARGS)

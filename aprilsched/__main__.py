@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib import import_module
+from importlib import import_module  # noqa: TID251 (a name of COMMANDS)
 
 from aprilsched import __version__
 from aprilsched.errors import AprilschedError

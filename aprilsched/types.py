@@ -234,7 +234,9 @@ class Prompt:
         elif isinstance(key, Integral) and not isinstance(self.key, bool):
             object.__setattr__(self, "key", int(key))
         if isinstance(self.key, int) and abs(self.key) >= 2**63:
-            raise ConfigError(f"key must be below 2**63, got {self.key}; use it as text.")
+            raise ConfigError(
+                f"key must be between -2**63 and 2**63, got {self.key}; use it as text."
+            )
         if self.group_size is not None:
             size = int(checked("group_size", self.group_size, Integral))
             if not 1 <= size <= MAX_GROUP_SIZE:

@@ -57,7 +57,7 @@ nitpick_ignore_regex = [
     (r"py:mod", r"aprilsched\..*"),
     (r"py:class", r"aprilsched\.(types\.Receipt|engines\.sim\.toy_model\.(ToyModel|KvTier))"),
     (r"py:class", r"aprilsched\.kernel\.engines\.fleet\.(EngineT|ServerSettings)"),
-    (r"py:class", r"aprilsched\.observe\.(lines\..*|plots\.Figures|report\.report_data\..*)"),
+    (r"py:class", r"aprilsched\.observe\.(lines\..*|report\.report_data\..*)"),
     (r"py:class", r"aprilsched\.observe\.(batch_figures|live_figures|table)\..*"),
     (r"py:class", r"aprilsched\.observe\.sampling\.sampler\.HasEngines"),
     (r"py:class", r"aprilsched\.observe\.figures\.engine_time\.Recording"),

@@ -23,7 +23,6 @@ from pathlib import Path
 
 import pictures
 
-from aprilsched.observe import plots
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.usage import usage_of
 
@@ -39,7 +38,7 @@ print(f"{waiting.summary.rollouts.delivered} rollouts in {waiting_usage.wall:.0f
 # Each line is a response, from its first token to its last one. Most responses are short. The batch is full when its longest response is complete, and until then nothing new is started.
 
 # %%
-plots.timeline(waiting, batches=3)
+pictures.timeline(waiting, batches=3)
 
 # %% [markdown]
 # ## The same time, from the engines' side
@@ -51,7 +50,7 @@ plots.timeline(waiting, batches=3)
 # In the picture, "reading prompts" lasts until the first tokens arrive. These engines report every 96 tokens, so in much of that thin light blue edge they are already generating.
 
 # %%
-plots.causes(
+pictures.causes(
     waiting_usage, end=waiting.deliveries[2].time, title="Waiting for all: what the slots do"
 )
 

@@ -22,7 +22,6 @@ from pathlib import Path
 import numpy as np
 import pictures
 
-from aprilsched.observe import plots
 from aprilsched.observe.figures.engine_time import BUSY, PART_INDEX, PARTS
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.usage import usage_of
@@ -40,7 +39,7 @@ print(
 # Each line is a response, and its colour is the version of the policy that sampled it. Grey bands are pauses: the batch is full, the trainer trains, and new weights are loaded. Lines of several colours were carried over: they began under one version and ended under another.
 
 # %%
-plots.timeline(run)
+pictures.timeline(run)
 
 # %% [markdown]
 # ## What the slots do
@@ -50,7 +49,7 @@ plots.timeline(run)
 # These are shares of slots. NVML's utilization (what `nvidia-smi` shows) is the share of time in which *anything* ran on the GPU, and one straggler is enough for 100 %. Both are computed below.
 
 # %%
-plots.causes(usage)
+pictures.causes(usage)
 
 # %%
 for part, meaning in PARTS.items():
@@ -80,7 +79,7 @@ for name, tokens, rate in zip(usage.engines, usage.tokens, speed, strict=True):
 # %%
 runs = {"wait for all": "sync", "APRIL (this run)": "april"}
 usages = {name: usage_of(Path("data") / folder) for name, folder in runs.items()}
-plots.where_time_goes(usages, unit="gpu_minutes_per_million")
+pictures.where_time_goes(usages, unit="gpu_minutes_per_million")
 
 # %%
 lost = {part: share for part, share in usage.shares.items() if part not in BUSY}

@@ -24,7 +24,7 @@ import pictures
 
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.config import Staleness
-from aprilsched.observe.log.over_time import tokens_by_age
+from aprilsched.observe.log.over_time import tokens_by_class
 from aprilsched.observe.log.run import read_run
 from aprilsched.planning import presets
 from aprilsched.simulation import simulate
@@ -42,7 +42,19 @@ pictures.staleness(
 )
 
 # %% [markdown]
-# The share of stale tokens does not say *whose* tokens are stale. Responses are carried over because they are long, so the next picture shows staleness by length, over a longer run (one modelled engine, 30 batches).
+# The share of stale tokens does not say *whose* tokens are stale. Responses are carried over because they are long, so the next picture shows staleness by length.
+
+# %%
+pictures.staleness_by_length(
+    april, title="The longer a response, the staler (above: its off-policy share)"
+)
+
+# %% [markdown]
+# ## Are the batches too short?
+#
+# Nothing gets lost if everything unfinished is carried over: a long response comes later, but it comes. So the bias of the first batches must fade, because what they lack is in flight. The rest is due to the chance of the prompts. The run that waits has no bias, so it shows how large this chance is. (One modelled engine, 30 batches.)
+#
+# The third run throws away what would get more than one version old (*eviction*). This looks tidy, but it is a *censor*, because the responses that get old are the long ones.
 
 # %%
 config = SchedulerConfig(batch_groups=32, group_size=8, straggler="retract")
@@ -51,18 +63,6 @@ policies = (presets.sync(config), carry, replace(carry, max_staleness=Staleness(
 waited, carried, evicted = (
     simulate(LongTailWorkload(), policy, batches=30).summary for policy in policies
 )
-pictures.staleness_by_length(
-    carried.bias, title="The longer a response, the staler (above: its off-policy share)"
-)
-
-# %% [markdown]
-# ## Are the batches too short?
-#
-# Nothing gets lost if everything unfinished is carried over: a long response comes later, but it comes. So the bias of the first batches must fade, because what they lack is in flight. The rest is due to the chance of the prompts. The run that waits has no bias, so it shows how large this chance is.
-#
-# The third run throws away what would get more than one version old (*eviction*). This looks tidy, but it is a *censor*, because the responses that get old are the long ones.
-
-# %%
 figures = {
     "carried over": carried.bias,
     "stale ones evicted": evicted.bias,
@@ -78,25 +78,25 @@ first, last = (carried.bias.transient.measured_by_batch[place] for place in (0, 
 explained = carried.bias.transient.predicted_by_batch[-1]
 lasting = evicted.bias.transient.measured_by_batch[-1]
 chance = waited.bias.transient.measured_by_batch[-1]
-deciles = carried.bias.by_length_decile
+tenths = pictures.tenths(april)
 print(
     f"{carried.off_policy_token_share:.0%} of the tokens are off-policy, {carried.staleness_mean:.1f} "
-    f"versions old on average and {carried.staleness_max} at most; of the shortest tenth of the "
-    f"responses {deciles.off_policy_token_share[0]:.0%}, of the longest "
-    f"{deciles.off_policy_token_share[-1]:.0%}. The first batch is {-first:.0%} too short; after "
+    f"versions old on average and {carried.staleness_max} at most; in the run at the top, "
+    f"{tenths.off_policy_share[0]:.0%} of the shortest tenth of the responses, and "
+    f"{tenths.off_policy_share[-1]:.0%} of the longest. The first batch is {-first:.0%} too short; after "
     f"{carried.batches} batches the mean is {-last:.1%} short ({-explained:.1%} follow from what is in "
     f"flight). Waiting for all, where only chance is left, it is {chance:+.1%} off. "
     f"With eviction it is {-lasting:.0%} short."
 )
 # What the answer below says:
-ages = tokens_by_age(april)
+ages = tokens_by_class(april, 6)
 assert (
     ages[0, 1:].sum() == 0 < ages[0, 0]
 )  # of the run at the top: its first batch is of one version
 assert (ages[1:, 1:].sum(axis=1) > ages[1:, 0]).all()
 assert carried.off_policy_token_share > 0.6
 assert carried.staleness_max <= 6
-assert deciles.staleness_mean[-1] > 2 * deciles.staleness_mean[0]
+assert tenths.staleness_mean[-1] > 2 * tenths.staleness_mean[0]
 assert first < -0.3
 assert abs(last) < 0.08
 assert not carried.bias.censoring.policies
@@ -107,4 +107,4 @@ assert abs(last - explained) < 0.03
 assert evicted.bias.censoring.warning is not None
 
 # %% [markdown]
-# **Answer.** Most of the tokens are stale, by one version or two, and the long responses are the staler ones. This does not go away, so it must be bounded, or corrected in the loss (every token has its version and its log-probability). The length bias does go away, as long as nothing is dropped. The first batch is more than 30 % too short. After 30 batches the bias is a few per cent. What is in flight explains more than half of it, and the rest is as large as the chance of the prompts. With eviction it is still more than a fifth. Whatever throws old responses away makes the bias permanent, and the scheduler warns if a setting does that.
+# **Answer.** Most of the tokens are stale, by one version or two, and the long responses are the staler ones. This does not go away, so it must be bounded, or corrected in the loss (every token has its version and its log-probability). The length bias does go away, as long as nothing is dropped. The first batch is more than 30 % too short. After 30 batches the bias is a few per cent. What is in flight explains more than half of it, and the rest is as large as the chance of the prompts. With eviction it is still more than a fifth. Whatever throws old responses away makes the bias permanent, and the report of a run warns if drops do that.

@@ -1,46 +1,375 @@
-"""Pictures that the notebooks draw, in addition to those of :mod:`aprilsched.observe.plots`."""
+"""The pictures that the notebooks draw: a run over time, its engines, lengths and staleness.
+
+:func:`draw` draws the charts of a report (:mod:`aprilsched.observe.report.chart_model`) with
+matplotlib.
+"""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis as AxesAxis
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from aprilsched.kernel.core.lengths.laws import KaplanMeier
 from aprilsched.kernel.core.lengths.observed import GroupLengths
-from aprilsched.observe.figures.engine_time import Part
+from aprilsched.observe.figures.batch_figures import ages_of
+from aprilsched.observe.figures.engine_time import BUSY, PART_INDEX, PART_LABELS, PARTS, Part
 from aprilsched.observe.figures.run_figures import BiasFigures
 from aprilsched.observe.log.lengths_of_run import law_of
-from aprilsched.observe.log.over_time import tokens_by_class
+from aprilsched.observe.log.over_time import bars, in_flight, tokens_by_class, window_end
 from aprilsched.observe.log.run import Run
 from aprilsched.observe.log.usage import RunUsage
-from aprilsched.observe.plots import (
-    BINS,
-    TimeUnit,
-    busy_seconds,
-    draw_causes,
-    draw_deciles,
-    draw_legend,
-    draw_plane,
-    draw_where,
+from aprilsched.observe.plots import SHOWN_BATCHES, draw_plane
+from aprilsched.observe.report.chart_model import (
+    AGE_COLOURS,
+    GREY,
+    INK,
+    PALETTE,
+    PART_COLOURS,
+    Axis,
+    Chart,
+    Series,
+    ink_on,
 )
-from aprilsched.observe.report.chart_model import AGE_COLOURS, Axis, Chart, Series
 from aprilsched.observe.report.shared_charts import (
+    Curve,
     ages_by_batch,
     bias_over_batches,
     longer_than,
-    tail_of,
+    parts_over_time,
+    responses,
+    time_by_part,
 )
-from aprilsched.observe.report.style import GREY, PALETTE, PART_COLOURS, draw, finish, new_figure
+from aprilsched.observe.report.style import finish, new_figure
+
+_ROLES = {"@ink": INK, "@muted": GREY}
+"""Colours of roles that can be read on light pages and on dark ones."""
+_STYLES = {"solid": "-", "dash": "--", "dot": ":"}
+_READABLE = 0.055
+"""Smallest share of the longest bar at which a bar has room for a text."""
+
+
+def draw(
+    axes: Axes,
+    chart: Chart,
+    *,
+    title: str = "",
+    legend: Literal["best", "lower left", "lower right", "upper right", "right", ""] = "best",
+    pad: float = 8,
+) -> None:
+    """Draw a chart, its axes and its legend: inside of the axes, at their right, or none."""
+    below: NDArray[np.float64] | None = None
+    for series in chart.series:
+        values = np.asarray(series.y, dtype=np.float64)
+        base = np.zeros(values.size) if below is None else below
+        match series.kind:
+            case "bar":
+                _draw_bars(axes, series, chart, values, base)
+            case "area":
+                axes.fill_between(
+                    np.asarray(series.x), base, base + values, step="post",
+                    color=_colour(series), label=series.name, linewidth=0,
+                )  # fmt: skip
+            case "points":
+                axes.scatter(series.x, values, color=_colour(series), label=series.name)
+            case "line":
+                axes.plot(
+                    series.x, values, color=_colour(series), linewidth=series.width,
+                    linestyle=_STYLES[series.dash], label=series.name, solid_capstyle="butt",
+                    drawstyle="steps-post" if series.step else "default",
+                )  # fmt: skip
+        if chart.stacked or series.kind == "area":
+            below = base + values
+    for time in chart.marks:
+        axes.axvline(time, color="black", linewidth=1, linestyle=(0, (4, 2)))
+    for start, end in chart.pauses:
+        axes.axvspan(start, end, color=GREY, alpha=0.35, linewidth=0)
+    if chart.level is not None:
+        axes.axhline(chart.level, color=GREY, linewidth=1, linestyle=":")
+    if legend and chart.keys:
+        beside = legend == "right"
+        axes.legend(
+            frameon=False, fontsize=10, loc="center left" if beside else legend,
+            bbox_to_anchor=(1, 0.5) if beside else None, reverse=chart.stacked,
+        )  # fmt: skip
+    finish(axes, title=title, x=chart.x.label, y=chart.y.label, pad=pad)
+    _scale(axes, axes.xaxis, chart.x)
+    _scale(axes, axes.yaxis, chart.y)
+
+
+def _draw_bars(
+    axes: Axes,
+    series: Series,
+    chart: Chart,
+    values: NDArray[np.float64],
+    base: NDArray[np.float64],
+) -> None:
+    categories = (chart.y if chart.across else chart.x).categories
+    places = np.arange(values.size) if categories else np.asarray(series.x)
+    if chart.across:
+        drawn = axes.barh(places, values, left=base, color=_colour(series), height=0.66)
+        axes.set_yticks(places, [str(name) for name in series.x])
+        axes.set_ylim(values.size - 0.5, -0.5)
+    else:
+        drawn = axes.bar(
+            places, values, bottom=base, color=_colour(series), width=0.8, label=series.name
+        )
+        if categories:
+            axes.set_xticks(places, [str(name) for name in series.x])
+    if not chart.stacked:
+        axes.bar_label(drawn, labels=series.texts, padding=2, fontsize=9)
+        axes.margins(y=0.12)
+        return
+    totals = np.sum([np.asarray(each.y, dtype=np.float64) for each in chart.series], axis=0)
+    axes.bar_label(
+        drawn,
+        labels=[
+            text if value > _READABLE * totals.max() else ""
+            for text, value in zip(series.texts, values, strict=True)
+        ],
+        label_type="center", fontsize=10, color=ink_on(str(_colour(series))),
+    )  # fmt: skip
+
+
+def _colour(series: Series) -> str | Sequence[str]:
+    colour = series.colour
+    return _ROLES.get(colour, colour) if isinstance(colour, str) else colour
+
+
+def _scale(axes: Axes, axis: AxesAxis, of: Axis) -> None:
+    if of.log:
+        (axes.set_xscale if axis is axes.xaxis else axes.set_yscale)("log")
+    match of.unit:
+        case "share":
+            axis.set_major_formatter(lambda x, _: f"{100 * x:.4g}%".replace("-", "\N{MINUS SIGN}"))
+        case "tokens":
+            axis.set_major_formatter("{x:,.0f}")
+        case "whole":
+            axis.set_major_locator(MaxNLocator(integer=True))
+        case _:
+            pass
+    if of.ticks is not None:
+        axis.set_ticks(list(of.ticks), list(of.ticks.values()))
+    if of.from_zero:
+        axes.set_ylim(bottom=0)
+    if of.range is not None:
+        (axes.set_xlim if axis is axes.xaxis else axes.set_ylim)(of.range)
+
+
+_SHOWN_ROLLOUTS = 400
+_LABEL_SHARE = 0.1
+"""Share of the axes' width that the name of a batch needs."""
+ABOVE_LABELS = 22
+"""Distance in points between a title and axes, if the names of batches are between them."""
+
+
+def timeline(run: Run, *, title: str = "", batches: int = SHOWN_BATCHES) -> Figure:
+    """Draw when each rollout was generated, coloured by the policy version that sampled it."""
+    figure = new_figure(10, 6)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
+    end = window_end(run, batches)
+    shown = bars(run, end, at_most=_SHOWN_ROLLOUTS)
+    deliveries = [delivery.time for delivery in run.deliveries if delivery.time <= end]
+    chart = responses(
+        shown,
+        start=0.0,
+        end=end,
+        marks=deliveries,
+        pauses=[(pause.start, pause.end) for pause in run.pauses if pause.start <= end],
+        width=max(0.7, 250 / max(1, len(shown))),
+    )
+    words = "each line is a response, its colour the policy that sampled it"
+    draw(
+        upper,
+        replace(chart, x=replace(chart.x, label="")),
+        title=f"{title}: {words}" if title else words,
+        legend="",
+        pad=ABOVE_LABELS,
+    )
+    handles = [Line2D([], [], color=key.css, linewidth=5, label=key.name) for key in chart.keys]
+    upper.legend(
+        handles=handles, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=10
+    )
+    _name_batches(upper, deliveries, end)
+    times, counts = in_flight(run, end)
+    lower.fill_between(times, counts, step="post", color=GREY, alpha=0.2, linewidth=0)
+    line = Series(name="", x=times, y=counts, colour=GREY, width=1.4, step=True)
+    seconds, count = Axis(label="seconds", range=(0, end)), Axis(label="in flight", from_zero=True)
+    draw(lower, Chart(series=[line], x=seconds, y=count, marks=deliveries, legend=False))
+    return figure
+
+
+def _name_batches(axes: Axes, deliveries: Sequence[float], end: float) -> None:
+    """Write the batches above their ends, where there is room."""
+    for index, time in enumerate(deliveries):
+        if time - (deliveries[index - 1] if index else 0.0) >= _LABEL_SHARE * end:
+            axes.annotate(
+                f"batch {index + 1} full", (time, 1.0), xycoords=("data", "axes fraction"),
+                xytext=(0, 3), textcoords="offset points", fontsize=10,
+                horizontalalignment="right", verticalalignment="bottom",
+            )  # fmt: skip
+
+
+TimeUnit: TypeAlias = Literal["share", "gpu_minutes_per_million"]
+
+BINS = 240
+_NAMED_SHARE = 0.01
+"""Smallest share of a part in the legend. The colour of a smaller part would be invisible."""
+_UNITS: dict[TimeUnit, str] = {
+    "share": "share of the engines' time",
+    "gpu_minutes_per_million": "GPU-minutes for a million generated tokens",
+}
+"""The label of the axis."""
+
+
+def causes(
+    usage: RunUsage, *, title: str = "", start: float = 0.0, end: float | None = None
+) -> Figure:
+    """Draw what the engines' slots do over time: busy parts below, and idle parts above by their
+    cause."""
+    figure = new_figure(10, 4)
+    axes = figure.subplots()
+    shown = draw_causes(axes, usage, start=start, end=end)
+    draw_legend(figure, shown)
+    finish(axes, title=title, x="seconds", y="share of all slots")
+    return figure
+
+
+def where_time_goes(
+    usages: Mapping[str, RunUsage], *, unit: TimeUnit = "share", title: str = ""
+) -> Figure:
+    """Draw one bar for each run, divided into the parts of its engines' time.
+
+    Shares add up to 100 % in every run. Minutes for a million tokens can be compared between runs.
+    """
+    figure = new_figure(10, 1.5 + 0.62 * len(usages))
+    axes = figure.subplots()
+    shown = draw_where(axes, usages, unit=unit)
+    draw_legend(figure, shown)
+    finish(axes, title=title, x=_UNITS[unit], y="")
+    return figure
+
+
+def draw_causes(
+    axes: Axes, usage: RunUsage, *, start: float = 0.0, end: float | None = None
+) -> list[Part]:
+    """Draw the parts over time, with names in those that have room; return the drawn parts."""
+    stop = usage.wall if end is None else end
+    seconds = usage.series(BINS, start=start, end=stop).sum(axis=1)
+    share = seconds / np.maximum(seconds.sum(axis=1, keepdims=True), 1e-12)
+    edges = np.linspace(start, stop, BINS + 1)
+    shown = _shown(seconds.sum(axis=0))
+    shares = {part: share[:, PART_INDEX[part]] for part in shown}
+    draw(axes, parts_over_time(shares, start=start, stops=edges[1:].tolist()), legend="")
+    below = np.zeros(BINS)
+    for part in shown:
+        above = below + share[:, PART_INDEX[part]]
+        _name(axes, part, below, above, edges)
+        below = above
+    return shown
+
+
+def draw_where(axes: Axes, usages: Mapping[str, RunUsage], *, unit: TimeUnit) -> list[Part]:
+    """Draw one bar for each run; return the parts that are large enough for the legend."""
+    rows = [_row(usage, unit) for usage in usages.values()]
+    # All parts are drawn; otherwise a bar would end before its total. The legend omits parts that
+    # are too small to see.
+    named: list[Part] = [
+        part
+        for part, index in PART_INDEX.items()
+        if any(row[index] > _NAMED_SHARE * row.sum() for row in rows)
+    ]
+    totals = [float(row.sum()) for row in rows]
+    chart = time_by_part(
+        {
+            name: {part: float(row[index]) for part, index in PART_INDEX.items()}
+            for name, row in zip(usages, rows, strict=True)
+        },
+        x=Axis(
+            label=_UNITS[unit],
+            unit="share" if unit == "share" else "",
+            range=(0, max(totals, default=1.0) * (1.0 if unit == "share" else 1.12)),
+        ),
+        colours=PART_COLOURS,
+        labels=PART_LABELS,
+        written=lambda value: _number(value, unit),
+    )
+    draw(axes, chart, legend="")
+    for place, total in enumerate(totals if unit != "share" else []):
+        axes.annotate(
+            _number(total, unit), (total, place), xytext=(6, 0), textcoords="offset points",
+            fontsize=11, fontweight="bold", verticalalignment="center",
+        )  # fmt: skip
+    return named
+
+
+def _number(value: float, unit: TimeUnit) -> str:
+    """Return the text that is written into a bar."""
+    if unit == "share":
+        return f"{value:.0%}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _row(usage: RunUsage, unit: TimeUnit) -> NDArray[np.float64]:
+    seconds = usage.seconds.sum(axis=0)
+    if unit == "share":
+        return seconds / (float(seconds.sum()) or 1.0)
+    return seconds / 60 / max(1, sum(usage.tokens)) * 1e6
+
+
+def _shown(seconds: NDArray[np.float64]) -> list[Part]:
+    total = float(seconds.sum())
+    shown: list[Part] = [p for p, index in PART_INDEX.items() if seconds[index] > 1e-4 * total]
+    return shown
+
+
+def busy_seconds(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    return seconds[..., [PART_INDEX[part] for part in BUSY]].sum(axis=-1)
+
+
+def _name(
+    axes: Axes,
+    part: Part,
+    below: NDArray[np.float64],
+    above: NDArray[np.float64],
+    edges: NDArray[np.float64],
+) -> None:
+    """Write the name of a part where its area has enough room, if anywhere."""
+    name = PART_LABELS[part]
+    width = int(len(below) * (0.0075 * len(name) + 0.015))
+    heights = above - below
+    windows = np.lib.stride_tricks.sliding_window_view
+    floor = windows(below, width).max(axis=1)
+    room = windows(above, width).min(axis=1) - floor
+    place = int(np.argmax(room))
+    if room[place] < 0.09 or heights.max() <= 0:
+        return
+    x = (edges[place] + edges[place + width]) / 2
+    axes.annotate(
+        name, (x, floor[place] + room[place] / 2), fontsize=11, color=ink_on(PART_COLOURS[part]),
+        horizontalalignment="center", verticalalignment="center",
+    )  # fmt: skip
+
+
+def draw_legend(figure: Figure, shown: Collection[Part]) -> None:
+    ordered: list[Part] = [part for part in PARTS if part in shown]
+    figure.legend(
+        handles=[Patch(color=PART_COLOURS[part], label=PART_LABELS[part]) for part in ordered],
+        loc="outside lower center", ncols=min(4, max(1, len(ordered))), frameon=False, fontsize=10,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -129,6 +458,11 @@ def engine_strip(usage: RunUsage, *, title: str = "", end: float | None = None) 
     return figure
 
 
+def tail_of(lengths: NDArray[np.int64]) -> Curve:
+    """Return the share of these lengths, int64 [n], that are longer than each."""
+    return np.sort(lengths), 1 - np.arange(lengths.size) / max(1, lengths.size)
+
+
 def length_law(
     law: KaplanMeier,
     *,
@@ -213,12 +547,44 @@ def staleness(run: Run, *, title: str = "") -> Figure:
     return figure
 
 
-def staleness_by_length(figures: BiasFigures, *, title: str = "") -> Figure:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tenths:
+    """Delivered responses by tenths of equal number, the shortest first; 10 entries each."""
+
+    mean_length: list[float]
+    staleness_mean: list[float]
+    off_policy_share: list[float]
+
+
+def tenths(run: Run) -> Tenths:
+    """Return the staleness of the sampled tokens by tenths of the responses' lengths."""
+    delivered = [(rollout, d.version) for d in run.deliveries for rollout in d.rollouts]
+    lengths = np.array([rollout.tokens for rollout, _ in delivered])
+    ages = np.array([ages_of(rollout, version)[:3] for rollout, version in delivered])
+    parts = np.array_split(np.argsort(lengths, kind="stable"), 10)
+    sums = [ages[part].sum(axis=0) for part in parts]
+    return Tenths(
+        mean_length=[float(lengths[part].mean()) for part in parts],
+        staleness_mean=[float(total / sampled) for sampled, _, total in sums],
+        off_policy_share=[float(stale / sampled) for sampled, stale, _ in sums],
+    )
+
+
+def staleness_by_length(run: Run, *, title: str = "") -> Figure:
     """Draw the mean age of the tokens for each tenth of the responses, the shortest first."""
+    found = tenths(run)
     figure = new_figure(9, 3.8)
-    axes = figure.subplots()
-    draw_deciles(axes, figures)
-    axes.set_title(title, fontsize=12, loc="left")
+    bar = Series(
+        kind="bar",
+        name="",
+        x=[f"{length:,.0f}" for length in found.mean_length],
+        y=found.staleness_mean,
+        colour=PALETTE[2],
+        texts=[f"{share:.0%}" for share in found.off_policy_share],
+    )
+    x = Axis(label="mean length of each tenth of the responses", categories=True)
+    y = Axis(label="mean staleness in versions", from_zero=True)
+    draw(figure.subplots(), Chart(series=[bar], x=x, y=y), title=title, legend="")
     return figure
 
 

@@ -34,7 +34,7 @@ from aprilsched.errors import ConfigError, PromptsExhausted, SchedulerClosed, cl
 from aprilsched.fronts.loop_thread import LoopThread
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.engines.base import Fleet
-from aprilsched.kernel.shell import BiasNow, RefitReport
+from aprilsched.kernel.shell import RefitReport
 from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.kernel.shell.protocol import AsyncScheduler
 from aprilsched.kernel.shell.rollouts import SchedulerOptions
@@ -215,13 +215,15 @@ class BlockingScheduler:
 
     @contextmanager
     def paused_for_weights(
-        self, *, version: int | None = None, label: bool = False
+        self, *, version: int | None = None, label: bool = False, acknowledge: bool = True
     ) -> Generator[tuple[str, ...]]:
         """Pause the engines while the trainer loads new weights with its own calls.
 
         See :meth:`aprilsched.RolloutScheduler.paused_for_weights`.
         """
-        paused = self._rollouts.paused_for_weights(version=version, label=label)
+        paused = self._rollouts.paused_for_weights(
+            version=version, label=label, acknowledge=acknowledge
+        )
         with self._entered(paused) as engines:
             yield engines
 
@@ -371,10 +373,6 @@ class RolloutScheduler(BlockingScheduler):
         if self._thread is not None and not self._thread.current:
             return self._wait(lambda: _called(lambda: self._here.state))
         return self._here.state
-
-    def bias(self) -> BiasNow:
-        """How the delivered lengths differ so far from the law that lengths are drawn from."""
-        return self._wait(lambda: _called(self._here.bias))
 
 
 @dataclass(slots=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -50,9 +50,6 @@ class Setting:
         train_spread: standard deviation of the training time, in seconds.
         refit_seconds: mean time from the trainer's request for an update until all engines have it,
             including the pause.
-        train_early: share of `train_seconds` that the trainer trains before it has the last group
-            of a batch that it takes group by group. It is divided equally among the other groups,
-            and each is trained on as soon as the trainer has it. 0 if it takes whole batches.
         reward_times: equally likely times from the end of a group's last response until the group
             is accepted or rejected, in seconds; empty for none.
         accepted: a threshold of tokens per group, the accepted share of the groups up to it, and
@@ -92,7 +89,6 @@ class Setting:
     train_seconds: float = 0.0
     train_spread: float = 0.0
     refit_seconds: float = 0.0
-    train_early: float = 0.0
     reward_times: tuple[float, ...] = ()
     accepted: tuple[float, float, float] = (0.0, 1.0, 1.0)
     gaps: float = 0.0
@@ -106,13 +102,6 @@ class Setting:
     burn_in: int = 5
     stop: Stop | None = None
     takes_over: bool = False
-
-    def faster(self, factor: float) -> Setting:
-        """Return the setting with engines that do `factor` times the work in the same time.
-
-        T_bound then also assumes these engines, so read outcomes with :meth:`Outcome.in_work_of`.
-        """
-        return self if factor == 1 else replace(self, model=self.model.at_speed(factor))
 
     def prefill_of_divided(self, age: float) -> float:
         """Return the extra seconds of prefill in a step if groups are split over engines.
@@ -183,8 +172,6 @@ class Outcome:
         trainer_seconds: mean seconds of a step in which the engines wait by design for the
             trainer, which has the whole batch: all of its time for a whole batch on the synchronous
             pace.
-        driven_seconds: mean seconds of `step_seconds` that are as long as the engines make them;
-            where the trainer is the slower one, a step takes its time and not theirs.
         efficiency: T_bound / T, without that time, as in summary.json.
         off_policy_share: delivered tokens of an older version / delivered tokens.
         mean_age: mean number of versions by which a delivered token is older than the version that
@@ -197,18 +184,9 @@ class Outcome:
     value: float
     step_seconds: float
     trainer_seconds: float
-    driven_seconds: float
     efficiency: float
     off_policy_share: float
     mean_age: float
     distance: float
     too_stale_share: float
     peak_kv: float
-
-    def in_work_of(self, factor: float) -> Outcome:
-        """Return the outcome of a trial with faster engines, in the work of modelled engines.
-
-        The trial's engines take 1 / `factor` times the seconds for everything
-        (:meth:`Setting.faster`).
-        """
-        return replace(self, value=self.value * factor, efficiency=self.efficiency * factor)

@@ -10,7 +10,6 @@ trainer.
     april = SchedulerConfig(batch_groups=32, group_size=8, over_provision=2.0)
     result = simulate(workload, april, engines=2, seed=1)
     print(result.summary.steady_state.delivered_tokens_per_s)
-    result.plot().savefig("april.png")
 """
 
 from aprilsched.simulation.engine.settings import SimConfig

@@ -39,8 +39,6 @@ class ModelledEngine:
         self._attempts: dict[str, tuple[int, int]] = {}
         self._armed: float | None = None
 
-    # --- commands ------------------------------------------------------------------------------
-
     def send(self, command: do.Send) -> None:
         key = (command.request_id, command.attempt)
         name = f"{key[0]}-{key[1]}"
@@ -89,8 +87,6 @@ class ModelledEngine:
         has = version if took else self.batcher.version
         cause = "" if took else "it was not paused"
         self._feed(ev.Refitted(engine=self.name, version=has, cause=cause, catch_up=catch_up))
-
-    # --- time ----------------------------------------------------------------------------------
 
     def _confirm_pause(self) -> None:
         self._look()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,10 +28,6 @@ from aprilsched.simulation.virtual import TIMED, Simulation, checked_config, che
 from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.types import Group, Prompt
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
 log = logging.getLogger("aprilsched")
 
 BASELINE = "sync"
@@ -43,7 +36,6 @@ FLAT = 0.01
 """The best policy is the least stale one among those that deliver at most this share fewer tokens a
 second than the fastest, as automatic scheduling chooses. Optima are flat, so such a difference is
 of no use."""
-_SHOWN_EVERY_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -77,19 +69,6 @@ class SimulationResult:
     usage: RunUsage | None = None
     generated_tokens_per_s: float | None = None
     schedule: str = ""
-
-    def plot(self, *, title: str = "") -> Figure:
-        """Draw what the engines' slots did over the time of the run, by cause.
-
-        Raises:
-            MissingExtra: if matplotlib is not installed (the extra ``plots``).
-            ValueError: if the usage was not recorded.
-        """
-        from aprilsched.observe import plots
-
-        if self.usage is None:
-            raise ValueError("the usage was not recorded; simulate without usage=False.")
-        return plots.causes(self.usage, title=title)
 
 
 @dataclass
@@ -174,7 +153,6 @@ def simulate(
     seed: int | None = None,
     burn_in: int | None = None,
     usage: bool = True,
-    progress: bool = False,
     listeners: Sequence[AnyListener] = (),
 ) -> SimulationResult:
     """Simulate a run of the production scheduler in virtual time.
@@ -203,7 +181,6 @@ def simulate(
         seed: of the workload, if it is a LongTailWorkload.
         burn_in: batches that are left out of the steady state; a quarter by default.
         usage: whether to record where the engines' time goes, which takes a fifth of the time.
-        progress: whether to show progress on stderr.
         listeners: objects that see every event and command, such as an event log.
 
     Raises:
@@ -235,7 +212,6 @@ def simulate(
         burn_in=burn_in,
     )
     measuring = Measuring(config, summary, usage)
-    shown = [_Progress(batches)] if progress else []
     simulation = Simulation(
         config,
         workload,
@@ -248,7 +224,7 @@ def simulate(
         accept=accept,
         pauses=pauses,
         planner=planner,
-        listeners=[*measuring.listeners, *shown, *listeners],
+        listeners=[*measuring.listeners, *listeners],
     )
     with suppress(PromptsExhausted):
         simulation.run()
@@ -280,19 +256,3 @@ class _Generation:
         start, before = self._deliveries[max(0, burn_in - 1)]
         end, after = self._deliveries[-1]
         return (after - before) / (end - start) if end > start else None
-
-
-class _Progress:
-    """Reports on stderr how far a simulation is, once a second."""
-
-    def __init__(self, batches: int) -> None:
-        self._wanted, self._done = batches, 0
-        self._began = self._told = time.monotonic()
-
-    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        self._done += sum([isinstance(f, BatchDelivered) and not f.again for f in facts])
-        clock = time.monotonic()
-        if clock - self._told >= _SHOWN_EVERY_S:
-            self._told = clock
-            spent = f"{now:,.0f} modelled seconds in {clock - self._began:.0f} s"
-            print(f"batch {self._done} of {self._wanted}, {spent}", file=sys.stderr, flush=True)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from aprilsched.observe.figures.run_figures import RunSummary
-
-if TYPE_CHECKING:
-    pass
 from aprilsched.simulation.results import BASELINE, FLAT, SimulationResult
 
 

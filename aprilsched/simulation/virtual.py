@@ -4,6 +4,9 @@ It is the second shell around :mod:`aprilsched.kernel.core`. The coordinator use
 engines; this shell uses a heap of timed calls and
 :class:`~aprilsched.simulation.engine.batcher.Batcher` objects, and is a hundred times faster than a
 virtual event loop.
+
+Invariant: decisions are the same as in production, because the same core makes them; only the code
+that carries out commands differs.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from numbers import Integral
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,17 +35,11 @@ from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.loop import EventLoop
 from aprilsched.kernel.values.checks import checked, typed
 from aprilsched.planning import Planner
-from aprilsched.planning.forecasts import ForecastErrors
 from aprilsched.simulation.agenda import Agenda
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.modelled_trainer import Costs, ModelledTrainer
 from aprilsched.types import Group, Int32Array, Prompt, SamplingParams, Score
-
-# A whole run in virtual time: core, engines, trainer, prompts and rewards on one agenda.
-#
-# Invariant: decisions are the same as in production, because the same core makes them; only the
-# code that carries out commands differs.
 
 NEVER = 1 << 30
 """A stream interval with which chunks come only when a response ends or is paused. This changes no
@@ -101,12 +98,7 @@ def _models(
     engine: SimConfig | Sequence[SimConfig], engines: int, config: SchedulerConfig
 ) -> list[SimConfig]:
     """Return the settings of each engine, with chunks as often as `config` needs them."""
-    models = [engine] * engines if isinstance(engine, SimConfig) else engine
-    sequence = isinstance(cast("Any", models), Sequence)
-    if not sequence or not all(isinstance(cast("Any", model), SimConfig) for model in models):
-        raise ConfigError(
-            f"engine is {typed(engine)}; give a SimConfig, or a list with one for each engine."
-        )
+    models = [engine] * engines if isinstance(engine, SimConfig) else list(engine)
     if len(models) != engines:
         raise ConfigError(
             f"there are {engines} engines and settings for {len(models)}; give one for each."
@@ -114,7 +106,7 @@ def _models(
     if config.refit == "rolling":
         # The cost of moving a response depends on its current length.
         return [replace(m, stream_interval=min(m.stream_interval, _OFTEN)) for m in models]
-    return list(models)
+    return models
 
 
 class Simulation:
@@ -166,12 +158,6 @@ class Simulation:
         checked_count("update_every", update_every, least=0)
         self.agenda = Agenda()
         self._costs = Costs() if costs is None else costs
-        if not isinstance(cast("Any", self._costs), Costs):
-            raise ConfigError(f"costs is {typed(costs)}; give Costs(train_seconds=…).")
-        if not isinstance(cast("Any", prompts), Iterable):
-            raise ConfigError(
-                f"the workload is {typed(prompts)}; give prompts, such as LongTailWorkload()."
-            )
         self._prompts: Iterator[Prompt] = iter(prompts)
         self._redraws = prompts if isinstance(prompts, Redraws) else None
         self._accept = accept
@@ -187,9 +173,6 @@ class Simulation:
         self._config = config
         first = models[0]
         self._planner = planner or Planner(first.timing, max_running=first.max_running)
-        if config.automatic:
-            errors = ForecastErrors(self._planner, trainer_waits=config.trainer_waits)
-            listeners = [*listeners, errors]
         if self._redraws is not None:
             listeners = [*listeners, self]
         self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)
@@ -234,8 +217,6 @@ class Simulation:
         if self._failure is not None:
             raise self._failure
 
-    # --- commands ------------------------------------------------------------------------------
-
     def _wire(self) -> None:
         engines, trainer = self.engines, self.trainer
         self._loop.performers.update(
@@ -270,9 +251,6 @@ class Simulation:
 
     def _fetch(self, command: facts.PromptsRequested) -> None:
         prompts = tuple(islice(self._prompts, command.count))
-        for prompt in prompts:
-            if not isinstance(cast("Any", prompt), Prompt):
-                raise ConfigError(f"the workload gave {typed(prompt)}; let it give a Prompt each.")
         last = len(prompts) < command.count
         self._loop.feed(ev.PromptsArrived(prompts=prompts, last=last))
 

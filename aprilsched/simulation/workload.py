@@ -6,11 +6,10 @@ the same lengths on the embedded engine and on a real server, under any schedule
 The log of a length is ``log(median) + sigma * x`` with x of variance 1, of which `within_group`
 is shared by the responses of one prompt:
 
-    x = s * (sqrt(within_group) * z_group + sqrt(1 - within_group) * z_response)
+    x = sqrt(within_group) * z_group + sqrt(1 - within_group) * z_response
 
-where the z are standard normal and s is 1 (law "lognormal") or, once for a group, the scale that
-makes x a Student t of `dof` degrees of freedom, divided by its standard deviation ("log_t").
-Lengths above `cap` become `cap`, so the law has an atom there, as truncated responses do.
+where the z are standard normal. Lengths above `cap` become `cap`, so the law has an atom there, as
+truncated responses do.
 
 Any other law is a value that knows its distribution function F (:class:`Law`). The responses of a
 prompt then have a Gaussian copula: a length is the quantile of F at Phi(x), with the x from above.
@@ -36,7 +35,7 @@ from functools import lru_cache
 from itertools import count as count_up
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias, cast
+from typing import Annotated, Any, Protocol, Self, cast
 
 import numpy as np
 from numpy.random import Generator, Philox
@@ -56,7 +55,6 @@ from aprilsched.kernel.values.checks import MAX_COUNT, checked, converted, typed
 from aprilsched.kernel.values.files import read_text
 from aprilsched.types import Prompt, SamplingParams
 
-LengthLaw: TypeAlias = Literal["lognormal", "log_t"]
 _SHARE = Bound(least=0, most=1, words="0 to 1")
 _GRID = 1 << 16
 """Largest number of lengths at which a law's distribution function is evaluated. Up to this cap, it
@@ -239,9 +237,8 @@ class LongTailWorkload:
             common, 0 to 1.
         prompt_tokens: number of tokens of every prompt; they are random ids below `vocab_size`.
         vocab_size: bound of the token ids, at most the vocabulary size of the served model.
-        law: "lognormal", or "log_t" for a heavier tail; or another law as a value, which does not
-            use `median` and `sigma`; or a function that gives the law of each prompt, by its key.
-        dof: degrees of freedom of "log_t", above 2.
+        law: another law as a value, which does not use `median` and `sigma`, or a function that
+            gives the law of each prompt, by its key.
         seed: decides the prompts, the lengths and the sampling seeds.
         group_size: responses for each prompt; give the scheduler's group size.
         count: number of prompts; None for an endless workload.
@@ -258,8 +255,7 @@ class LongTailWorkload:
     within_group: Annotated[float, _SHARE] = 0.5
     prompt_tokens: Annotated[int, COUNT_32_BITS] = 8
     vocab_size: Annotated[int, Bound(least=2, most=2**31 - 1, words="2 to 2**31 - 1")] = 32_000
-    law: LengthLaw | Law | Callable[[int], Law] = "lognormal"
-    dof: Annotated[float, Bound(above=2, below=math.inf, words="a number above 2")] = 4.0
+    law: Law | Callable[[int], Law] | None = None
     seed: Annotated[int, Bound(least=0, below=2**64, words="0 to 2**64 - 1")] = 0
     group_size: Annotated[int, AT_LEAST_1] = 8
     count: Annotated[int, AT_LEAST_0] | None = None
@@ -267,8 +263,8 @@ class LongTailWorkload:
     drift: Annotated[float, _SHARE] = 0.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.law, type) or not callable(self.law):
-            _check_law(self.law, "law")
+        if self.law is not None and (isinstance(self.law, type) or not callable(self.law)):
+            _value(self.law, "law")
         check_settings(self)
 
     @classmethod
@@ -284,8 +280,6 @@ class LongTailWorkload:
         given: dict[str, Any] = {k: value for k, value in settings.items() if value is not None}
         path = given.pop("lengths", None)
         if path is not None:
-            if "law" in given:
-                raise ConfigError("law and lengths both say how long responses are; give one.")
             law = path if isinstance(path, Empirical) else Empirical.read(path)
             given = {"cap": law.lengths[-1]} | given | {"law": law}
         return cls(seed=seed, group_size=group_size, **given)
@@ -345,9 +339,7 @@ class LongTailWorkload:
         for earlier in range(key + epoch, index + 1, epoch):
             new = self._generator(earlier).standard_normal() if self.drift else 0.0
             shared = stays * shared + math.sqrt(1 - stays**2) * new
-        # The scale of "log_t" is the prompt's, too.
-        first.standard_normal((1, self.group_size))
-        return self._draw(rng, 1, key=key, shared=shared, scale=first)[0]
+        return self._draw(rng, 1, key=key, shared=shared)[0]
 
     def moments(self, samples: int = 1 << 20) -> LengthMoments:
         """Moments of the capped law, by Monte Carlo over about `samples` responses.
@@ -388,17 +380,11 @@ class LongTailWorkload:
         return Generator(Philox(key=np.array([self.seed, index], dtype=np.uint64)))
 
     def _draw(
-        self,
-        rng: Generator,
-        groups: int,
-        *,
-        key: int = 0,
-        shared: float | None = None,
-        scale: Generator | None = None,
+        self, rng: Generator, groups: int, *, key: int = 0, shared: float | None = None
     ) -> NDArray[np.int64]:
         """Draw lengths, int64 [groups, group_size], from the law of the prompt with this `key`.
 
-        `shared` and `scale` come from a prompt that was drawn before.
+        `shared` is the effect of a prompt that was drawn before.
         """
         drawn = rng.standard_normal((groups, 1))
         effect = drawn if shared is None else np.full((groups, 1), shared)
@@ -407,16 +393,12 @@ class LongTailWorkload:
         law = self.law
         if callable(law):
             law = law(key)
-            _check_law(law, f"law({key})")
-        if not isinstance(law, str):
+            _value(law, f"law({key})")
+        if law is not None:
             shares, lengths = _quantiles(law, self.cap)
             place = np.searchsorted(shares[:-1], _phi(x))
             return lengths[place].astype(np.int64)
-        if law == "log_t":
-            # Student's t is z / sqrt(chi2 / dof) and has the variance dof / (dof - 2). After
-            # division by the standard deviation, the factor dof cancels.
-            x *= np.sqrt((self.dof - 2) / (scale or rng).chisquare(self.dof, (groups, 1)))
-        # The cap applies to the logarithm, because exp() of an extreme draw of log_t overflows.
+        # The cap applies to the logarithm, because exp() of an extreme draw would overflow.
         log_length = np.minimum(np.log(self.median) + self.sigma * x, np.log(self.cap))
         return np.clip(np.rint(np.exp(log_length)), 1, self.cap).astype(np.int64)
 
@@ -426,24 +408,16 @@ def _check(holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-def _check_law(law: Any, name: str) -> None:
-    """Check that it is named or a value."""
-    if not isinstance(law, str):
-        _value(law, name)
-    elif law not in ("lognormal", "log_t"):
-        raise ConfigError(f"{name} is {law!r}; give lognormal, log_t or a law.")
-
-
-def _value(law: Law, name: str) -> None:
-    given: Any = law
+def _value(given: Any, name: str) -> None:
+    """Check that a law is an immutable value with a distribution function."""
     if isinstance(given, type):
         raise ConfigError(
             f"{name} is the class {given.__name__}; give a value, such as {given.__name__}(…)."
         )
     if not callable(getattr(given, "cdf", None)):
         raise ConfigError(
-            f"{name} is {typed(given)}; give lognormal, log_t, an object with cdf(lengths), or a "
-            "function that gives the law of each prompt by its key."
+            f"{name} is {typed(given)}; give an object with cdf(lengths), or a function that gives "
+            "the law of each prompt by its key."
         )
     try:
         hash(given)

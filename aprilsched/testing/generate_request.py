@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched.agents.dialects.sglang import GenerateBody
+from aprilsched.agents.dialects.sglang import GenerateBody, check_vocabulary
 from aprilsched.agents.serving.refusals import Crashed, Refused
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import GenerationRequest
@@ -51,13 +51,9 @@ def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> Gener
     if not body.input_ids:
         raise Refused("input_ids cannot be empty.")
     fields = {name: getattr(body, name) for name in _TOLD if getattr(body, name)}
-    sampling = replace(
-        _sampling(body.sampling_params or {}, config.vocab_size), request=fields, keep=_KEPT
-    )
-    largest, smallest = max(body.input_ids), min(body.input_ids)
-    if smallest < 0 or largest >= config.vocab_size:
-        wrong = smallest if smallest < 0 else largest
-        raise Refused(f"input_ids must be in [0, {config.vocab_size - 1}], got {wrong}.")
+    sampling = _sampling(body.sampling_params or {})
+    check_vocabulary(config.vocab_size, body.input_ids, sampling)
+    sampling = replace(sampling, extra={}, request=fields, keep=_KEPT)
     ids = np.array(body.input_ids, np.int32)
     return GenerationRequest(
         request_id=rid,
@@ -94,18 +90,14 @@ def _companions(
     return tuple(found)
 
 
-def _sampling(given: dict[str, Any], vocab_size: int) -> SamplingParams:
+def _sampling(given: dict[str, Any]) -> SamplingParams:
     n = given.get("n")
     if n not in (None, 1):
         raise Refused(f"n is {n}; this engine gives one response for each request.")
     names = [name for name in (*OWN, *SERVER) if given.get(name) is not None]
     try:
-        sampling = sampling_params(
+        return sampling_params(
             {"max_new_tokens": _DEFAULT_NEW_TOKENS} | {name: given[name] for name in names}
         )
     except ConfigError as error:
         raise Refused(str(error)) from error
-    for key in sampling.extra.get("logit_bias", ()):
-        if not (key.isdecimal() and int(key) < vocab_size):
-            raise Refused(f"logit_bias must has keys in [0, {vocab_size - 1}], got {key}.")
-    return replace(sampling, extra={})

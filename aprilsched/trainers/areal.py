@@ -30,7 +30,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import import_module
+from importlib import import_module  # noqa: TID251 (a module of AReaL)
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -49,12 +49,13 @@ from aprilsched.kernel.shell import PromptQueue, Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.weights.collective import GroupEngine, leave
 from aprilsched.kernel.weights.disk import DiskPublisher
-from aprilsched.trainers import (
-    check_fixed_groups,
+from aprilsched.trainers.adapter import (
     check_replay,
-    images_of,
+    fitted,
+    generate,
+    missing_prompts,
     one_placeholder_each,
-    with_bound,
+    routed_experts,
 )
 from aprilsched.trainers.by_session import BySession
 from aprilsched.trainers.tensors import pack
@@ -147,7 +148,7 @@ class RolloutEngine:
         self.initialized = False
         self._began = 0.0
         self._items: Iterator[Prompt] | None = None
-        self._ahead = 0
+        self.ahead = 0
         """The scheduler's version minus the trainer's, which restarts at 0 in a new process."""
         self._updated = False
         """The engines have weights for which set_version() was not called yet."""
@@ -162,8 +163,6 @@ class RolloutEngine:
         """Why a bucket of the broadcast has not arrived."""
         self._asleep = ExitStack()
         self._callbacks: _Callbacks | None = None
-
-    # --- life ----------------------------------------------------------------------------------
 
     def initialize(
         self,
@@ -184,7 +183,7 @@ class RolloutEngine:
                 "(scheduler.type=local, without AREAL_SPMD_MODE)."
             )
         self.scheduler.__enter__()
-        self._ahead = self.scheduler.version
+        self.ahead = self.scheduler.version
         self._began = time.time()
         self.initialized = True
 
@@ -206,8 +205,6 @@ class RolloutEngine:
     def workflow_executor(self) -> RolloutEngine:
         """Return self, which implements AReaL's executor (:attr:`staleness_manager`)."""
         return self
-
-    # --- batches -------------------------------------------------------------------------------
 
     def prepare_batch(
         self,
@@ -255,11 +252,12 @@ class RolloutEngine:
                 "dynamic": dynamic_bs,
             }
             self._items = self._read(dataloader, facts)
-        while True:
-            self._push(self._items)
+        batch = None
+        while batch is None:
+            for _ in range(missing_prompts(self._queue, self.settings)):
+                self._queue.put(next(self._items))
             with suppress(TimeoutError):
                 batch = self.scheduler.next_batch(timeout=_LOOK_SECONDS)
-                break
         made = [self._trajectory(group) for group in batch.groups if self._passes(group)]
         return [trajectory for trajectory in made if trajectory is not None]
 
@@ -276,12 +274,6 @@ class RolloutEngine:
             if self._tasks == before:
                 raise ConfigError("the dataloader gives no items; give one that has some.")
             epoch += 1
-
-    def _push(self, items: Iterator[Prompt]) -> None:
-        """Queue all prompts that the scheduler may launch within the staleness bound."""
-        ready = (self.settings.policies.staleness.bound or 0) + 1
-        while len(self._queue) < ready * self.settings.batch_groups:
-            self._queue.put(next(items))
 
     def _prompt(self, item: Any, facts: Mapping[str, Any], size: int | None = None) -> Prompt:
         self._tasks += 1
@@ -333,13 +325,11 @@ class RolloutEngine:
             "input_ids": torch.tensor([made.tokens], dtype=torch.int32),
             "loss_mask": placed(one.loss_mask.int()),
             "logprobs": placed(one.logprobs),
-            "versions": placed((one.versions - self._ahead * ours).int(), NO_VERSION),
+            "versions": placed((one.versions - self.ahead * ours).int(), NO_VERSION),
             "attention_mask": torch.ones(1, len(made.tokens), dtype=torch.bool),
             "rewards": one.rewards,
             **made.further,
         }
-
-    # --- workflows -----------------------------------------------------------------------------
 
     def _workflow(self, workflow: Any, kwargs: Mapping[str, Any] | None) -> Any:
         """Return the workflow that `workflow` names, made once for the same arguments."""
@@ -402,15 +392,13 @@ class RolloutEngine:
         workflow_context.set(context)
         if isinstance(facts["workflow"], BySession):
             return await facts["workflow"](turn, prompt)
-        engine = _TurnEngine(turn, self.get_version, lambda: self._ahead)
+        engine = _TurnEngine(turn, self)
         trajectory = await facts["workflow"].arun_episode(engine, facts["item"])
         if trajectory is None:
             return Score(reward=0.0, info={_REJECTED: True})
         made = engine.check(trajectory)
         facts["made"][turn.index] = made
         return Score(reward=float(trajectory["rewards"].reshape(())))
-
-    # --- evaluations ---------------------------------------------------------------------------
 
     def submit(
         self,
@@ -469,8 +457,6 @@ class RolloutEngine:
             self.submit(item, workflow, workflow_kwargs, should_accept_fn, group_size)
         return [found for found in self.wait(len(data)) if found is not None]
 
-    # --- weights -------------------------------------------------------------------------------
-
     def pause_generation(self) -> None:
         """Do nothing: the weight call itself pauses, loads and continues, in one update."""
 
@@ -483,10 +469,8 @@ class RolloutEngine:
             ConfigError: if `meta` asks for an adapter.
         """
         _check_meta(meta)
-        names = _areal("areal.utils.names")
-
         # The trainer adds this name to AReaL's registry when everything is written.
-        saved = names.update_weights_from_disk(
+        saved = _areal("areal.utils.names").update_weights_from_disk(
             self.config.experiment_name, self.config.trial_name, self.get_version()
         )
         return self._worker.submit(self._load, meta, saved)
@@ -534,9 +518,7 @@ class RolloutEngine:
                 f"{', '.join(others)} take no broadcast; set weight_update_mode=disk."
             )
         if self._client is None:
-            RemoteSGLangEngine = _areal("areal.engine").RemoteSGLangEngine
-
-            self._client = RemoteSGLangEngine(self.config)
+            self._client = _areal("areal.engine").RemoteSGLangEngine(self.config)
             self._client.initialize(addr=[engine.name for engine in self._fleet.engines])
         # A server keeps the NCCL group of a killed trainer and rejects a new group of that name.
         # AReaL's trainer would then wait for the server forever.
@@ -619,15 +601,13 @@ class RolloutEngine:
                 f"brought in since version {self.get_version()}; update the weights first."
             )
         self._updated = False
-        self._ahead = self.scheduler.version - version
+        self.ahead = self.scheduler.version - version
 
     def get_version(self) -> int:
         """Return the trainer's number for the weights that the engines have."""
         # Between an update and set_version() AReaL still requests the old number, which names the
         # weights on the disk.
-        return self.scheduler.version - self._ahead - self._updated
-
-    # --- what the scheduler does by itself -----------------------------------------------------
+        return self.scheduler.version - self.ahead - self._updated
 
     def pause(self) -> None:
         """Do nothing: the staleness bound already limits launches while the trainer is busy."""
@@ -643,13 +623,9 @@ class RolloutEngine:
         """Restore the engines' memory and resume generation."""
         self._asleep.close()
 
-    # --- AReaL's statistics and its controller -------------------------------------------------
-
     def export_stats(self) -> dict[str, float]:
         """What the workflows have recorded since the last call, such as "rollout/reward"."""
-        stats_tracker = _areal("areal.utils.stats_tracker")
-
-        return stats_tracker.export_all(reduce_group=None)
+        return _areal("areal.utils.stats_tracker").export_all(reduce_group=None)
 
     def save_perf_tracer(self, step: int | None = None, force: bool = False) -> None:
         """Do nothing: the listeners of the scheduler trace it."""
@@ -681,12 +657,10 @@ class _Made:
 class _TurnEngine:
     """The engine that a workflow gets: it generates one rollout, and notes its tokens."""
 
-    def __init__(
-        self, turn: Turn, get_version: Callable[[], int], ahead: Callable[[], int]
-    ) -> None:
-        self.get_version = get_version
+    def __init__(self, turn: Turn, engine: RolloutEngine) -> None:
+        self.get_version = engine.get_version
         self._turn = turn
-        self._ahead = ahead
+        self._engine = engine
         self._tokens: list[int] = []
         self._mask: list[int] = []
         self._shown: tuple[int, Any] = (0, None)
@@ -699,33 +673,30 @@ class _TurnEngine:
             ConfigError: if the request asks for more than one response, or if its images do not
                 fit its tokens.
         """
-        ModelResponse = _areal("areal.api").ModelResponse
-
         started = time.perf_counter()
-        images = images_of(req.image_data or ())
+        images: list[Any] = req.image_data or []
         self._shown = len(images), req.processor
-        sent = np.array(req.input_ids)[one_placeholder_each(req.input_ids, *self._shown)]
-        output = await self._turn.generate(sent, _sampling(req), images)
+        output = await generate(
+            self._turn, req.input_ids, _sampling(req), images=images, processor=req.processor
+        )
         response = output.token_ids.tolist()
-        experts = output.companions.get("routed_experts")
+        experts = routed_experts(output.companions)
         added = len(req.input_ids) - len(self._tokens)
         self._tokens = [*req.input_ids, *response]
         self._mask += [0] * added + [1] * len(response)
         seconds = time.perf_counter() - started
-        return ModelResponse(
+        return _areal("areal.api").ModelResponse(
             input_tokens=list(req.input_ids),
             output_tokens=response,
             output_logprobs=output.logprobs.tolist(),
-            output_versions=(output.versions - self._ahead()).tolist(),
+            output_versions=(output.versions - self._engine.ahead).tolist(),
             stop_reason=output.finish_reason,
             tokenizer=req.tokenizer,
-            input_images=req.image_data or [],
+            input_images=images,
             processor=req.processor,
             latency=seconds,
             ttft=seconds,
-            routed_experts=None
-            if experts is None
-            else experts.rows.values.astype(np.int32).reshape(len(experts.rows), -1),
+            routed_experts=None if experts is None else experts.reshape(len(experts), -1),
         )
 
     def check(self, trajectory: Any) -> _Made:
@@ -765,34 +736,26 @@ class _Callbacks:
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
-        deserialize_value = _areal("areal.infra.rpc.serialization").deserialize_value
-        gethostip = _areal("areal.utils.network").gethostip
-
-        def group(given: Mapping[str, Any]) -> None:
+        deserialize = _areal("areal.infra.rpc.serialization").deserialize_value
+        calls: Mapping[str, Callable[..., object]] = {
             # One address for each server: the engine numbers them itself.
-            engine.init_weights_update_group(given["meta"]).result()
-
-        def broadcast(given: Mapping[str, Any]) -> None:
-            engine.update_weights_from_distributed(given["meta"], given["param_specs"]).result()
-
-        calls: Mapping[str, Callable[[Mapping[str, Any]], object]] = {
-            "/callback/init_weights_group": group,
-            "/callback/update_weights_xccl": broadcast,
-            "/callback/update_weights_disk": lambda given: engine.update_weights_from_disk(
-                given["meta"]
-            ).result(),
-            "/callback/pause_generation": lambda _: engine.pause_generation(),
-            "/callback/continue_generation": lambda _: engine.continue_generation(),
+            "init_weights_group": engine.init_weights_update_group,
+            "update_weights_xccl": engine.update_weights_from_distributed,
+            "update_weights_disk": engine.update_weights_from_disk,
+            "pause_generation": engine.pause_generation,
+            "continue_generation": engine.continue_generation,
         }
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 try:
-                    given = json.loads(body or b"{}")
-                    calls[self.path](
-                        {name: deserialize_value(each) for name, each in given.items()}
-                    )
+                    given = {
+                        name: deserialize(each) for name, each in json.loads(body or b"{}").items()
+                    }
+                    done = calls[self.path.removeprefix("/callback/")](**given)
+                    if isinstance(done, Future):
+                        done.result()
                 except Exception as error:  # The trainer's process raises it.
                     self._answer(500, {"error": str(error)})
                 else:
@@ -808,7 +771,7 @@ class _Callbacks:
 
             def log_message(self, format: str, *args: object) -> None: ...
 
-        self._server = ThreadingHTTPServer((gethostip(), 0), Handler)
+        self._server = ThreadingHTTPServer((_areal("areal.utils.network").gethostip(), 0), Handler)
         host, port = self._server.server_address[:2]
         self.address = f"{host!s}:{port}"
         self._thread = threading.Thread(
@@ -828,14 +791,18 @@ def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> Scheduler
         raise ConfigError("use_lora is set, which the scheduler does not carry; leave it out.")
     if getattr(areal, "return_routed_experts", False):
         check_replay(config, "return_routed_experts")
-    check_fixed_groups(config, "AReaL")
-    config = with_bound(config, areal.max_head_offpolicyness, "max_head_offpolicyness")
     limit = areal.max_concurrent_rollouts
     if limit is not None and config.dispatch.max_in_flight is None:
-        config = replace(
-            config, dispatch=replace(config.dispatch, max_in_flight=limit * group_size)
-        )
-    return replace(config, group_size=group_size, batch_groups=areal.consumer_batch_size)
+        dispatch = replace(config.dispatch, max_in_flight=limit * group_size)
+        config = replace(config, dispatch=dispatch)
+    return fitted(
+        config,
+        "AReaL",
+        max_staleness=areal.max_head_offpolicyness,
+        setting="max_head_offpolicyness",
+        group_size=group_size,
+        batch_groups=areal.consumer_batch_size,
+    )
 
 
 def _sampling(req: Any) -> SamplingParams:
@@ -882,9 +849,7 @@ def _imported(given: Any) -> Any:
     """What an import path names; anything else as it is."""
     if not isinstance(given, str):
         return given
-    import_from_string = _areal("areal.utils.dynamic_import").import_from_string
-
-    return import_from_string(given)
+    return _areal("areal.utils.dynamic_import").import_from_string(given)
 
 
 def _areal(module: str) -> Any:

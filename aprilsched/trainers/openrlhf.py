@@ -19,7 +19,7 @@ import asyncio
 import copy
 import itertools
 import os
-import runpy
+import runpy  # noqa: TID251 (OpenRLHF's own command)
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,7 +34,14 @@ from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.disk import DiskPublisher
-from aprilsched.trainers import check_fixed_groups, class_of, package, refuse
+from aprilsched.trainers.adapter import (
+    ages,
+    check_fixed_groups,
+    class_of,
+    missing_prompts,
+    package,
+    refuse,
+)
 from aprilsched.trainers.pushed import NOT_TOKENIZED
 from aprilsched.types import Batch, Group, Prompt, SamplingParams, Score
 
@@ -180,8 +187,7 @@ class Rollouts:
 
     async def wanted(self) -> int:
         """Number of prompts to push, so that none is missing when the scheduler launches some."""
-        ready = (self._config.policies.staleness.bound or 0) + 1
-        return max(0, ready * self._config.batch_groups - len(self._prompts))
+        return missing_prompts(self._prompts, self._config)
 
     async def next_batch(self) -> tuple[list[Response], int] | None:
         """Return the next batch's responses and a number of prompts, or None on timeout.
@@ -296,8 +302,8 @@ def _responses(batch: Batch) -> list[Response]:
     for group in batch.groups:
         for index, rollout in enumerate(group.rollouts):
             response = group.prompt.metadata["responses"][index]
-            ages = batch.version - rollout.versions[rollout.loss_mask]
-            logs = {**response["extra_logs"], "staleness": float(ages.max(initial=0))}
+            oldest = ages(rollout, batch.version).max(initial=0)
+            logs = {**response["extra_logs"], "staleness": float(oldest)}
             found.append({**response, "extra_logs": logs})
     return found
 

@@ -1,4 +1,4 @@
-"""What adapters share whose trainers push prompts one by one and wait for each group.
+"""Rollouts for trainers that push prompts one by one and wait for each group.
 
 Such a trainer decides how many groups are in flight. The scheduler keeps all of them open, and
 reports for each group whether it was delivered or failed.
@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import RefitError
 from aprilsched.kernel.core.messages.facts import (
-    BatchDelivered,
     Fact,
     GroupDropped,
     GroupLaunched,
     PromptRefused,
 )
 from aprilsched.kernel.core.policies.tail_batching import OnDemand
-from aprilsched.kernel.shell import RolloutScheduler
-from aprilsched.types import Batch
+from aprilsched.kernel.engines.base import Fleet
+from aprilsched.kernel.shell import Episode, PromptQueue, RolloutScheduler
+from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.types import Batch, Prompt
 
 NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
 """Token ids of a prompt whose agent loop makes the real ones."""
@@ -33,7 +34,9 @@ NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
 _LOOK_S = 1.0
 """Seconds between two looks for whole weights."""
 
-KeyT = TypeVar("KeyT", bound=Hashable)
+
+class GroupLost(RuntimeError):
+    """A group was dropped, or its prompt was refused."""
 
 
 def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
@@ -48,49 +51,114 @@ def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
     )
 
 
-async def next_batch(scheduler: RolloutScheduler) -> Batch:
-    """Return the next batch, even if it is complete only after the next update.
-
-    Until that update, possibly no server has complete weights.
-    """
-    while True:
-        try:
-            return await scheduler.next_batch()
-        except RefitError:
-            await asyncio.sleep(_LOOK_S)
-
-
-class PushedGroups(Generic[KeyT]):
-    """A listener of the scheduler that reports which prompts failed.
-
-    Facts contain group numbers, not prompt keys. Prompts are launched in the order in which they
-    were pushed.
+class PushedRollouts:
+    """A scheduler of prompts that are pushed.
 
     Args:
-        failed: is called with the key of each prompt whose group is dropped or refused.
+        fleet: the engines.
+        episode: drives a rollout.
+        config: settings from :func:`as_pushed`.
+        listeners: telemetry of the scheduler.
+        ended: awaited for each prompt when its group is complete, or with the reason why there is
+            none: :class:`GroupLost`, or the error that stopped the scheduler.
+
+    Attributes:
+        scheduler: the scheduler.
     """
 
-    def __init__(self, failed: Callable[[KeyT], None]) -> None:
-        self.open: set[KeyT] = set()
-        """Prompts that were pushed and are neither finished nor failed."""
-        self._failed = failed
-        self._waiting: deque[KeyT] = deque()
-        self._keys: dict[int, KeyT] = {}
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        episode: Episode,
+        config: SchedulerConfig,
+        listeners: Sequence[AnyListener],
+        ended: Callable[[Prompt, Exception | None], Awaitable[None]],
+    ) -> None:
+        self._prompts = PromptQueue()
+        self._ended = ended
+        self._unlaunched: deque[Prompt] = deque()
+        """Facts contain group ids, not prompts. Prompts are launched in the order of the pushes."""
+        self._launched: dict[int, Prompt] = {}
+        """Prompts whose groups are neither complete nor failed, by group id."""
+        self._tasks: set[asyncio.Future[None]] = set()
+        self._delivery: asyncio.Task[None] | None = None
+        self.scheduler = RolloutScheduler(
+            fleet,
+            self._prompts,
+            episode=episode,
+            config=config,
+            listeners=[self, *listeners],
+        )
 
-    def pushed(self, key: KeyT) -> None:
-        """Note that the prompt `key` was pushed, behind all others."""
-        self._waiting.append(key)
-        self.open.add(key)
+    @property
+    def is_open(self) -> bool:
+        """Whether :meth:`open` has opened the fleet."""
+        return self._delivery is not None
+
+    async def open(self) -> None:
+        """Open the fleet, and report groups from now on; later calls only check the scheduler.
+
+        Raises:
+            Exception: the error that stopped the scheduler, if there is one.
+        """
+        if self._delivery is None:
+            await self.scheduler.__aenter__()
+            self._delivery = asyncio.create_task(self._deliver())
+        elif self._delivery.done():
+            self._delivery.result()
+
+    async def close(self) -> None:
+        """Abort requests in flight and release the fleet, if it is open."""
+        if self._delivery is not None:
+            self._delivery.cancel()
+            await asyncio.gather(self._delivery, return_exceptions=True)
+            await self.scheduler.close()
+
+    def push(self, prompt: Prompt) -> None:
+        """Add a prompt."""
+        self._prompts.put(prompt)
+        self._unlaunched.append(prompt)
+
+    async def evaluate(self, prompt: Prompt) -> None:
+        """Generate the group of a prompt under one version, and report it.
+
+        Raises:
+            Exception: the error that stopped the scheduler, if there is one.
+        """
+        groups = (await self.scheduler.evaluate([prompt])).groups
+        await self._ended(prompt, None if groups else GroupLost())
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         """See :class:`~aprilsched.kernel.shell.listener.Listener`."""
         for fact in facts:
             if isinstance(fact, GroupLaunched) and fact.evaluation_id is None:
-                self._keys[fact.group_id] = self._waiting.popleft()
-            elif isinstance(fact, GroupDropped) and fact.group_id in self._keys:
-                self._failed(self._keys.pop(fact.group_id))
+                self._launched[fact.group_id] = self._unlaunched.popleft()
+            elif isinstance(fact, GroupDropped) and fact.group_id in self._launched:
+                self._lose(self._launched.pop(fact.group_id))
             elif isinstance(fact, PromptRefused):
-                self._failed(self._waiting.popleft())
-            elif isinstance(fact, BatchDelivered):
-                for rollout in fact.rollouts:
-                    self._keys.pop(rollout.group_id, None)
+                self._lose(self._unlaunched.popleft())
+
+    def _lose(self, prompt: Prompt) -> None:
+        task = asyncio.ensure_future(self._ended(prompt, GroupLost()))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _deliver(self) -> None:
+        try:
+            while True:
+                for group in (await self._next_batch()).groups:
+                    await self._ended(self._launched.pop(group.group_id), None)
+        except Exception as error:
+            # The trainer would wait forever for a group that is neither complete nor failed.
+            for prompt in (*self._launched.values(), *self._unlaunched):
+                await self._ended(prompt, error)
+            raise
+
+    async def _next_batch(self) -> Batch:
+        while True:
+            try:
+                return await self.scheduler.next_batch()
+            except RefitError:
+                # Possibly no server has complete weights until the trainer's next update.
+                await asyncio.sleep(_LOOK_S)

@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import itertools
 import os
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -33,13 +32,13 @@ from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.engines.vllm.engine import VLLMFleet
-from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
+from aprilsched.kernel.shell import Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.disk import DiskPublisher
-from aprilsched.trainers import check_fixed_groups, package, refuse
-from aprilsched.trainers.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
-from aprilsched.types import Batch, Prompt, SamplingParams, Score
+from aprilsched.trainers.adapter import check_fixed_groups, package, refuse
+from aprilsched.trainers.pushed import NOT_TOKENIZED, GroupLost, PushedRollouts, as_pushed
+from aprilsched.types import Prompt, SamplingParams, Score
 
 if TYPE_CHECKING:
     _Theirs = Any
@@ -178,28 +177,19 @@ class Generator:
         self._loop = theirs.agent_loop
         theirs.agent_loop = self._agent_loop
         theirs.inference_engine_client = _Client(theirs)
-        self._prompts = PromptQueue()
-        self._numbers = itertools.count()
-        self._waiting: dict[int, _Group] = {}
-        self._groups: PushedGroups[int] = PushedGroups(self._fail)
-        self.scheduler = RolloutScheduler(
-            fleet,
-            self._prompts,
-            episode=self._episode,
-            config=config,
-            listeners=[self._groups, *listeners],
+        self._rollouts = PushedRollouts(
+            fleet, episode=self._episode, config=config, listeners=listeners, ended=self._ended
         )
+        self.scheduler = self._rollouts.scheduler
 
     @asynccontextmanager
     async def opened(self) -> AsyncGenerator[None]:
         """Schedule for the length of a block."""
-        async with self.scheduler:
-            delivery = asyncio.create_task(self._deliver())
-            try:
-                yield
-            finally:
-                delivery.cancel()
-                await asyncio.gather(delivery, return_exceptions=True)
+        await self._rollouts.open()
+        try:
+            yield
+        finally:
+            await self._rollouts.close()
 
     async def generate(self, input_batch: Any, disable_tqdm: bool = False) -> Any:
         """Generate the trajectories of one group, or of an evaluation.
@@ -218,25 +208,23 @@ class Generator:
         index = len(group.calls)
         group.calls.append((args, kwargs))
         if len(group.calls) == group.size:
-            self._push(group)
+            await self._push(group)
         await asyncio.shield(group.done)
         return group.outputs[index]
 
-    def _push(self, group: _Group) -> None:
-        number = next(self._numbers)
+    async def _push(self, group: _Group) -> None:
         prompt = Prompt(
             input_ids=NOT_TOKENIZED,
-            key=number,
             metadata={"group": group},
             group_size=group.size,
         )
-        self._waiting[number] = group
-        if group.evaluation:
-            task = asyncio.create_task(self.scheduler.evaluate([prompt]))
-            task.add_done_callback(lambda task: self._evaluated(number, task))
+        if not group.evaluation:
+            self._rollouts.push(prompt)
             return
-        self._prompts.put(prompt)
-        self._groups.pushed(number)
+        try:
+            await self._rollouts.evaluate(prompt)
+        except Exception as error:
+            await self._ended(prompt, error)
 
     async def _episode(self, turn: Turn, prompt: Prompt) -> Score:
         """Run SkyRL's agent loop for one rollout."""
@@ -253,36 +241,17 @@ class Generator:
         steps = getattr(output, "step_outputs", [output])
         return Score(reward=float(sum(np.sum(step.reward) for step in steps)))
 
-    async def _deliver(self) -> None:
-        """Tell every group that is complete, until the scheduler ends."""
-        try:
-            while True:
-                for group in (await next_batch(self.scheduler)).groups:
-                    number = cast("int", group.prompt.key)
-                    self._groups.open.discard(number)
-                    self._end(number)
-        except Exception as error:
-            for number in tuple(self._waiting):
-                self._end(number, error)
-            raise
-
-    def _evaluated(self, number: int, task: asyncio.Task[Batch]) -> None:
-        error = None if task.cancelled() else task.exception()
-        whole = not task.cancelled() and error is None and task.result().groups
-        self._end(number, error) if whole or error else self._fail(number)
-
-    def _fail(self, number: int) -> None:
-        dropped = RuntimeError("a group was dropped; the ledger of the run has its cause.")
-        self._end(number, self._waiting[number].error or dropped)
-
-    def _end(self, number: int, error: BaseException | None = None) -> None:
-        done = self._waiting.pop(number).done
-        if done.done():
+    async def _ended(self, prompt: Prompt, error: Exception | None) -> None:
+        group: _Group = prompt.metadata["group"]
+        if group.done.done():
             return
         if error is None:
-            done.set_result(None)
+            group.done.set_result(None)
+        elif isinstance(error, GroupLost):
+            dropped = RuntimeError("a group was dropped; the ledger of the run has its cause.")
+            group.done.set_exception(group.error or dropped)
         else:
-            done.set_exception(error)
+            group.done.set_exception(error)
 
 
 class _Client:

@@ -26,7 +26,7 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -44,8 +44,9 @@ from aprilsched.kernel.shell.prompts import check_media
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.kernel.values.files import written_whole
 from aprilsched.kernel.weights.external import ExternalWeights
-from aprilsched.trainers import images_of, one_placeholder_each
-from aprilsched.trainers.by_session import BySession, GenerateFunctions, uses_functions
+from aprilsched.trainers.adapter import ages, images_of, one_placeholder_each, routed_experts
+from aprilsched.trainers.by_session import BySession
+from aprilsched.trainers.slime_functions import GenerateFunctions, uses_functions
 from aprilsched.trainers.slime_settings import (
     engine_addresses,
     sampling_of,
@@ -53,15 +54,6 @@ from aprilsched.trainers.slime_settings import (
     settings_table,
 )
 from aprilsched.trainers.slime_trainer import TrainerParts, check_sample, check_trainer
-from aprilsched.trainers.slime_values import (
-    batch_metrics,
-    checkpoint_name,
-    group_index,
-    reward_number,
-    rollout_folder,
-    samples_file,
-    with_reward,
-)
 from aprilsched.types import NO_VERSION, Batch, Group, Media, Prompt, Rollout, SamplingParams
 
 log = logging.getLogger("aprilsched")
@@ -78,6 +70,8 @@ _PROCESSED = ("input_ids", "attention_mask", "mm_token_type_ids")
 """What a processor makes of a prompt that is not for the training on its images."""
 _AHEAD = 1
 """Number of batches that train_async.py takes ahead of the one that it trains on."""
+_SAMPLES = ".samples"
+"""Suffix of the file with the samples of a checkpoint."""
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
@@ -163,7 +157,7 @@ class DataSource:
         """
         current = _current
         if current is not None and current.data_source is self:
-            current.save(rollout_id, rollout_folder(self.args.save))
+            current.save(rollout_id, _checkpoint(self.args.save, rollout_id))
         else:
             self.wrapped.save(rollout_id)
 
@@ -175,9 +169,9 @@ class DataSource:
         self.wrapped.load(rollout_id)
         self.restored = None
         if self.args.load is not None:
-            path = rollout_folder(self.args.load) / checkpoint_name(rollout_id)
+            path = _checkpoint(self.args.load, rollout_id)
             # The samples are written last, so a process that died in between has left none.
-            if path.exists() and samples_file(path).exists():
+            if path.exists() and path.with_suffix(_SAMPLES).exists():
                 self.restored = path
             else:
                 log.info("%s does not exist, so no rollout is in flight at the beginning", path)
@@ -189,6 +183,10 @@ class DataSource:
         if name == "wrapped":  # It is not made yet.
             raise AttributeError(name)
         return getattr(self.wrapped, name)
+
+
+def _checkpoint(folder: str, rollout_id: int | None) -> Path:
+    return Path(folder) / "rollout" / f"aprilsched_{rollout_id}.checkpoint"
 
 
 def close() -> None:
@@ -285,7 +283,7 @@ class _Rollouts:
         restored = self.data_source.restored if self._has_saves else None
         if restored is not None:
             # They hold whatever reward functions put into them, so they are pickled, as slime does.
-            saved = self._trainer.torch.load(samples_file(restored), weights_only=False)
+            saved = self._trainer.torch.load(restored.with_suffix(_SAMPLES), weights_only=False)
             self._samples.update(saved["samples"])
             self._first_version = saved["version"]
             if self._functions is not None:
@@ -319,8 +317,6 @@ class _Rollouts:
         rollouts.__enter__()
         self._next = rollouts.state.prompts.cursor
         return rollouts
-
-    # --- a call of the trainer -----------------------------------------------------------------
 
     def generate(self, rollout_id: int, *, label: int | None = None) -> Any:
         """Return the samples of one training step; `label` is the version that the engines have."""
@@ -390,21 +386,25 @@ class _Rollouts:
                 rollouts.on_loop(partial(fleet.add, now[name]))
             except (EngineError, ConfigError) as error:
                 log.warning("an engine does not take part: %s", error)
-        for engine in fleet.engines:
-            if engine.name not in now and len(fleet.engines) > 1:
-                rollouts.on_loop(partial(fleet.remove, engine.address))
-        rollouts.on_loop(self._changed)
+        rollouts.on_loop(partial(self._keep, now))
+        rollouts.on_loop(self._joined)
 
-    async def _changed(self) -> None:
+    async def _joined(self) -> None:
         """Wait until the engines that were added have passed their checks, for some seconds.
 
         An update must not come before that: it would not reach them.
         """
         fleet = cast(SGLangFleet, self._fleet)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_JOIN_SECONDS):
-                while {engine.name for engine in fleet.engines} != self._taking_part():  # noqa: ASYNC110
-                    await asyncio.sleep(_LOOK_SECONDS)
+        await _until(
+            lambda: {engine.name for engine in fleet.engines} == self._taking_part(), _JOIN_SECONDS
+        )
+
+    async def _keep(self, names: Collection[str]) -> None:
+        """Remove the other engines from the fleet, but not the last one."""
+        fleet = cast(SGLangFleet, self._fleet)
+        for engine in fleet.engines:
+            if engine.name not in names and len(fleet.engines) > 1:
+                await fleet.remove(engine.address)
 
     def _taking_part(self) -> set[str]:
         """Return the names of the engines that are in use or stand by."""
@@ -423,11 +423,8 @@ class _Rollouts:
 
     async def _calm(self) -> None:
         """Wait until the engines have none of the requests that were called back."""
-        try:
-            async with asyncio.timeout(self._config.timeouts.control_s):
-                while self._scheduler.state.in_flight.open_attempts:  # noqa: ASYNC110
-                    await asyncio.sleep(_LOOK_SECONDS)
-        except TimeoutError:
+        state, limit = self._scheduler.state, self._config.timeouts.control_s
+        if not await _until(lambda: not state.in_flight.open_attempts, limit):
             log.warning("an engine has not ended the requests that were called back")
 
     async def _let_lost_engines_go(self) -> None:
@@ -435,11 +432,7 @@ class _Rollouts:
 
         Otherwise the fleet would retry them while the trainer restarts them or uses their memory.
         """
-        fleet = cast(SGLangFleet, self._fleet)
-        there = self._taking_part()
-        for engine in fleet.engines:
-            if engine.name not in there and len(fleet.engines) > 1:
-                await fleet.remove(engine.address)
+        await self._keep(self._taking_part())
 
     def _forget(self) -> None:
         """Forget the samples of groups that are dropped, or that need not be given again."""
@@ -458,8 +451,6 @@ class _Rollouts:
             *(batch.groups for batch in state.delivery.unacknowledged.values()),
         )
         return {group.prompt.key for group in groups}.union(range(state.prompts.cursor, self._next))
-
-    # --- prompts -------------------------------------------------------------------------------
 
     def _pull(self) -> list[Prompt]:
         """Take the next group of the data source; it may give none, or several."""
@@ -566,8 +557,6 @@ class _Rollouts:
             replace(sampling, sampling_seed=args.rollout_seed + index) for index in range(size)
         )
 
-    # --- rewards -------------------------------------------------------------------------------
-
     async def _score(self, rollout: Rollout, prompt: Prompt) -> float:
         key: Any = prompt.key
         evaluation = isinstance(key, str)
@@ -575,7 +564,7 @@ class _Rollouts:
         sample = await self._trainer.on_its_loop(self._rewarded(sample, evaluation))
         self._samples[key][rollout.index] = sample
         args = self._args
-        return reward_number(
+        return _reward_number(
             sample, (evaluation and getattr(args, "eval_reward_key", None)) or args.reward_key
         )
 
@@ -586,14 +575,14 @@ class _Rollouts:
         )
         samples = await self._trainer.on_its_loop(self._group_rewarded(samples))
         self._samples[key][:] = samples
-        return [reward_number(sample, self._args.reward_key) for sample in samples]
+        return [_reward_number(sample, self._args.reward_key) for sample in samples]
 
     async def _rewarded(self, sample: Any, evaluation: bool) -> Any:
         """`sample` with its reward; it runs on the trainer's event loop."""
         sample = await self._trainer.hooked(self._args, sample, evaluation=evaluation)
         if sample.reward is None:
             sample.reward = await self._trainer.rewards.async_rm(self._args, sample)
-        return with_reward(sample)
+        return _with_reward(sample)
 
     async def _group_rewarded(self, samples: list[Any]) -> list[Any]:
         hooked = self._trainer.hooked
@@ -601,7 +590,7 @@ class _Rollouts:
         rewards = await self._trainer.rewards.batched_async_rm(self._args, samples)
         for sample, reward in zip(samples, rewards, strict=True):
             sample.reward = reward
-        return [with_reward(sample) for sample in samples]
+        return [_with_reward(sample) for sample in samples]
 
     async def _accept(self, group: Group) -> bool:
         """Ask the dynamic filter about a group."""
@@ -625,8 +614,6 @@ class _Rollouts:
                 self._rejected.append(samples)
         return not dropped
 
-    # --- samples -------------------------------------------------------------------------------
-
     def _sampled(self, key: int | str, rollout: Rollout) -> Any:
         """Return a copy of a rollout's sample with what was generated."""
         made: Any = None
@@ -646,8 +633,8 @@ class _Rollouts:
         sample.response_length = len(ids)
         sample.loss_mask = rollout.loss_mask.astype(int).tolist()
         sample.rollout_log_probs = rollout.logprobs.tolist()
-        if (experts := rollout.companions.get("routed_experts")) is not None:
-            sample.rollout_routed_experts = experts.rows.values.astype(np.int32)
+        if (experts := routed_experts(rollout.companions)) is not None:
+            sample.rollout_routed_experts = experts
         if (chosen := rollout.companions.get("indexer_topk")) is not None:
             sample.rollout_indexer_topk = chosen.rows.values.astype(np.int32)
         if (kept := rollout.companions.get("sampling_mask")) is not None:
@@ -682,19 +669,23 @@ class _Rollouts:
                         int(a and b) for a, b in zip(sample.loss_mask, counts, strict=True)
                     ]
             groups.append(samples)
-        groups.sort(key=group_index)
+        groups.sort(key=_group_index)
         rejected, self._rejected = self._rejected, []
         if (path := args.rollout_sample_filter_path) is not None:
             self._trainer.load(path)(args, groups)
         if (path := args.rollout_all_samples_process_path) is not None:
-            every = sorted([*groups, *rejected], key=group_index)
+            every = sorted([*groups, *rejected], key=_group_index)
             self._trainer.load(path)(args, every, self.data_source)
         dropped, self._dropped = self._dropped, self._trainer.filters.MetricGatherer()
-        return self._trainer.outputs.RolloutFnTrainOutput(
-            samples=groups, metrics={**dropped.collect(), **batch_metrics(batch)}
-        )
-
-    # --- evaluation ----------------------------------------------------------------------------
+        counted = np.concatenate([ages(rollout, batch.version) for rollout in batch.rollouts])
+        metrics = {
+            **dropped.collect(),
+            "rollout/aprilsched/off_policy_tokens": float(
+                (counted > 0).sum() / max(1, counted.size)
+            ),
+            "rollout/aprilsched/staleness_max": float(counted.max(initial=0)),
+        }
+        return self._trainer.outputs.RolloutFnTrainOutput(samples=groups, metrics=metrics)
 
     def evaluate(self) -> Any:
         """Answer the evaluation datasets with the weights that the engines have."""
@@ -777,9 +768,7 @@ class _Rollouts:
             "that, and evaluate again."
         )
 
-    # --- checkpoints ---------------------------------------------------------------------------
-
-    def save(self, rollout_id: int, folder: Path) -> None:
+    def save(self, rollout_id: int, path: Path) -> None:
         """Save the data source and the scheduler after training on `rollout_id`."""
         rollouts = self._open
         # No group may be taken between the two saves: it would be in one of them only.
@@ -788,8 +777,7 @@ class _Rollouts:
             if rollouts is None:
                 return
             self._trained(lambda number: number <= rollout_id)
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / checkpoint_name(rollout_id)
+            path.parent.mkdir(parents=True, exist_ok=True)
             rollouts.checkpoint(path, acknowledge=False)
             # Groups scored in the checkpoint must be scored here too, so this is saved second.
             samples = {
@@ -799,8 +787,41 @@ class _Rollouts:
             }
             made = {} if self._functions is None else self._functions.made
             saved = {"samples": samples, "version": rollouts.version, "made": dict(made)}
-            with written_whole(samples_file(path)) as file:
+            with written_whole(path.with_suffix(_SAMPLES)) as file:
                 self._trainer.torch.save(saved, file)
+
+
+async def _until(condition: Callable[[], object], seconds: float) -> bool:
+    """Wait until `condition` holds, for at most `seconds`; return whether it does."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_SECONDS)
+            return True
+    return False
+
+
+def _reward_number(sample: Any, key: str | None) -> float:
+    """Return the reward as the number that the run's figures have.
+
+    A reward that is not a number is meant for the function of
+    ``--custom-reward-post-process-path``; it counts as 0.
+    """
+    reward = sample.reward[key] if key else sample.reward
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _with_reward(sample: Any) -> Any:
+    if sample.reward is None:
+        raise ValueError(f"it returned None for sample {sample.index}; return a reward")
+    return sample
+
+
+def _group_index(group: Sequence[Any]) -> int:
+    return group[0].index or 0
 
 
 class _Prompts:

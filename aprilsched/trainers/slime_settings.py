@@ -12,7 +12,7 @@ from aprilsched.cli.runs.settings_tables import config_of
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.sampling import sampling_params
-from aprilsched.trainers import check_fixed_groups, check_replay
+from aprilsched.trainers.adapter import check_fixed_groups, check_replay
 from aprilsched.trainers.slime_trainer import TrainerParts, companions_of
 from aprilsched.types import SamplingParams
 

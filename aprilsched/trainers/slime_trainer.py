@@ -33,10 +33,10 @@ class TrainerParts:
         self._processor: Any = None
         self._loop = self._module("utils.async_utils").get_async_loop
         self._function = self._module("utils.misc").load_function
-        self.torch: Any = importlib.import_module("torch")
+        self.torch: Any = importlib.import_module("torch")  # noqa: TID251 (a module of slime or miles)
 
     def _module(self, name: str) -> Any:
-        return importlib.import_module(f"{self.name}.{name}")
+        return importlib.import_module(f"{self.name}.{name}")  # noqa: TID251 (a module of slime or miles)
 
     def load(self, path: str | None) -> Any:
         """Return the function or class at `path`; None without a path."""

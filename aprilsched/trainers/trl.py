@@ -28,7 +28,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
@@ -43,13 +42,12 @@ from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import Accept
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.store import MemoryStore
-from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.values.files import read_regular, written_whole
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.distributed import DistributedPublisher
 from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.kernel.weights.tensor_buckets import iter_buckets
-from aprilsched.trainers import check_fixed_groups, with_bound
+from aprilsched.trainers.adapter import ages, fitted, package
 from aprilsched.trainers.by_session import BySession
 from aprilsched.trainers.trl_tools import Conversation, Factories, ToolHarness, called
 from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
@@ -169,7 +167,14 @@ class RolloutWorker:
         self._tools: ToolHarness | None = None
         self._episode: BySession | None = None
         if tools or environment_factory is not None:
-            self._take_tools(tools, environment_factory, sessions or {})
+            self._tools = ToolHarness(
+                tools,
+                environment_factory,
+                rows=train_dataset,
+                options=given.chat_template_kwargs or {},
+                most=given.max_tool_calling_iterations,
+            )
+            self._episode = BySession(self._tools, self._chat.for_sessions(), sessions or {}, "TRL")
         self._rewards = _Rewards(
             reward_funcs, reward_weights, train_dataset, self._chat, self._tools
         )
@@ -199,24 +204,6 @@ class RolloutWorker:
         self.rollout_buffer: Any = self
         self.metrics_queue: Any = queue.Queue[dict[str, Any]](maxsize=4096)
         self.callback = _callback(self)
-
-    def _take_tools(
-        self,
-        tools: Sequence[Callable[..., Any]],
-        environments: Factories | None,
-        sessions: Mapping[str, Any],
-    ) -> None:
-        given: Any = self._args
-        self._tools = ToolHarness(
-            tools,
-            environments,
-            rows=self._dataset,
-            options=given.chat_template_kwargs or {},
-            most=given.max_tool_calling_iterations,
-        )
-        self._episode = BySession(self._tools, self._chat.for_sessions(), sessions, "TRL")
-
-    # --- the scheduler's life ------------------------------------------------------------------
 
     def init_weight_transfer(self) -> None:
         """Open the engines. The trainer sends its weights next, and calls :meth:`start` then."""
@@ -279,8 +266,6 @@ class RolloutWorker:
             )
         return self._rollouts
 
-    # --- rollouts ------------------------------------------------------------------------------
-
     def get(self, timeout: float | None = None) -> RolloutSample:
         """Return the next rollout, within `timeout` seconds.
 
@@ -323,9 +308,7 @@ class RolloutWorker:
 
     def _trl_samples(self, group: Group, version: int) -> Iterator[RolloutSample]:
         """The rollouts of a group, with TRL's advantage and metrics."""
-        with extra("trl"):
-            from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
-
+        make = package("trl", "trl.experimental.async_grpo.async_rollout_worker").RolloutSample
         by_rollout = self._rewards.conversations(group)
         calls = sum(each.calls for each in by_rollout)
         rewards, advantages = _advantages(group)
@@ -351,7 +334,7 @@ class RolloutWorker:
                 own = by_rollout[index]
                 parts["tools/call_frequency"] = float(own.calls)
                 parts["tools/failure_frequency"] = own.failures / own.calls if own.calls else 0.0
-            yield RolloutSample(
+            yield make(
                 prompt=prompt,
                 completion=completion,
                 input_ids=np.concatenate([rollout.prompt_ids, rollout.token_ids]).astype(np.int64),
@@ -368,8 +351,7 @@ class RolloutWorker:
         rollouts = list(batch.rollouts)
         lengths = [len(rollout) for rollout in rollouts]
         cut = [rollout.finish_reason == "length" for rollout in rollouts]
-        older = sum(int((r.versions[r.loss_mask] < batch.version).sum()) for r in rollouts)
-        counted = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
+        counted = np.concatenate([ages(rollout, batch.version) for rollout in rollouts])
         with contextlib.suppress(queue.Full):
             self.metrics_queue.put_nowait(
                 {
@@ -377,11 +359,9 @@ class RolloutWorker:
                     "completions/max_length": float(max(lengths)),
                     "completions/min_length": float(min(lengths)),
                     "completions/clipped_ratio": (float(sum(cut)), float(len(cut))),
-                    "rollout/off_policy_tokens": (float(older), float(counted)),
+                    "rollout/off_policy_tokens": (float((counted > 0).sum()), float(counted.size)),
                 }
             )
-
-    # --- weights -------------------------------------------------------------------------------
 
     def pause(self) -> None:
         """Do nothing: pause, refit and continue are one call of the scheduler."""
@@ -428,11 +408,7 @@ class RolloutWorker:
 
     def _write(self, folder: Path) -> None:
         """Write the trainer's weights and the configuration of its model into `folder`."""
-        with extra("trl"):
-            from safetensors import torch
-
-        # Its type names an os.PathLike of nothing.
-        files: Any = torch
+        files = package("trl", "safetensors.torch")
         self._model.config.save_pretrained(folder)
         where: dict[str, str] = {}
         for number, bucket in enumerate(iter_buckets(self._weights(), _SHARD_BYTES)):
@@ -442,8 +418,6 @@ class RolloutWorker:
             where |= dict.fromkeys(tensors, file)
         index = json.dumps({"metadata": {}, "weight_map": where})
         (folder / "model.safetensors.index.json").write_text(index)
-
-    # --- what the callback calls ---------------------------------------------------------------
 
     def start_sync(self, model: Any) -> None:
         """Note the model that is trained."""
@@ -597,7 +571,7 @@ def _memory(tensor: Any) -> int:
 
 
 class _Prompts:
-    """The dataset's prompts, again and again, from the `start`-th on.
+    """The dataset's prompts, again and again.
 
     The first one is given when `started` is done: before that the engines do not have the
     trainer's weights.
@@ -608,16 +582,16 @@ class _Prompts:
         dataset: Dataset,
         prompt_ids: Callable[[Mapping[str, Any]], Sequence[int]],
         started: concurrent.futures.Future[None],
-        start: int = 0,
     ) -> None:
         self._dataset = dataset
         self._prompt_ids = prompt_ids
         self._started = started
-        self._start = start
+        self._start = 0
 
     def skip(self, count: int) -> _Prompts:
-        """Return the prompts without the first `count`."""
-        return _Prompts(self._dataset, self._prompt_ids, self._started, self._start + count)
+        """Skip the first `count` prompts."""
+        self._start += count
+        return self
 
     async def __aiter__(self) -> AsyncIterator[Prompt]:
         await asyncio.shield(asyncio.wrap_future(self._started))
@@ -649,10 +623,7 @@ class _Chat:
     """Turns prompts into tokens and responses into texts, as TRL's own worker does."""
 
     def __init__(self, tokenizer: Any, template: Mapping[str, Any]) -> None:
-        with extra("trl"):
-            from trl import chat_template_utils
-
-        utils: Any = chat_template_utils
+        utils = package("trl", "trl.chat_template_utils")
         # TRL knows how the responses of some models are taken apart (a part for reasoning).
         with contextlib.suppress(ValueError):
             utils.add_response_schema(tokenizer)
@@ -809,10 +780,8 @@ def _advantages(group: Group) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any
 
 
 def _check_args(args: Any, *, streamed: bool) -> None:
-    with extra("trl"):
-        from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
-
-    if not isinstance(args, AsyncGRPOConfig):
+    configs = package("trl", "trl.experimental.async_grpo.async_grpo_config")
+    if not isinstance(args, configs.AsyncGRPOConfig):
         raise ConfigError(
             f"args is a {type(args).__name__}; use AsyncGRPOTrainer and its AsyncGRPOConfig, "
             "because GRPOTrainer ignores the logprobs of a rollout_func without vLLM, and stale "
@@ -860,17 +829,17 @@ def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> Schedule
             f"gradient_accumulation_steps x processes), and groups have {args.num_generations}; "
             "set num_generations to a divisor of it."
         )
-    check_fixed_groups(config, "TRL")
     if config.policies.companions:
         raise ConfigError(
             "the scheduler's companions are set, and AsyncGRPOTrainer gives its model token ids "
             "alone, so they would reach nothing; leave them out, or use a trainer of your own."
         )
-    ahead = 0 if streamed else 1
-    config = with_bound(config, args.max_staleness - ahead, "max_staleness of AsyncGRPOConfig")
     penalty = args.repetition_penalty
-    return replace(
+    return fitted(
         config,
+        "TRL",
+        max_staleness=args.max_staleness - (0 if streamed else 1),
+        setting="max_staleness of AsyncGRPOConfig",
         group_size=args.num_generations,
         batch_groups=step // args.num_generations,
         sampling=SamplingParams(
@@ -886,10 +855,8 @@ def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> Schedule
 
 def _callback(worker: RolloutWorker) -> TrainerCallback:
     """Return the part of `worker` that the trainer calls at its steps and checkpoints."""
-    with extra("trl"):
-        from transformers import TrainerCallback
 
-    class Checkpoints(TrainerCallback):
+    class Checkpoints(package("trl", "transformers").TrainerCallback):
         # It comes before TRL's own callbacks, so that a checkpoint is restored before the engines
         # are opened.
         def on_train_begin(

@@ -18,7 +18,7 @@ import msgspec
 
 from aprilsched.agents.sessions import Session
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.values.extras import extra
+from aprilsched.trainers.adapter import package
 from aprilsched.types import Prompt
 
 Message: TypeAlias = dict[str, Any]
@@ -69,9 +69,7 @@ class ToolHarness:
         options: Mapping[str, Any],
         most: int | None,
     ) -> None:
-        with extra("trl"):
-            from transformers.utils import chat_template_utils
-        utils: Any = chat_template_utils
+        utils = package("trl", "transformers.utils.chat_template_utils")
         self._schema: Callable[[Any], dict[str, Any]] = utils.get_json_schema
         self._tools, self._rows = list(tools), rows
         self._options, self._most = options, most

@@ -26,25 +26,23 @@ from contextvars import ContextVar
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
-import numpy as np
-
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.sglang.http_engine import SGLangListedFleet
-from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
+from aprilsched.kernel.shell import Turn
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.external import ExternalWeights
-from aprilsched.trainers import (
+from aprilsched.trainers.adapter import (
     check_fixed_groups,
     check_replay,
     class_of,
-    images_of,
-    one_placeholder_each,
+    generate,
     package,
     refuse,
+    routed_experts,
 )
-from aprilsched.trainers.pushed import NOT_TOKENIZED, PushedGroups, as_pushed, next_batch
+from aprilsched.trainers.pushed import NOT_TOKENIZED, PushedRollouts, as_pushed
 from aprilsched.types import Prompt, SamplingParams, Score
 
 if TYPE_CHECKING:
@@ -231,18 +229,20 @@ class _Client:
                 f"the agent loop sends {seen[0]} as verl has decoded it, and servers are sent "
                 "files; use verl's own agent loop manager for it."
             )
-        images = await asyncio.to_thread(images_of, given.get("image_data") or ())
-        sent = one_placeholder_each(prompt_ids, len(images), self.processor)
-        sampling = self._sampling(sampling_params, len(prompt_ids))
-        turn = await _TURN.get().generate(np.asarray(prompt_ids)[sent], sampling, images)
+        turn = await generate(
+            _TURN.get(),
+            prompt_ids,
+            self._sampling(sampling_params, len(prompt_ids)),
+            images=given.get("image_data") or (),
+            processor=self.processor,
+        )
         versions = turn.versions.tolist()
         first, last = (min(versions), max(versions)) if versions else (None, None)
-        experts = turn.companions.get("routed_experts")
         return _package("verl.workers.rollout.replica").TokenOutput(
             token_ids=turn.token_ids.tolist(),
             log_probs=turn.logprobs.tolist() if sampling_params.get("logprobs") else None,
             stop_reason=turn.finish_reason,
-            routed_experts=None if experts is None else experts.rows.values.astype(np.int32),
+            routed_experts=routed_experts(turn.companions),
             extra_fields={
                 "global_steps": last,
                 "min_global_steps": first,
@@ -289,41 +289,32 @@ class _Scheduler(_Worker):
         client = _Client(config.actor_rollout_ref.rollout)
         super().__init__(config, client, teacher_client, reward_loop_worker_handles)
         client.processor = self.processor
-        self._prompts = PromptQueue()
-        self._groups: PushedGroups[str] = PushedGroups(self._drop)
         self._sessions: dict[str, set[asyncio.Task[Any]]] = {}
-        """What runs for each prompt, by its uid."""
-        self._tasks: set[asyncio.Task[Any]] = set()
+        """The trajectories of each prompt that are being scored, by its uid."""
         self._paused: AbstractAsyncContextManager[Any] | None = None
-        self._delivery: asyncio.Task[None] | None = None
-        self._rollouts = RolloutScheduler(
+        self._rollouts = PushedRollouts(
             SGLangListedFleet(lambda: _servers(load_balancer), poll_s=_POLL_S),
-            self._prompts,
             episode=self._episode,
             config=settings,
-            listeners=[self._groups, *listeners()],
+            listeners=listeners(),
+            ended=self._ended,
         )
-
-    # --- called by the manager -------------------------------------------------------------
 
     async def generate_sequences(self, batch: Any) -> None:
         """Push the prompts of a step."""
-        if self._delivery is None:
-            await self._rollouts.__aenter__()
-            self._delivery = asyncio.create_task(self._deliver())
-        elif self._delivery.done():
-            self._delivery.result()
+        await self._rollouts.open()
+        scheduler = self._rollouts.scheduler
         validate = bool(batch["validate"]) if "validate" in batch else False
         # When verl starts a step, it has the weights of the previous step.
         version = int(batch["global_steps"]) - (not validate)
-        if version > self._rollouts.version:
-            await self._rollouts.update_weights(ExternalWeights(label=True), version=version)
+        if version > scheduler.version:
+            await scheduler.update_weights(ExternalWeights(label=True), version=version)
         await super().generate_sequences(batch)
 
     async def pause_for_weights(self, version: int) -> None:
         """Pause the servers; the weights of `version` may be loaded then."""
-        if self._delivery is not None:
-            paused = self._rollouts.paused_for_weights(version=version, label=True)
+        if self._rollouts.is_open:
+            paused = self._rollouts.scheduler.paused_for_weights(version=version, label=True)
             await paused.__aenter__()
             self._paused = paused
 
@@ -344,41 +335,35 @@ class _Scheduler(_Worker):
 
     async def close(self) -> None:
         """Stop the scheduler."""
-        if self._delivery is not None:
-            self._delivery.cancel()
-            await self._rollouts.close()
-
-    # --- prompts and groups ----------------------------------------------------------------
+        await self._rollouts.close()
 
     async def _run_prompt(
         self, prompt: Row, sampling_params: Row, trajectory: Row, trace: bool = False
     ) -> None:
         """Push one prompt; verl's worker calls this for each row."""
         uid, validate = prompt["uid"], trajectory["validate"]
-        await self._tell(uid, validate, "running")
+        await self._report(uid, validate, "running")
         try:
-            await self._push(uid, prompt, sampling_params, trajectory, trace)
+            given = {"sampling": sampling_params, "trajectory": trajectory, "trace": trace}
+            await self._push(uid, validate, prompt, given)
         except Exception:
             # verl does not await this call, so without a failure it would wait forever.
             log.exception("prompt %s was given up", uid)
-            await self._fail(uid, validate)
+            await self._end(uid, validate, failed=True)
 
-    async def _push(
-        self, uid: str, prompt: Row, sampling: Row, trajectory: Row, trace: bool
-    ) -> None:
-        rollout, validate = self.config.actor_rollout_ref.rollout, trajectory["validate"]
+    async def _push(self, uid: str, validate: bool, row: Row, given: Row) -> None:
+        rollout = self.config.actor_rollout_ref.rollout
         usual = rollout.val_kwargs.n if validate else rollout.n
-        size = int(prompt.pop("__rollout_n__", usual))
-        if not prompt.pop("__do_sample__", True) and not validate:
-            sampling = {**sampling, "temperature": 0, "top_p": 1.0, "top_k": -1}
-        given = {"row": prompt, "sampling": sampling, "trajectory": trajectory, "trace": trace}
-        pushed = Prompt(input_ids=NOT_TOKENIZED, key=uid, metadata=given, group_size=size)
-        if not validate:
-            self._prompts.put(pushed)
-            self._groups.pushed(uid)
-            return
-        evaluated = await self._rollouts.evaluate([pushed])
-        await (self._finish(uid, True) if evaluated.groups else self._fail(uid, True))
+        size = int(row.pop("__rollout_n__", usual))
+        if not row.pop("__do_sample__", True) and not validate:
+            given["sampling"] = {**given["sampling"], "temperature": 0, "top_p": 1.0, "top_k": -1}
+        prompt = Prompt(
+            input_ids=NOT_TOKENIZED, key=uid, metadata={"row": row, **given}, group_size=size
+        )
+        if validate:
+            await self._rollouts.evaluate(prompt)
+        else:
+            self._rollouts.push(prompt)
 
     async def _episode(self, turn: Turn, prompt: Prompt) -> Score | None:
         """Run verl's agent loop for one rollout, until it is in the TransferQueue."""
@@ -408,36 +393,18 @@ class _Scheduler(_Worker):
         outputs = output if isinstance(output, list) else [output]
         return outputs[-1].reward_score if outputs else None
 
-    async def _deliver(self) -> None:
-        """Tell the TransferQueue of every group that is complete, until the scheduler ends."""
-        try:
-            while True:
-                for group in (await next_batch(self._rollouts)).groups:
-                    await self._finish(cast("str", group.prompt.key), False)
-        except Exception:
-            # verl would wait forever for a group that is neither finished nor failed.
-            for uid in tuple(self._groups.open):
-                await self._fail(uid, False)
-            raise
+    async def _ended(self, prompt: Prompt, error: Exception | None) -> None:
+        validate = prompt.metadata["trajectory"]["validate"]
+        await self._end(cast("str", prompt.key), validate, failed=error is not None)
 
-    def _drop(self, uid: str) -> None:
-        task = asyncio.get_running_loop().create_task(self._fail(uid, False))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _finish(self, uid: str, validate: bool) -> None:
-        self._sessions.pop(uid, None)
-        self._groups.open.discard(uid)
-        await self._tell(uid, validate, "finished")
-
-    async def _fail(self, uid: str, validate: bool) -> None:
-        # verl removes a failed group's trajectories from the queue; later ones would stay there.
-        if sessions := self._sessions.pop(uid, None):
+    async def _end(self, uid: str, validate: bool, *, failed: bool) -> None:
+        sessions = self._sessions.pop(uid, None)
+        if failed and sessions:
+            # verl removes a failed group's trajectories from the queue; later ones would stay.
             await asyncio.wait(sessions)
-        self._groups.open.discard(uid)
-        await self._tell(uid, validate, "failure")
+        await self._report(uid, validate, "failure" if failed else "finished")
 
-    async def _tell(self, uid: str, validate: bool, status: str) -> None:
+    async def _report(self, uid: str, validate: bool, status: str) -> None:
         partition = "val" if validate else "train"
         queue = _package("transfer_queue")
         await queue.async_kv_put(key=uid, partition_id=partition, tag={"status": status})

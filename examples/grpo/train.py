@@ -42,8 +42,7 @@ from aprilsched import (
 from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.kernel.store import SqliteStore
 from aprilsched.observe.figures.live_figures import LiveFigures
-from aprilsched.observe.live.live_model import RunFacts
-from aprilsched.observe.live.view import LiveView
+from aprilsched.observe.live import LiveView, RunFacts
 from aprilsched.trainers.corrections import (
     age_mask,
     clipped_loss,

@@ -244,7 +244,7 @@ class Meter:
                 forecast = {} if cast is None else {
                     name: getattr(cast, name)
                     for name in ("step_seconds", "efficiency", "off_policy_share", "mean_age",
-                                 "distance", "correction", "token_seconds", "read_seconds")
+                                 "distance", "token_seconds", "read_seconds")
                 }  # fmt: skip
                 self.chosen.append(
                     {"batch": len(self.ends), "schedule": fact.schedule, "forecast": forecast}

@@ -30,8 +30,8 @@ from aprilsched import (
     SqliteStore,
 )
 from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
-from aprilsched.agents.dialects.anthropic import ANTHROPIC
-from aprilsched.agents.dialects.openai import CHAT
+from aprilsched.agents.dialects.anthropic import Messages
+from aprilsched.agents.dialects.openai import Chats
 from aprilsched.agents.dialects.values import Dialect
 from aprilsched.agents.serving.bodies import decode
 from aprilsched.agents.sessions import Limits, Session, Sessions
@@ -45,8 +45,6 @@ from aprilsched.types import NO_VERSION, Batch, Float32Array, Int32Array, Rollou
 from tests.campaign.history import History, Outcome, recorded
 from tests.campaign.truth import TruthModel, true_versions
 from tests.support.tiny_tokenizer import CALL, ODD_CALLS, bytes_tokenizer
-
-__all__ = ["Letters", "left_behind", "run"]
 
 GROUPS, SIZE = 66, 8
 TURNS = 20
@@ -71,28 +69,18 @@ class Letters(TruthModel):
         self, states: Sequence[ContextState], counts: Sequence[int], key: int
     ) -> list[tuple[Int32Array, Float32Array]]:
         blocks = super().sample(states, counts, key)
-        return [(_letters(ids), printed) for ids, printed in blocks]
+        return [(self.shown(ids).astype(np.int32), logprobs) for ids, logprobs in blocks]
 
-
-def _letters(ids: Int32Array) -> Int32Array:
-    return (_FIRST_LETTER + ids % 26).astype(np.int32)
-
-
-def _call(ids: Int32Array) -> Int32Array:
-    return (_FIRST_CALL + ids % len(_CALLS)).astype(np.int32)
+    def shown(self, ids: Int32Array) -> Int32Array:
+        """The tokens for those of the toy model."""
+        return _FIRST_LETTER + ids % 26
 
 
 class _OddCalls(Letters):
     """Samples calls too: each is one token, of which there is one in forty."""
 
-    def sample(
-        self, states: Sequence[ContextState], counts: Sequence[int], key: int
-    ) -> list[tuple[Int32Array, Float32Array]]:
-        blocks = TruthModel.sample(self, states, counts, key)
-        return [
-            (np.where(ids % 40, _letters(ids), _call(ids // 40)), printed)
-            for ids, printed in blocks
-        ]
+    def shown(self, ids: Int32Array) -> Int32Array:
+        return np.where(ids % 40, super().shown(ids), _FIRST_CALL + ids // 40 % len(_CALLS))
 
 
 class _Fleet(SimFleet):
@@ -108,7 +96,7 @@ class _Fleet(SimFleet):
 class _Agent:
     """A harness outside, with what it knows. It speaks a dialect, less the socket."""
 
-    dialect: Dialect[Any]
+    dialect: type[Dialect]
     drawn: np.random.Generator
     contexts: list[list[Any]]
     turns: int
@@ -136,7 +124,7 @@ class _Agent:
             whole = msgspec.json.decode(
                 msgspec.json.encode(render_whole(self.dialect, asked, reply))
             )
-            if self.dialect is CHAT:
+            if self.dialect is Chats:
                 answer = whole["choices"][0]["message"]
             else:
                 answer = {"role": "assistant", "content": whole["content"]}
@@ -162,7 +150,6 @@ class _Campaign:
         """A life that is killed, and one that goes on to the batch."""
         killed = await self._life(SqliteStore(self.folder / "store", inline=True), first=True)
         self.outcome.ending.append("killed")
-        self.figures["turns_before_the_kill"] = sum(len(a.heard) for a in self.agents.values())
         await self._life(killed, first=False)
         self.outcome.ending.append("batch")
         self.figures["sessions"] = len(self.agents)
@@ -211,7 +198,6 @@ class _Campaign:
                     if number in DEAD:
                         fleet.engines[DEAD[number]].crash()
                     await rollouts.update_weights(SimPublisher())
-                    self.figures["refits"] += 1
                     open_now = sum([not task.done() for task in agents])
                     most = max(self.figures["sessions_at_once"], open_now)
                     self.figures["sessions_at_once"] = most
@@ -246,7 +232,7 @@ class _Campaign:
             drawn = np.random.default_rng([self.outcome.seed, int(session.id)])
             task = session.prompt.metadata["task"]
             agent = self.agents[session.id] = _Agent(
-                dialect=ANTHROPIC if int(session.id) % 2 else CHAT,
+                dialect=Messages if int(session.id) % 2 else Chats,
                 drawn=drawn,
                 contexts=[
                     [{"role": "user", "content": f"task {task}"}],
@@ -266,10 +252,8 @@ class _Campaign:
             self._check_one(rollout, self.agents[str(rollout.rollout_id)])
         counters = rollouts.state.in_flight.counters
         ledger = rollouts.state.in_flight.ledger
-        self.figures["attempts_again"] = counters.retries
         # Beginnings of answers whose ends were heard and not saved.
         started = ledger.tokens[Reason.RESTARTED]
-        self.figures["tokens_discarded_for_these"] = started
         if ledger.rollouts or set(ledger.tokens) - {Reason.RESTARTED}:
             self._complain(f"the ledger has {ledger.rollouts} and {ledger.tokens}")
         if counters.tokens_generated != counters.tokens_delivered + started:
@@ -296,8 +280,6 @@ class _Campaign:
         self.figures["sampled_calls"] += sum(each >= _FIRST_CALL for each in kept)
         if rollout.info["session"]["branches"] > len(agent.contexts):
             self._complain(f"session {rollout.rollout_id} has left a context of its agent")
-        self.figures["branches"] += 1 + len(rollout.branches)
-        self.figures["drift"] += rollout.info["session"]["drift"]
 
     def _complain(self, text: str) -> None:
         self.outcome.complaints.append(text)
@@ -311,9 +293,9 @@ def left_behind(store: SqliteStore, to: Path) -> SqliteStore:
     return SqliteStore(to / store.path.name, inline=True)
 
 
-def run(seed: int, *, aloud: bool = False) -> Outcome:
+def run(seed: int) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
-    outcome, history = Outcome(seed, kinds=["kills"]), History(aloud=aloud)
+    outcome, history = Outcome(seed, kinds=["kills"]), History()
     if seed % 2:
         outcome.kinds.append(ODD)
     with tempfile.TemporaryDirectory() as named:

@@ -54,6 +54,9 @@ class Callers:
         error = self._draw.choice(RAISED)()
         while isinstance(error, but):
             error = self._draw.choice(RAISED)()
+        return self._noted(error)
+
+    def _noted(self, error: BaseException) -> BaseException:
         self.raised.add(id(error))
         self._kept.append(error)
         return error
@@ -66,20 +69,25 @@ class Callers:
     def _maybe_raise(self, share: float) -> None:
         self._whole -= 1
         if self._broken == "raise":
-            error = KeyError("answer")
-            self.raised.add(id(error))
-            self._kept.append(error)
-            raise error
+            raise self._noted(KeyError("answer"))
         if self._mix.has("raising") and self._draw.random() < share:
             raise self.throw()
 
     async def _dawdle(self) -> None:
-        draw = self._draw
-        seconds = draw.choice([0.0, 0.0, 0.1, 1.0, 10.0])
+        seconds = self._draw.choice([0.0, 0.0, 0.1, 1.0, 10.0])
         if self._broken == "block":
             await asyncio.sleep(600.0)
         elif seconds:
-            await asyncio.sleep(seconds * draw.random())
+            await asyncio.sleep(seconds * self._draw.random())
+
+    def _slow(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """The coroutine function that dawdles, and then does what `plain` does."""
+
+        async def slow(*given: Any) -> Any:
+            await self._dawdle()
+            return plain(*given)
+
+        return slow
 
     def _score(self, good: Any) -> Any:
         if self._broken == "return None":
@@ -95,10 +103,7 @@ class Callers:
             self._maybe_raise(0.04)
             return self._score(draw.choice(GOOD_SCORES))
 
-        async def slow(rollout: Rollout, prompt: Prompt) -> Any:
-            await self._dawdle()
-            self._maybe_raise(0.04)
-            return self._score(draw.choice(GOOD_SCORES))
+        slow = self._slow(plain)
 
         def mixed(rollout: Rollout, prompt: Prompt) -> Any:
             return slow(rollout, prompt) if draw.random() < 0.5 else plain(rollout, prompt)
@@ -115,24 +120,14 @@ class Callers:
                 scores = draw.choice([scores[1:], [*scores, 1.0], dict.fromkeys(range(9)), None, 1])
             return scores
 
-        async def slow(group: Group) -> Any:
-            await self._dawdle()
-            return plain(group)
-
-        return plain if self._mix.plain else slow
+        return plain if self._mix.plain else self._slow(plain)
 
     def accept(self) -> Callable[..., Any]:
-        draw = self._draw
-
         def plain(group: Group) -> Any:
             self._maybe_raise(0.05)
-            return self._score(draw.random() < 0.8)
+            return self._score(self._draw.random() < 0.8)
 
-        async def slow(group: Group) -> Any:
-            await self._dawdle()
-            return plain(group)
-
-        return plain if self._mix.plain else slow
+        return plain if self._mix.plain else self._slow(plain)
 
     def episode(self) -> Callable[[Turn, Prompt], Awaitable[float | None]]:
         draw = self._draw

@@ -4,35 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 from aprilsched.errors import AprilschedError, InvariantViolation
-from tests.campaign.callers import Callers
+
+if TYPE_CHECKING:
+    from tests.campaign.life import Life
 
 PATIENCE_S = 2 * 3600.0
 """Of virtual time: a call that takes longer hangs. Everything in a mix ends within 20 minutes."""
 
 
-class Hang(Exception):
-    """A call does not return."""
+class Hang(BaseException):
+    """A call does not return, so the seed ends."""
 
 
 class Calls:
-    """Makes the calls of one life; `returned_late` gets the result of a cancelled call."""
+    """Makes the calls of one life; its trainer gets the result of a cancelled call."""
 
-    def __init__(
-        self,
-        callers: Callers,
-        *,
-        note: Callable[[str], None],
-        complain: Callable[[str], None],
-        returned_late: Callable[[str, Any], None],
-    ) -> None:
-        self._callers = callers
-        self._note = note
-        self._complain = complain
-        self._returned_late = returned_late
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._note = life.note
+        self._complain = life.complain
 
     async def call(
         self, name: str, work: Coroutine[Any, Any, Any], *, cancel_after: float | None = None
@@ -58,7 +52,7 @@ class Calls:
             if not task.done():
                 raise Hang(f"{name}() ignores its cancellation") from None
             if not task.cancelled() and task.exception() is None:
-                self._returned_late(name, task.result())
+                self._life.trainer.returned_late(name, task.result())
             raise
         if not done:
             raise Hang(f"{name}() has not returned for {PATIENCE_S:g} s")
@@ -72,7 +66,7 @@ class Calls:
         if not self._is_documented(error):
             text = "".join(traceback.format_exception(error)[-6:])
             self._complain(f"{name}() raised {error!r}\n{text}")
-        if isinstance(error, Exception):
+        if isinstance(error, (Exception, Hang)):
             raise error
         raise RuntimeError(f"{name}() raised {error!r}") from error
 
@@ -83,7 +77,7 @@ class Calls:
 
     def comes_from_caller(self, error: BaseException) -> bool:
         """Return whether the caller's code raised `error` or its cause."""
-        raised, cause = self._callers.raised, error.__cause__
+        raised, cause = self._life.trial.callers.raised, error.__cause__
         return id(error) in raised or (cause is not None and id(cause) in raised)
 
     async def cancel(self, task: asyncio.Task[Any]) -> None:

@@ -7,25 +7,25 @@ shows all of its errors.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from aprilsched import Batch, Rollout, SamplingParams
+from aprilsched import Batch, Group, Rollout, SamplingParams
 from aprilsched.errors import InvariantViolation, PromptsExhausted, RunEnded
 from aprilsched.kernel.core.invariants import check as check_invariants
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
 from aprilsched.kernel.core.state.ledger import FAILURES
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.simulation.engine.toy_model import weights_key_of_version
 from aprilsched.types import NO_VERSION
 from tests.campaign.mix import Mix
 from tests.campaign.prompts import prompt_of
 from tests.campaign.truth import TruthModel, is_right, sampling_of, true_versions, wrong_rows
-
-__all__ = ["Checks", "Given", "Records"]
 
 
 @dataclass
@@ -78,6 +78,9 @@ class Records:
 class Checks:
     """A listener that checks the state after each event; and the checks of what is delivered."""
 
+    weights_key: Callable[[int], int] = staticmethod(weights_key_of_version)
+    """What the engines call the weights of a version."""
+
     def __init__(self, mix: Mix, records: Records, complain: Callable[[str], None]) -> None:
         self.mix = mix
         self.records = records
@@ -85,15 +88,8 @@ class Checks:
         self._complain = complain
         self._model = TruthModel(mix.machine.vocab_size)
         self._broken = False
-        self.rollouts = 0
-        self.tokens = 0
-        self.inexact = 0
-        self.rows = 0
-        """Rows of companions that are called those of the sampling pass, and are."""
-        self.rows_of_another_pass = 0
-        """Those that say themselves that they are not."""
-        self.content_checked = 0
-        self.evaluations = 0
+        self.figures = Counter[str]()
+        """How much was checked."""
 
     # --- as a listener ---------------------------------------------------------------------------
 
@@ -107,10 +103,9 @@ class Checks:
             self._complain(f"invariant after {type(event).__name__}: {error}")
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        launched = [fact for fact in facts if isinstance(fact, GroupLaunched)]
-        if self.state is None:
-            return
-        for fact in launched:
+        for fact in facts:
+            if self.state is None or not isinstance(fact, GroupLaunched):
+                continue
             # What a killed process has not saved is launched again under the same ids.
             self.records.evaluated.discard(fact.group_id)
             group = self.state.in_flight.groups.get(fact.group_id)
@@ -150,7 +145,7 @@ class Checks:
                 self._complain(f"group {group.group_id} of {name} is not whole: {sorted(sizes)}")
             for rollout in group.rollouts:
                 self.rollout(rollout, f"rollout {rollout.rollout_id} of {name}")
-                self._content(rollout, group.prompt.key)
+                self._content(rollout, group)
                 bound = settings["max_staleness"].bound
                 if bound is not None and not batch.redelivered:
                     self._staleness(rollout, version, bound, name)
@@ -166,7 +161,7 @@ class Checks:
 
     def evaluation(self, batch: Batch, asked: int, *, between: tuple[int, int]) -> None:
         """An evaluation came back; the trainer's version was within `between` all the while."""
-        self.evaluations += 1
+        self.figures["evaluations"] += 1
         found: set[int] = set()
         for rollout in batch.rollouts:
             truth = self.rollout(rollout, f"rollout {rollout.rollout_id} of an evaluation")
@@ -182,14 +177,10 @@ class Checks:
 
     def rollout(self, rollout: Rollout, name: str) -> Any:
         """Arrays of one length, versions that are true; returns the true versions."""
-        self.rollouts += 1
-        self.tokens += len(rollout)
-        lengths = {
-            len(rollout.token_ids),
-            len(rollout.logprobs),
-            len(rollout.versions),
-            len(rollout.loss_mask),
-        }
+        self.figures["rollouts"] += 1
+        self.figures["tokens"] += len(rollout)
+        arrays = (rollout.token_ids, rollout.logprobs, rollout.versions, rollout.loss_mask)
+        lengths = set(map(len, arrays))
         if len(lengths) > 1:
             self._complain(f"{name} has arrays of lengths {sorted(lengths)}")
             return np.empty(0, dtype=np.int32)
@@ -197,7 +188,7 @@ class Checks:
         truth = true_versions(rollout.logprobs, sampled)
         wrong = np.flatnonzero(truth != rollout.versions)
         if not rollout.versions_exact:
-            self.inexact += 1
+            self.figures["inexact"] += 1
         elif wrong.size:
             first = int(wrong[0])
             self._complain(
@@ -206,31 +197,27 @@ class Checks:
             )
         mixed = rollout.versions_exact and len(set(truth[sampled].tolist())) > 1
         mix = self.mix
-        if mixed and mix.config().refit == "rolling" and not mix.has("other_settings"):
+        if mixed and mix.settings["refit"] == "rolling" and not mix.has("other_settings"):
             self._complain(f"{name} has tokens of several versions with rolling refits")
         if rollout.versions_exact:
             self._rows(rollout, truth, name)
-        covered = 0
-        for segment in rollout.segments:
-            if segment.start != covered or segment.end <= segment.start:
-                self._complain(f"{name} has segments with gaps or overlaps: {rollout.segments}")
-                break
-            covered = segment.end
-        if covered != len(rollout):
-            self._complain(f"{name} has segments up to {covered} of {len(rollout)} tokens")
+        edges = [0, *(segment.end for segment in rollout.segments)]
+        starts = [segment.start for segment in rollout.segments]
+        if edges != sorted(set(edges)) or starts != edges[:-1] or edges[-1] != len(rollout):
+            self._complain(f"{name} of {len(rollout)} tokens has the segments {rollout.segments}")
         return truth
 
     def _rows(self, rollout: Rollout, truth: Any, name: str) -> None:
-        if len(rollout.companions) != len(self.mix.config().companions):
+        if self.state and len(rollout.companions) != len(self.state.config.companions):
             self._complain(f"{name} has the companions {list(rollout.companions)}")
         for companion in rollout.companions.values():
-            self.rows += int(companion.exact.sum())
-            self.rows_of_another_pass += int((~companion.exact).sum())
+            self.figures["rows"] += int(companion.exact.sum())
+            self.figures["rows_of_another_pass"] += int((~companion.exact).sum())
         # With adapters the truth says nothing of the weights below them.
-        if not self.mix.has("adapters") and (wrong := wrong_rows(rollout, truth)):
+        if not self.mix.has("adapters") and (wrong := wrong_rows(rollout, truth, self.weights_key)):
             self._complain(f"{name} {wrong}")
 
-    def _content(self, rollout: Rollout, key: Any) -> None:
+    def _content(self, rollout: Rollout, group: Group) -> None:
         """Is each token what the model samples after those before it?"""
         mix = self.mix
         # Under weights that somebody else brought in, keys of older ones are met. In an earlier
@@ -238,23 +225,28 @@ class Checks:
         mixed = mix.settings["straggler"] == "in_place" or mix.has("foreign")
         if mix.has("adapters") or mixed or rollout.stale_keys:
             return
+        if (asked := self.asked(rollout, group)) is None:
+            return
+        if not mix.episodes and len(rollout) != asked[0].max_new_tokens:
+            self._complain(
+                f"rollout {rollout.rollout_id} has {len(rollout)} of "
+                f"{asked[0].max_new_tokens} tokens"
+            )
+        self.figures["content_checked"] += 1
+        if not any(is_right(rollout, each, self._model, self.weights_key) for each in asked):
+            self._complain(f"rollout {rollout.rollout_id} of {group.prompt.key} has other tokens")
+
+    def asked(self, rollout: Rollout, group: Group) -> list[SamplingParams] | None:
+        """How the rollout may have been sampled; None if its prompt is a bad one."""
+        if self.mix.episodes:
+            return [SamplingParams(temperature=0.0)]
+        key = group.prompt.key
         index = key if isinstance(key, int) else int(str(key).split()[1])
-        if mix.episodes:
-            asked = [SamplingParams(temperature=0.0)]
-        else:
-            prompt = prompt_of(mix, index, max(rollout.index + 1, 1))
-            # An evaluation may have one response of each prompt, which keeps its seed.
-            asked = [*sampling_of(rollout, prompt, 2), *sampling_of(rollout, prompt, 1)]
-            if not np.array_equal(rollout.prompt_ids, prompt.input_ids):
-                return  # a bad prompt that could be used
-            if len(rollout) != asked[0].max_new_tokens:
-                self._complain(
-                    f"rollout {rollout.rollout_id} has {len(rollout)} of "
-                    f"{asked[0].max_new_tokens} tokens"
-                )
-        self.content_checked += 1
-        if not any(is_right(rollout, sampling, self._model) for sampling in asked):
-            self._complain(f"rollout {rollout.rollout_id} of prompt {key} has tokens of another")
+        prompt = prompt_of(self.mix, index, max(rollout.index + 1, 1))
+        if not np.array_equal(rollout.prompt_ids, prompt.input_ids):
+            return None
+        # An evaluation may have one response of each prompt, which keeps its seed.
+        return [*sampling_of(rollout, prompt, 2), *sampling_of(rollout, prompt, 1)]
 
     # --- the end of a life -----------------------------------------------------------------------
 
@@ -274,7 +266,7 @@ class Checks:
                 f"{given} of {prompts} groups given, {failed} failed, and it ends: {error}"
             )
 
-    def end(self, state: SchedulerState, kept: Iterable[Batch]) -> None:
+    def end(self, state: SchedulerState) -> None:
         """Nothing is lost: every prompt and every token has its place."""
         if self._broken:
             return
@@ -286,8 +278,6 @@ class Checks:
         records = self.records
         there = {key for batch in records.batches.values() for key in batch.keys}
         there |= {g.prompt.key for g in state.in_flight.groups.values() if g.evaluation_id is None}
-        for batch in kept:
-            there |= {group.prompt.key for group in batch.groups}
         for delivered in state.delivery.unacknowledged.values():
             there |= {group.prompt.key for group in delivered.groups}
         there |= {records.launched.get(entry.group_id) for entry in state.in_flight.ledger.entries}
@@ -297,12 +287,7 @@ class Checks:
 
     def _tokens(self, state: SchedulerState) -> None:
         counters = state.in_flight.counters
-        held = 0
-        for rollout in state.in_flight.rollouts.values():
-            start = 0
-            for end, version, _ in rollout.log.runs:
-                held += end - start if version != NO_VERSION else 0
-                start = end
+        held = sum(rollout.log.sampled_tokens for rollout in state.in_flight.rollouts.values())
         known = counters.tokens_delivered + counters.tokens_discarded + held
         if counters.tokens_generated != known:
             self._complain(

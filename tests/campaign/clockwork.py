@@ -17,8 +17,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["VirtualThreads"]
-
 
 @dataclass
 class _Workers:

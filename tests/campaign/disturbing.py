@@ -45,7 +45,7 @@ class Disturber:
                 case "foreign":
                     newer = life.scheduler.version + draw.choice([-1, 1, 3])
                     fleet.foreign_refit(engine, max(0, newer))
-                case "slow_engines" if engine.name not in fleet.slowed | fleet.down:
+                case "slow_engines" if engine.name not in fleet.down:
                     fleet.slow_down(
                         engine, draw.choice([0.0, 0.05, 0.5]), draw.choice([5.0, 120.0])
                     )

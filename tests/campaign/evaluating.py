@@ -10,7 +10,6 @@ import numpy as np
 
 from aprilsched import Prompt, SamplingParams
 from aprilsched.errors import ConfigError
-from tests.campaign.calls import Hang
 
 if TYPE_CHECKING:
     from tests.campaign.life import Life
@@ -65,8 +64,6 @@ class Evaluations:
         except ConfigError as error:
             if "asleep" not in str(error) and not life.failed():
                 life.complain(f"evaluate() raised {error!r}")
-        except Hang:
-            raise
         except Exception as error:
             life.note(f"an evaluation ended with {error!r}")
         else:

@@ -8,42 +8,37 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from aprilsched.kernel.engines.base import FleetChange
-from aprilsched.simulation.engine import SimConfig, SimEngine
+from aprilsched.simulation.engine import SimEngine
 from aprilsched.simulation.engine.toy_model import weights_key_of_version
 from tests.campaign.history import History
-
-__all__ = ["ChaosFleet"]
+from tests.campaign.mix import Mix
 
 
 class ChaosFleet:
     """Engines "sim-0", "sim-1", …; whatever is done to one is written into the history."""
 
-    def __init__(
-        self,
-        count: int,
-        config: SimConfig,
-        history: History,
-        *,
-        refit_seconds: float,
-        pause_seconds: float,
-    ) -> None:
-        self._config = config
-        self._history = history
-        self._times = {"refit_seconds": refit_seconds, "pause_seconds": pause_seconds}
+    def __init__(self, mix: Mix, history: History) -> None:
+        self._mix = mix
+        self._note = history.note
         self._made = 0
         self._members: list[SimEngine] = []
         self.all: list[SimEngine] = []
         """Every engine that ever was a member."""
         self.down: set[str] = set()
         """Engines that crashed and have not restarted."""
-        self.slowed: set[str] = set()
         self._changes: asyncio.Queue[FleetChange] = asyncio.Queue()
         self._open = False
-        for _ in range(count):
+        for _ in range(mix.engines):
             self._members.append(self._make())
 
     def _make(self) -> SimEngine:
-        engine = SimEngine(f"sim-{self._made}", self._config, **self._times)
+        mix = self._mix
+        engine = SimEngine(
+            f"sim-{self._made}",
+            mix.machine,
+            refit_seconds=mix.refit_seconds,
+            pause_seconds=mix.pause_seconds,
+        )
         self._made += 1
         self.all.append(engine)
         return engine
@@ -74,7 +69,7 @@ class ChaosFleet:
         """The server's process is replaced, by one with the weights of `version`."""
         work = "busy" if engine.batcher.running or engine.batcher.waiting else "idle"
         paused = f", paused ({engine.batcher.paused})" if engine.batcher.paused else ""
-        self._history.note(
+        self._note(
             f"CHAOS {engine.name} ({work}{paused}, of version {engine.batcher.version}) restarts "
             f"unannounced with the weights of version {version}, after {after:g} s"
         )
@@ -105,27 +100,19 @@ class ChaosFleet:
             return
         before = engine.batcher.version
         if engine.batcher.refit(version, weights_key_of_version(version)):
-            self._history.note(
+            self._note(
                 f"CHAOS somebody else brings version {version} into {engine.name}, "
                 f"which had {before}"
             )
 
     def slow_down(self, engine: SimEngine, rate: float, seconds: float) -> None:
-        self._history.note(
-            f"CHAOS {engine.name} computes at {rate:g} of its speed for {seconds:g} s"
-        )
+        self._note(f"CHAOS {engine.name} computes at {rate:g} of its speed for {seconds:g} s")
         engine.decode_at(rate)
-        self.slowed.add(engine.name)
-        asyncio.get_running_loop().call_later(seconds, self._usual_speed, engine)
-
-    def _usual_speed(self, engine: SimEngine) -> None:
-        self.slowed.discard(engine.name)
-        engine.decode_at(1.0)
+        asyncio.get_running_loop().call_later(seconds, engine.decode_at, 1.0)
 
     def usual_speed(self) -> None:
         for engine in self.all:
-            if engine.name in self.slowed:
-                self._usual_speed(engine)
+            engine.decode_at(1.0)
 
     def restart_the_dead(self) -> None:
         for engine in self.all:
@@ -161,7 +148,7 @@ class ChaosFleet:
         if len(self._members) > 1 and draw.random() < 0.5:
             engine = draw.choice(self._members)
             self._members.remove(engine)
-            self._history.note(f"CHAOS {engine.name} leaves the fleet")
+            self._note(f"CHAOS {engine.name} leaves the fleet")
             self._changes.put_nowait(FleetChange(left=(engine.name,)))
         elif len(self._members) < most:
             left = [e for e in self.all if e not in self._members and e.name not in self.down]
@@ -171,5 +158,5 @@ class ChaosFleet:
                 return
             self._members.append(engine)
             version = engine.batcher.version
-            self._history.note(f"CHAOS {engine.name} joins the fleet, with version {version}")
+            self._note(f"CHAOS {engine.name} joins the fleet, with version {version}")
             self._changes.put_nowait(FleetChange(joined=(engine,)))

@@ -17,10 +17,7 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.simulation.engine import run_virtual
 
-__all__ = ["History", "Outcome", "recorded"]
-
 _KEPT = 4000
-_SHOWN = 200
 _MOST_CHARACTERS = 160
 _IDS = ("rollout_id", "group_id", "key", "index")
 
@@ -48,23 +45,19 @@ class History(logging.Handler):
     """A listener that writes everything down, and what the library logs and the campaign notes
     between."""
 
-    def __init__(self, *, aloud: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._lines: deque[str] = deque(maxlen=_KEPT)
-        self._aloud = aloud
 
     def note(self, text: str) -> None:
         try:
             now = asyncio.get_running_loop().time()
         except RuntimeError:
             now = 0.0
-        line = f"{now:10.3f}  {text}"
-        self._lines.append(line)
-        if self._aloud:
-            print(line, flush=True)
+        self._lines.append(f"{now:10.3f}  {text}")
 
-    def last(self, count: int) -> list[str]:
-        return list(self._lines)[-count:]
+    def lines(self) -> list[str]:
+        return list(self._lines)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.note(f"LOG {record.levelname} {record.getMessage()}")
@@ -77,16 +70,14 @@ class History(logging.Handler):
 
 
 def recorded(outcome: Outcome, history: History, run: Coroutine[Any, Any, None]) -> Outcome:
-    """Run a seed on the virtual clock. Whatever it raises is a complaint, and a run with complaints
-    has the last lines of its history."""
+    """Run a seed on the virtual clock. Whatever it raises is a complaint."""
     with _logged(history):
         try:
             run_virtual(run, idle_timeout=20.0)
         except Exception as error:
             text = "".join(traceback.format_exception(error)[-12:])
             outcome.complaints.append(f"the run ended with {error!r}\n{text}")
-    if outcome.complaints:
-        outcome.history = history.last(_SHOWN)
+    outcome.history = history.lines()
     return outcome
 
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-from aprilsched import Batch, RolloutScheduler
+from aprilsched import RolloutScheduler
 from aprilsched.errors import ConfigError
 from tests.campaign.calls import PATIENCE_S, Calls, Hang
 from tests.campaign.checks import Checks
@@ -21,8 +21,6 @@ from tests.campaign.trainer import Trainer
 
 if TYPE_CHECKING:
     from tests.campaign.trial import Trial
-
-_CHECKED = ("rollouts", "tokens", "inexact", "content_checked", "evaluations")
 
 
 class Life:
@@ -46,12 +44,7 @@ class Life:
         self.trainer = Trainer(self)
         self.evaluations = Evaluations(self)
         self.disturber = Disturber(self)
-        self.calls = Calls(
-            trial.callers,
-            note=self.note,
-            complain=self.complain,
-            returned_late=self.trainer.returned_late,
-        )
+        self.calls = Calls(self)
         self.helpers: set[asyncio.Task[Any]] = set()
         self.ended = ""
 
@@ -106,23 +99,9 @@ class Life:
 
     def _make(self) -> None:
         trial, mix, callers = self.trial, self.mix, self.trial.callers
-        self.source = Source(
-            mix,
-            callers,
-            group_size=mix.settings["group_size"],
-            broken=trial.broken,
-            note=self.note,
-        )
+        self.source = Source(self)
         if trial.inner is not None:
-            self.store = ChaosStore(
-                trial.inner,
-                inline=mix.inline_store,
-                failing=0.05 if mix.has("failing_store") else 0.0,
-                draw=mix.draw(f"store {self.number}"),
-                given=lambda: self.trainer.may_acknowledge,
-                complain=self.complain,
-                note=self.note,
-            )
+            self.store = ChaosStore(trial.inner, self)
             self.store.on_saved.append(self._saved)
             self.trainer.may_acknowledge |= trial.records.acknowledged
         rewards = {"none": None, "rollout": callers.reward(), "group": callers.group_reward()}
@@ -216,16 +195,11 @@ class Life:
             self.complain(f"{trial.threads.open} pieces of work are left in threads")
         for complaint in await trial.fleet.left_on_engines():
             self.complain(complaint)
-        kept = getattr(self.scheduler._session.waits, "kept", None)
         if not self.ended.startswith("killed"):
             self.trainer.end_parts()
-            self.checks.end(state, [kept] if isinstance(kept, Batch) else [])
+            self.checks.end(state)
             trial.records.expect_redelivery(with_store=self.store is not None)
-        for name in _CHECKED:
-            trial.figures[name] += getattr(self.checks, name)
-        if self.mix.companions:
-            trial.figures["rows"] += self.checks.rows
-            trial.figures["rows_of_another_pass"] += self.checks.rows_of_another_pass
+        trial.figures += self.checks.figures
         trial.figures["lives"] += 1
         trial.figures["launched"] += state.in_flight.counters.launched
         await trial.fleet.close()

@@ -28,8 +28,6 @@ from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.engine.toy_model import KvTier
 from tests.campaign.truth import COMPANIONS, TruthModel
 
-__all__ = ["KINDS", "Mix"]
-
 KINDS: dict[str, float] = {
     # What engines do.
     "restarts": 0.5,

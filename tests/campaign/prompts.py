@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aprilsched import Prompt, SamplingParams
-from tests.campaign.callers import Callers
 from tests.campaign.mix import Mix
+
+if TYPE_CHECKING:
+    from tests.campaign.life import Life
 
 
 def prompt_of(mix: Mix, index: int, group_size: int) -> Prompt:
@@ -34,26 +36,17 @@ def prompt_of(mix: Mix, index: int, group_size: int) -> Prompt:
     )
 
 
-class Source:
-    """Prompts of one life; sync or async, from the begin.
+class Source(Iterator[Any]):
+    """Prompts of one life, sync or async, from the first one.
 
-    It raises at an index once in a run (`broken` is the run's), and dries up now and then.
+    It raises at an index once in a run, and dries up now and then.
     """
 
-    def __init__(
-        self,
-        mix: Mix,
-        callers: Callers,
-        *,
-        group_size: int,
-        broken: set[int],
-        note: Callable[[str], None],
-    ) -> None:
-        self._mix = mix
-        self._callers = callers
-        self._group_size = group_size
-        self._broken = broken
-        self._note = note
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._mix = mix = life.mix
+        self._group_size: int = mix.settings["group_size"]
+        self._broken = life.trial.broken
         self._next = 0
         draw = mix.draw("source")
         count = mix.prompts
@@ -68,9 +61,9 @@ class Source:
 
     def __call__(self) -> Any:
         """What the scheduler is given."""
-        return _Async(self) if self._mix.async_source else _Sync(self)
+        return _Async(self) if self._mix.async_source else self
 
-    def give(self) -> Any:
+    def __next__(self) -> Any:
         """The next one; StopIteration at the end."""
         index = self._next
         if index >= self._mix.prompts:
@@ -78,7 +71,7 @@ class Source:
         if index in self._raises_at and index not in self._broken:
             self._broken.add(index)
             # The ends of iterators: a source that raises them has ended.
-            raise self._callers.throw(StopIteration, StopAsyncIteration)
+            raise self._life.trial.callers.throw(StopIteration, StopAsyncIteration)
         self._next += 1
         if index in self._bad_at:
             return self._bad(index)
@@ -111,22 +104,14 @@ class Source:
         if self._slow:
             await asyncio.sleep(self._slow * self._mix.draw(f"slow {index}").random())
         if index in self._dry_at:
-            self._note(f"the source is dry at {index}")
+            self._life.note(f"the source is dry at {index}")
             self.dry = True
             await asyncio.sleep(self._mix.draw(f"dry {index}").choice([3.0, 60.0, 300.0]))
             self.dry = False
         if index == self.dry_for_ever_at:
-            self._note(f"the source is dry at {index}, for ever")
+            self._life.note(f"the source is dry at {index}, for ever")
             self.dry = True
             await asyncio.Event().wait()
-
-
-class _Sync(Iterator[Any]):
-    def __init__(self, source: Source) -> None:
-        self._source = source
-
-    def __next__(self) -> Any:
-        return self._source.give()
 
 
 class _Async(AsyncIterator[Any]):
@@ -136,6 +121,6 @@ class _Async(AsyncIterator[Any]):
     async def __anext__(self) -> Any:
         await self._source.wait()
         try:
-            return self._source.give()
+            return next(self._source)
         except StopIteration:
             raise StopAsyncIteration from None

@@ -13,7 +13,7 @@ from aprilsched.kernel.core.messages.commands import Plan
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.planning import Planner
-from aprilsched.planning.planner import Space, candidates
+from aprilsched.planning.candidates import Space, candidates
 from aprilsched.simulation.engine.publisher import SimAdapterPublisher
 from tests.campaign.callers import Callers
 from tests.campaign.mix import Mix

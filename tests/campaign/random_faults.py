@@ -22,8 +22,6 @@ from tests.support.faults import (
     Restart,
 )
 
-__all__ = ["Script", "random_script"]
-
 OPEN_S = 1.0
 """By then the fleet is open; a fault before that would only make the opening fail."""
 _FLOOD_BYTES = 2**22

@@ -9,44 +9,33 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from aprilsched import LongTailWorkload, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import (
+    DiskPublisher,
+    LongTailWorkload,
+    RolloutScheduler,
+    SchedulerConfig,
+    SGLangFleet,
+)
 from aprilsched.config import Dispatch, Health, Retries, Timeouts
 from aprilsched.errors import ConfigError, FleetLost, PromptsExhausted, RefitError, RunGivenUp
-from aprilsched.kernel.core.invariants import check
-from aprilsched.kernel.core.messages import facts as of
-from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.http import HttpLimits
-from aprilsched.kernel.engines.refit import RefitFromDisk
-from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning.step_times.model import H200_QWEN3_4B
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.simulation.results import remainder
-from aprilsched.types import NO_VERSION, Batch, Rollout
+from aprilsched.types import Group, Rollout, SamplingParams
+from tests.campaign.checks import Checks, Records
 from tests.campaign.clockwork import VirtualThreads
 from tests.campaign.history import History, Outcome, recorded
 from tests.campaign.mix import Mix
 from tests.campaign.publishing import ChaosPlanner
 from tests.campaign.random_faults import Script, random_script
-from tests.campaign.truth import (
-    CONTENT,
-    TruthModel,
-    file_key,
-    is_right,
-    sampling_of,
-    true_versions,
-    wrong_rows,
-)
+from tests.campaign.truth import CONTENT, TruthModel, file_key, sampling_of
 from tests.support.faults import FaultyServer
-
-__all__ = ["run"]
 
 ENGINES = 3
 BATCHES = 12
@@ -73,63 +62,31 @@ MACHINE = SimConfig(
 )
 NARROW = replace(MACHINE, max_running=2, max_queued=2)
 """The machine of a third of the seeds: 3 of them have room for 12 of the 16 rollouts of a batch."""
-RECOMPUTES = ("retract", "abort", "run")
-"""Stragglers of these have every context computed under the weights that sample after it."""
 
 
-class Checkpoints:
-    """Publishes versions that were all written beforehand."""
+class Checkpoints(DiskPublisher):
+    """Publishes checkpoints whose content names their version."""
 
-    def __init__(self, folder: Path, versions: int) -> None:
-        self._folder = folder
-        for version in range(1, versions + 1):
-            path = self._path(version)
-            path.mkdir()
-            (path / "config.json").write_text("{}")
-            (path / "model.safetensors").write_text(CONTENT.format(version))
-
-    def holds(self, version: int) -> bool:
-        return self._path(version).is_dir()
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, self._write, keep=3 * BATCHES)
+        self._version = 0
 
     async def prepare(self, version: int) -> None:
-        pass
+        self._version = version
+        await super().prepare(version)
 
-    async def publish(
-        self, version: int, engines: Sequence[Engine]
-    ) -> Mapping[str, Exception | None]:
-        answers = await asyncio.gather(
-            *(self._update(engine, version) for engine in engines), return_exceptions=True
-        )
-        return {
-            engine.name: answer if isinstance(answer, Exception) else None
-            for engine, answer in zip(engines, answers, strict=True)
-        }
-
-    async def _update(self, engine: Engine, version: int) -> None:
-        assert isinstance(engine, RefitFromDisk)
-        await engine.update_from_disk(self._path(version), version)
-
-    def _path(self, version: int) -> Path:
-        return self._folder / f"version-{version:08d}"
+    def _write(self, path: Path) -> None:
+        (path / "config.json").write_text("{}")
+        (path / "model.safetensors").write_text(CONTENT.format(self._version))
 
 
-class Watch:
-    """A listener that checks the invariants of a scheduler and counts lost engines.
+class _Checks(Checks):
+    """Holds rollouts to prompts of one turn, and to weights that were loaded from files."""
 
-    `state` is set once the scheduler exists.
-    """
+    weights_key = staticmethod(file_key)
 
-    def __init__(self) -> None:
-        self.state: SchedulerState | None = None
-        self.figures: Counter[str] = Counter()
-
-    def on_facts(self, facts: Sequence[of.Fact], now: float) -> None:
-        for fact in facts:
-            if isinstance(fact, of.EngineLost):
-                self.figures["standby" if fact.standby else "engines_lost"] += 1
-        # Most facts are chunks of tokens, which come alone and change nothing that is checked.
-        if self.state is not None and not isinstance(facts[-1], of.TokensReceived):
-            check(self.state)
+    def asked(self, rollout: Rollout, group: Group) -> list[SamplingParams]:
+        return sampling_of(rollout, group.prompt, len(group.rollouts))
 
 
 def settings_of(mix: Mix) -> SchedulerConfig:
@@ -148,15 +105,15 @@ def settings_of(mix: Mix) -> SchedulerConfig:
     )
 
 
-def run(seed: int, *, companions: bool = False, aloud: bool = False) -> Outcome:
+def run(seed: int, *, companions: bool = False) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
     random.seed(seed)  # the adapter's retries draw their waits from it
-    mix = Mix.of(seed, only=(), companions=companions)
+    mix = replace(Mix.of(seed, only=(), companions=companions), episodes=False)
     horizon_s = BATCHES * (BATCH_S + TRAIN_S[seed % len(TRAIN_S)])
     script = random_script(seed, engines=ENGINES, horizon_s=horizon_s)
     kinds = [fault.kind for fault, _ in script]
     outcome = Outcome(seed, kinds=kinds, settings=mix.described())
-    history = History(aloud=aloud)
+    history = History()
     history.note(f"{script}")
     with TemporaryDirectory() as folder:
         trial = _Run(mix, outcome, history, script, Path(folder))
@@ -174,11 +131,9 @@ class _Run:
         self.outcome = outcome
         self.history = history
         self.script = script
-        self.checkpoints = Checkpoints(folder, 3 * BATCHES)
+        self.checkpoints = Checkpoints(folder)
         self.train_s = TRAIN_S[mix.seed % len(TRAIN_S)]
-        self.watch = Watch()
-        self.summary = Summary(trainer_waits=self.config.pace == "synchronous")
-        self.model = TruthModel(VOCAB)
+        self.checks = _Checks(mix, Records(), outcome.complaints.append)
         self.servers: list[FaultyServer] = []
         self.figures: Counter[str] = Counter()
         self.refused = 0
@@ -214,10 +169,9 @@ class _Run:
                     batcher = server.engine.batcher
                     self.figures["left_paused"] += batcher.paused is not None
                     self.figures["left_running"] += batcher.running + batcher.waiting
-        self.outcome.figures = dict(self.figures + self.watch.figures)
-        for name in ("lost", "duplicated", "wrong", "left_running"):
-            if self.figures[name]:
-                self.outcome.complaints.append(f"{self.figures[name]} rollouts are {name}")
+        self.outcome.figures = dict(self.figures + self.checks.figures)
+        if left := self.figures["left_running"]:
+            self.outcome.complaints.append(f"{left} requests are left on servers")
 
     async def _with_scheduler(self) -> str:
         """Returns how it ended."""
@@ -233,29 +187,27 @@ class _Run:
             prompts,
             config=self.config,
             planner=ChaosPlanner(self.mix),
-            listeners=(self.summary, self.watch, self.history),
+            listeners=(self.checks, self.history),
             run_id=f"campaign{self.outcome.seed:08d}",
         )
-        self.watch.state = scheduler.state
+        self.checks.state = scheduler.state
         ending = "done"
         try:
             async with scheduler as rollouts:
                 await self._train(rollouts)
         except (FleetLost, RefitError, RunGivenUp, PromptsExhausted, ConfigError) as error:
             ending = f"{type(error).__name__}: {error}"
-        state = scheduler.state
-        failed = [entry for entry in state.in_flight.ledger.entries if entry.reason == "failed"]
-        self.figures["groups_dropped"] += len(failed)
-        result = self.summary.result(remainder(state), clock="virtual")
-        for name in ("launched", "delivered", "in_flight", "lost", "duplicated"):
-            self.figures[name] += getattr(result.rollouts, name)
+        self.checks.end(scheduler.state)
         return ending
 
     async def _train(self, rollouts: RolloutScheduler) -> None:
         for _ in range(BATCHES):
             while True:
                 try:
-                    self._check(await rollouts.next_batch())
+                    batch = await rollouts.next_batch()
+                    self.checks.batch(
+                        batch, version=rollouts.version, secured=False, settings=self.mix.settings
+                    )
                     break
                 except RefitError:  # no engine has whole weights
                     await self._update(rollouts)
@@ -271,29 +223,3 @@ class _Run:
             if self.refused > REFUSALS:
                 raise
             await asyncio.sleep(1.0)
-
-    def _check(self, batch: Batch) -> None:
-        for group in batch.groups:
-            for rollout in group.rollouts:
-                if rollout.versions_exact:
-                    asked = sampling_of(rollout, group.prompt, len(group.rollouts))
-                    self.figures["checked"] += 1
-                    self.figures["wrong"] += not any(self._is_true(rollout, s) for s in asked)
-
-    def _is_true(self, rollout: Rollout, sampling: Any) -> bool:
-        """Each version is that which sampled its token, and each token what it samples there."""
-        if len(rollout) != sampling.max_new_tokens or rollout.finish_reason != "length":
-            return False
-        truth = true_versions(rollout.logprobs, rollout.versions != NO_VERSION)
-        if (truth != rollout.versions).any() or wrong_rows(rollout, truth, file_key):
-            return False
-        for companion in rollout.companions.values():
-            self.figures["rows"] += int(companion.exact.sum())
-            self.figures["rows_of_another_pass"] += int((~companion.exact).sum())
-        # Where keys are kept, those of later versions have them of several.
-        recomputes = self.config.straggler in RECOMPUTES or self.config.cached_kv == "recompute"
-        known = len(set(truth.tolist())) == 1 or recomputes
-        # What a run that keeps them has in a tier is found by later requests too.
-        kept = self.config.cached_kv == "keep" and self.mix.machine.tier is not None
-        known = known and not (kept or rollout.stale_keys)
-        return not known or is_right(rollout, sampling, self.model, file_key)

@@ -6,46 +6,28 @@ was given it.
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from aprilsched.errors import StoreError
 from aprilsched.kernel.core.state.saved import Saved, Snapshot
 from aprilsched.kernel.store.in_memory import Store
 
-__all__ = ["ChaosStore"]
+if TYPE_CHECKING:
+    from tests.campaign.life import Life
 
 
 class ChaosStore:
-    """One life's view of a store that outlives it.
+    """One life's view of a store that outlives it; without `inline` it has a thread, which is
+    slow."""
 
-    Args:
-        inner: what keeps the content.
-        inline: False gives it a thread of its own, which is slow.
-        failing: probability that a save fails.
-        given: indices of the batches that the trainer has.
-        complain: told of every violation.
-    """
-
-    def __init__(
-        self,
-        inner: Store,
-        *,
-        inline: bool,
-        failing: float,
-        draw: random.Random,
-        given: Callable[[], Iterable[int]],
-        complain: Callable[[str], None],
-        note: Callable[[str], None],
-    ) -> None:
-        self.inline = inline
+    def __init__(self, inner: Store, life: Life) -> None:
+        self.inline = life.mix.inline_store
         self._inner = inner
-        self._failing = failing
-        self._draw = draw
-        self._given = given
-        self._complain = complain
-        self._note = note
+        self._life = life
+        self._failing = 0.05 if life.mix.has("failing_store") else 0.0
+        self._draw = life.mix.draw(f"store {life.number}")
         self._held: set[int] = set()
         self.withdrawn: Counter[int] = Counter()
         """How often batches were offered and withdrawn, which the store forgets untaken."""
@@ -68,7 +50,7 @@ class ChaosStore:
             return
         if self._draw.random() < self._failing:
             self.whole = False
-            self._note("CHAOS the store fails to save")
+            self._life.note("CHAOS the store fails to save")
             raise StoreError("the disk is full; this is a fault of the campaign.")
         self._inner.save(snapshot, durable=durable)
         self.whole = True
@@ -81,13 +63,13 @@ class ChaosStore:
         else:
             gone = set(snapshot.acknowledged) & (self._held | now)
             self._held = (self._held | now) - set(snapshot.acknowledged)
-        gone = (gone | set(snapshot.acknowledged)) - set(self._given())
+        gone = (gone | set(snapshot.acknowledged)) - self._life.trainer.may_acknowledge
         withdrawn = gone & self.withdrawn.keys()
         # Another batch may have the number next, and be withdrawn before this is saved.
         self.withdrawn -= Counter(withdrawn)
         gone -= withdrawn
         if gone:
-            self._complain(
+            self._life.complain(
                 f"batches {sorted(gone)} were deleted from the store and the trainer was never "
                 "given them"
             )

@@ -43,8 +43,6 @@ class Trainer:
             now = clock()
             try:
                 batch = self._joined(await self._next_batch())
-            except Hang:
-                raise
             except RunEnded as error:
                 if life.failed():
                     return f"{type(error).__name__}: {error}"

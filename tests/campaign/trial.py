@@ -22,13 +22,11 @@ from tests.campaign.history import History, Outcome, recorded
 from tests.campaign.life import Life
 from tests.campaign.mix import Mix
 
-__all__ = ["run"]
 
-
-def run(mix: Mix, *, aloud: bool = False) -> Outcome:
+def run(mix: Mix) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
     outcome = Outcome(mix.seed, kinds=sorted(mix.kinds), settings=mix.described())
-    history = History(aloud=aloud)
+    history = History()
     random.seed(mix.seed)
     with tempfile.TemporaryDirectory() as folder:
         trial = Trial(mix, outcome, history, Path(folder))
@@ -69,13 +67,7 @@ class Trial:
             self.inner = MemoryStore()
         elif mix.store == "sqlite":
             self.inner = SqliteStore(self.folder / "store", inline=mix.inline_store)
-        self.fleet = ChaosFleet(
-            mix.engines,
-            mix.machine,
-            self.history,
-            refit_seconds=mix.refit_seconds,
-            pause_seconds=mix.pause_seconds,
-        )
+        self.fleet = ChaosFleet(mix, self.history)
         for number in range(mix.lives):
             of_life = mix if number == 0 else mix.of_next_life(number)
             life = Life(self, of_life, number, last=number == mix.lives - 1)

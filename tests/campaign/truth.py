@@ -37,17 +37,6 @@ from aprilsched.types import (
     derived_seed,
 )
 
-__all__ = [
-    "COMPANIONS",
-    "CONTENT",
-    "TruthModel",
-    "file_key",
-    "is_right",
-    "sampling_of",
-    "true_versions",
-    "wrong_rows",
-]
-
 COMPANIONS = (Companion("routed_experts", "uint8", (3, 2)), Companion("sampling_mask"))
 MOST_VERSIONS = 400
 CONTENT = "weights of version {}"

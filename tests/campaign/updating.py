@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from aprilsched.errors import CallbackError, ConfigError, RefitError, StoreError
-from tests.campaign.calls import Hang
 
 if TYPE_CHECKING:
     from tests.campaign.life import Life
@@ -76,8 +75,6 @@ class Updates:
                 trainer.acknowledged(batches)
                 if draw.random() < 0.5:
                     return None
-            except Hang:
-                raise
             except Exception as error:
                 if life.failed():
                     return f"{type(error).__name__}: {error}"
@@ -104,8 +101,6 @@ class Updates:
         except asyncio.CancelledError:
             if life.closing:
                 raise
-        except Hang:
-            raise
         except Exception as error:
             if life.failed():
                 return f"{type(error).__name__}: {error}"
@@ -162,8 +157,6 @@ class Updates:
             if not fails:
                 life.complain(f"checkpoint() raised {error!r}")
             trainer.may_acknowledge = may
-        except Hang:
-            raise
         except Exception as error:
             if not life.failed():
                 life.complain(f"checkpoint() raised {error!r}")

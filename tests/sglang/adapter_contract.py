@@ -21,8 +21,6 @@ from aprilsched.kernel.weights.lora import LoraPublisher
 from aprilsched.testing.contract import ENDLESS, WAIT_SECONDS, Stream, greedy, whole
 from aprilsched.types import VersionSpan
 
-__all__ = ["ADAPTER_CHECKS", "AdapterCheck", "Adapting", "adapted", "fake_adapters"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Adapting:

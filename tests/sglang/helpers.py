@@ -15,15 +15,6 @@ from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.testing.contract import until
 
-__all__ = [
-    "SOON",
-    "batch_through_updates",
-    "opened",
-    "reset",
-    "running",
-    "settled",
-]
-
 SOON = 15.0
 """Seconds within which an aborted request ends. A request that continues to its thousands of tokens
 takes longer; a busy machine slows both."""

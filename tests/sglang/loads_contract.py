@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["check_loads"]
-
 ANSWER: dict[str, Any] = {
     "timestamp": str,
     "version": str,

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,24 +37,8 @@ from aprilsched.kernel.core.state.ledger import Counters
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.testing.contract import until
 from aprilsched.types import Int32Array, VersionSpan
+from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.server import run_with_server_packages
-
-__all__ = [
-    "BATCHES",
-    "CONFIG",
-    "SCORED",
-    "TOLERANCE",
-    "TRIES",
-    "Recorder",
-    "Run",
-    "check_greedy",
-    "crossing",
-    "long_tail",
-    "record",
-    "scores",
-    "sequence_scores",
-    "until_crossing",
-]
 
 BATCHES = 6
 GROUPS = 4
@@ -153,16 +138,54 @@ def long_tail(
     return prompts
 
 
+def scheduled(
+    urls: Sequence[str],
+    recorder: Recorder,
+    *,
+    prompts: Sequence[Prompt] | None = None,
+    fleet: Fleet | None = None,
+    listeners: Sequence[Any] = (),
+    **changes: Any,
+) -> RolloutScheduler:
+    """A scheduler with 32 rollouts in flight, whose servers' answers `recorder` keeps.
+
+    By default the responses are greedy, so that each token can be held to the model of its version,
+    and one in eight is long. `changes` are other settings.
+    """
+    if fleet is None:
+        fleet = SGLangFleet(urls, admin_key=ADMIN_KEY, stream_interval=16)
+    if prompts is None:
+        prompts = long_tail(2_000, longest=400, temperature=0.0, every=2)
+    recorder.scheduler = RolloutScheduler(
+        fleet,
+        prompts,
+        config=SchedulerConfig(**{**CONFIG, **changes}),  # type: ignore[arg-type]
+        listeners=[recorder, *listeners],
+    )
+    return recorder.scheduler
+
+
+def check_whole(rollouts: RolloutScheduler, batches: Sequence[Batch]) -> list[Rollout]:
+    """The delivered rollouts, of which none is lost, dropped or doubled."""
+    delivered = [rollout for batch in batches for rollout in batch.rollouts]
+    ids = {rollout.rollout_id for rollout in delivered}
+    in_flight = rollouts.state.in_flight
+    assert len(ids) == len(delivered)
+    assert not ids & set(in_flight.rollouts)
+    assert in_flight.ledger.total == 0, [entry.cause for entry in in_flight.ledger.entries]
+    assert in_flight.counters.launched == len(ids) + len(in_flight.rollouts)
+    return delivered
+
+
 async def record(
     urls: Sequence[str],
     checkpoints: Sequence[Path],
     straggler: StragglerRule,
     *,
-    admin_key: str | None = None,
     prompts: Sequence[Prompt] | None = None,
     batches: int = BATCHES,
     lose_one: bool = False,
-    changes: Mapping[str, object] | None = None,
+    changes: Mapping[str, Any] | None = None,
     fleet: Callable[[Sequence[str]], Fleet] | None = None,
     folder: Path | None = None,
 ) -> Run:
@@ -173,13 +196,14 @@ async def record(
     Each version is copied into `folder` first, if that is given: rolling refits need it.
     """
     recorder = Recorder()
-    scheduler = RolloutScheduler(
-        fleet(urls) if fleet else SGLangFleet(urls, admin_key=admin_key, stream_interval=16),
-        prompts if prompts is not None else long_tail(200),
-        config=SchedulerConfig(straggler=straggler, **{**CONFIG, **(changes or {})}),  # type: ignore[arg-type]
-        listeners=[recorder],
+    scheduler = scheduled(
+        urls,
+        recorder,
+        prompts=long_tail(200) if prompts is None else prompts,
+        fleet=fleet and fleet(urls),
+        straggler=straggler,
+        **(changes or {}),
     )
-    recorder.scheduler = scheduler
     taken: list[Batch] = []
 
     def checkpoint() -> Path:
@@ -224,19 +248,20 @@ async def _lose_one(rollouts: RolloutScheduler) -> None:
     rollouts._feed(EngineLost(engine=halfway(), cause="given up by the test"))
 
 
-def crossing(run: Run) -> list[Rollout]:
+def crossing(run: Run, versions: int = 2) -> list[Rollout]:
     """The rollouts that several versions sampled; a rollout of one version proves little."""
-    return [r for r in run.rollouts if len(set(r.versions.tolist())) > 1]
+    return [r for r in run.rollouts if len(set(r.versions.tolist())) >= versions]
 
 
-async def until_crossing(once: Callable[[int], Awaitable[Run]]) -> Run:
-    """The first run of `once`, given the number of the try, in which a response outlived an update.
+async def until_crossing(once: Callable[[int], Awaitable[Run]], versions: int = 2) -> Run:
+    """The first run of `once`, given the number of the try, in which a response has so many
+    versions.
 
     A server generates while a busy machine keeps the scheduler waiting, so the stragglers of a
     whole run may end before an update reaches them.
     """
     for number in range(TRIES):
-        if crossing(run := await once(number)):
+        if crossing(run := await once(number), versions):
             return run
     raise AssertionError(f"no response outlived an update in {TRIES} runs")
 

@@ -19,8 +19,6 @@ from typing import Any
 
 from tests.sglang.server import HERE, free_port, server_environment, server_python
 
-__all__ = ["SGLangRouter"]
-
 BOOT_SECONDS = 600.0
 STOP_SECONDS = 20.0
 TAIL_LINES = 25

@@ -17,8 +17,6 @@ from tests.sglang.recorded import TOLERANCE, Run, long_tail, until_crossing
 from tests.sglang.server import run_with_server_packages
 from tests.sglang.tiny_vision import KINDS, SIDE
 
-__all__ = ["check_seen", "check_versions", "picture", "write_seeing"]
-
 
 def write_seeing(kind: str, folder: Path, python: Path | None = None) -> tuple[Path, Path]:
     """Two models that understand images, with very different weights."""

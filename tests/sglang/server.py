@@ -21,15 +21,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = [
-    "CpuServer",
-    "free_port",
-    "run_with_server_packages",
-    "server_environment",
-    "server_python",
-    "write_model",
-]
-
 HERE = Path(__file__).parent
 BOOT_SECONDS = 600.0
 STOP_SECONDS = 20.0

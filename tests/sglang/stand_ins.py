@@ -16,8 +16,6 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["copy_kv", "doze", "fork", "install", "unpin", "unregister"]
-
 _PAUSED_MILLISECONDS = 20
 _VLLM_OPERATORS = ("rms_norm", "fused_add_rms_norm", "rotary_embedding", "awq_dequantize")
 

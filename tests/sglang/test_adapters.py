@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched import Batch, LoraPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import Batch, LoraPublisher
 from aprilsched.kernel.core.messages.commands import Pause
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.simulation.engine.settings import SimConfig
@@ -26,7 +26,7 @@ from tests.sglang.adapter_contract import (
     fake_adapters,
 )
 from tests.sglang.conftest import INTERVAL
-from tests.sglang.recorded import Recorder, check_greedy, long_tail, sequence_scores
+from tests.sglang.recorded import Recorder, check_greedy, long_tail, scheduled, sequence_scores
 from tests.sglang.server import CpuServer, run_with_server_packages
 from tests.sglang.tiny_adapter import MODULES, RANK
 
@@ -131,17 +131,11 @@ async def test_rollouts_are_of_the_adapters_they_were_sent_under(
         lambda path: shutil.copytree(adapters[0][newest[0] % 2], path, dirs_exist_ok=True),
         name="rollouts",
     )
-    scheduler = RolloutScheduler(
-        SGLangFleet([lora_server.url], stream_interval=INTERVAL),
-        long_tail(80, longest=150, temperature=0.0, every=2),
-        config=SchedulerConfig(
-            batch_groups=4, group_size=4, over_provision=2.0, pace="asynchronous"
-        ),
-        listeners=[recorder],
-    )
-    recorder.scheduler = scheduler
+    prompts = long_tail(80, longest=150, temperature=0.0, every=2)
     batches: list[Batch] = []
-    async with scheduler as rollouts:
+    async with scheduled(
+        [lora_server.url], recorder, prompts=prompts, pace="asynchronous"
+    ) as rollouts:
         for version in range(1, 7):
             batches.append(await rollouts.next_batch())
             newest[0] = version

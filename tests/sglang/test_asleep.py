@@ -16,7 +16,7 @@ from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import greedy, until, whole
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import settled
-from tests.sglang.recorded import Recorder, check_greedy, long_tail
+from tests.sglang.recorded import Recorder, check_greedy, check_whole, long_tail, scheduled
 from tests.sglang.server import CpuServer
 
 pytestmark = pytest.mark.long
@@ -29,17 +29,8 @@ async def test_stragglers_sleep_through_a_training_step_and_end_on_the_new_weigh
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path, straggler: StragglerRule
 ):
     recorder = Recorder()
-    scheduler = RolloutScheduler(
-        SGLangFleet([clean_server.url], stream_interval=16),
-        long_tail(60, longest=400, temperature=0.0, every=2),
-        config=SchedulerConfig(
-            batch_groups=4, group_size=4, over_provision=2.0, straggler=straggler
-        ),
-        listeners=[recorder],
-    )
-    recorder.scheduler = scheduler
     batches: list[Batch] = []
-    async with scheduler as rollouts:
+    async with scheduled([clean_server.url], recorder, straggler=straggler) as rollouts:
         for step in range(STEPS):
             batches.append(await rollouts.next_batch())
             async with rollouts.asleep():
@@ -49,9 +40,7 @@ async def test_stragglers_sleep_through_a_training_step_and_end_on_the_new_weigh
                     held = rollouts.state.in_flight.open_attempts
                     assert held == len(list(rollouts.state.in_flight.open_requests()))
                 await rollouts.update_weights(DiskPublisher(models[(step + 1) % 2]))
-        in_flight = rollouts.state.in_flight
-        delivered = [rollout for batch in batches for rollout in batch.rollouts]
-        assert in_flight.counters.launched == len(delivered) + len(in_flight.rollouts)
+        delivered = check_whole(rollouts, batches)
     for rollout in delivered:
         assert rollout.versions.tolist() == recorder.reported(rollout)
     crossing = check_greedy(delivered, models, tmp_path)

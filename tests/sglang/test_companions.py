@@ -7,7 +7,7 @@ compared with the router of transformers under the version of its token, over th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -39,7 +39,6 @@ from aprilsched.trainers.corrections import renormalized
 from tests.sglang.helpers import reset
 from tests.sglang.recorded import Run, crossing, long_tail, record, scores
 from tests.sglang.server import CpuServer, write_model
-from tests.sglang.test_scheduler import wait
 
 LAYERS, PER_TOKEN, EXPERTS = 2, 2, 8
 COMPANIONS = (
@@ -83,19 +82,14 @@ def servers(
 ) -> Iterator[tuple[CpuServer, CpuServer]]:
     """Two servers that return routed experts."""
     folder = tmp_path_factory.mktemp("servers")
-    both = tuple(
-        CpuServer(mixtures[0], folder / f"{name}.txt", "--enable-return-routed-experts")
-        for name in ("first", "second")
-    )
-    try:
-        for server in both:
-            server.start()
-        for server in both:
-            server.wait_ready()
-        yield both[0], both[1]
-    finally:
-        for server in both:
-            server.stop()
+    flag = "--enable-return-routed-experts"
+    with (
+        CpuServer(mixtures[0], folder / "first.txt", flag) as first,
+        CpuServer(mixtures[0], folder / "second.txt", flag) as second,
+    ):
+        first.wait_ready()
+        second.wait_ready()
+        yield first, second
 
 
 def prompts(every: int = 5) -> list[Prompt]:
@@ -127,46 +121,30 @@ def truth(models: Sequence[Path], rollouts: Sequence[Rollout], folder: Path) -> 
     return found
 
 
-@pytest.fixture(scope="module")
-def runs(
-    servers: tuple[CpuServer, CpuServer],
-    mixtures: tuple[Path, Path],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str], Run]:
-    async def make(kind: str) -> Run:
-        rule, changes = RULES[kind]
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in RULES]
+)
+async def test_rows_are_those_of_the_version_of_their_token(
+    kind: str, servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path], tmp_path: Path
+) -> None:
+    rule, changes = RULES[kind]
+    for number in range(TRIES):
         for server in servers:
             await reset(server.url, mixtures[0])
-        return await record(
+        run = await record(
             [server.url for server in servers],
             mixtures,
             rule,
             prompts=prompts(),
             batches=4,
             changes={"companions": COMPANIONS, "batch_groups": 3, **changes},
-            folder=tmp_path_factory.mktemp("weights"),
+            folder=tmp_path / f"weights-{number}",
         )
-
-    def run(kind: str) -> Run:
-        found = wait(make(kind))
-        for _ in range(TRIES - 1):
-            if _versions(found, kind) > 1:
-                break
-            found = wait(make(kind))
-        return found
-
-    return run
-
-
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in RULES]
-)
-def test_rows_are_those_of_the_version_of_their_token(
-    kind: str, runs: Callable[[str], Run], mixtures: tuple[Path, Path], tmp_path: Path
-) -> None:
-    run = runs(kind)
+        if _versions(run, kind) > 1:
+            break
+    else:
+        raise AssertionError("no run has several versions")
     _check(run.rollouts, mixtures, tmp_path, in_place=kind == "in place")
-    assert _versions(run, kind) > 1
     if kind in OF_ONE_VERSION:
         assert not crossing(run)
 

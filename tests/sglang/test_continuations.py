@@ -10,7 +10,6 @@ import pytest
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.testing.contract import greedy, whole
 from aprilsched.types import Rollout
-from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import opened, settled
 from tests.sglang.recorded import Run, crossing, long_tail, record
 from tests.sglang.server import CpuServer
@@ -32,7 +31,6 @@ async def _greedy_run(
         [server.url for server in pair],
         [model],
         rule,
-        admin_key=ADMIN_KEY,
         prompts=long_tail(18, longest=500, temperature=0.0),
         batches=99,
         lose_one=lose_one,

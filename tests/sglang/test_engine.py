@@ -13,13 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from aprilsched.errors import ControlTimeout, EngineError, EngineRejected, EngineUnreachable
+from aprilsched.errors import ControlTimeout, EngineRejected
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import ENDLESS, WAIT_SECONDS, Stream, greedy, until, whole
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import SOON, running
-from tests.sglang.proxy import CuttingProxy
 from tests.sglang.server import CpuServer
 
 SETTLE_SECONDS = 0.3
@@ -237,37 +236,6 @@ async def test_hazard_13_no_timeout_and_no_pool_stop_a_long_tail(
     await asyncio.sleep(1.2 * seconds)
     await engine.resume()
     assert [len(await stream.end()) for stream in streams] == [60] * 120
-    await engine.close()
-
-
-async def test_hazard_14_a_generation_is_never_sent_twice(clean_server: CpuServer) -> None:
-    """If the connection breaks, the request ends with an error and is aborted, and it is not sent a
-    second time."""
-    async with CuttingProxy(clean_server.port) as proxy:
-        engine = SGLangEngine(proxy.url)
-        await engine.open()
-        proxy.generations = 0
-        stream = await Stream(engine, greedy(ENDLESS)).start().reach(1)
-        proxy.cut()
-        with pytest.raises(EngineError, match="connection") as caught:
-            await stream.end()
-        assert not isinstance(caught.value, EngineUnreachable)
-        assert proxy.generations == 1
-        await until(lambda: _idle(clean_server), SOON)
-        await engine.close()
-
-
-async def test_hazard_14_only_a_failure_to_connect_may_be_repeated(
-    clean_server: CpuServer,
-) -> None:
-    """The server stops after the probe. Nothing was sent, and the error says so."""
-    async with CuttingProxy(clean_server.port) as proxy:
-        engine = SGLangEngine(proxy.url)
-        await engine.open()
-    await asyncio.sleep(SETTLE_SECONDS)  # until the end of the kept connections was noticed
-    for call in (whole(engine, greedy()), engine.pause("retract"), engine.version()):
-        with pytest.raises(EngineUnreachable, match="is the server up at"):
-            await call
     await engine.close()
 
 

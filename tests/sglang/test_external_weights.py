@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from aprilsched import Batch, ExternalWeights, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import Batch, ExternalWeights, RolloutScheduler
 from aprilsched.config import Dispatch
 from aprilsched.kernel.core.messages.facts import EngineLost
 from aprilsched.testing.contract import WAIT_SECONDS, until
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.recorded import Recorder, check_greedy, long_tail
+from tests.sglang.recorded import Recorder, check_greedy, check_whole, long_tail, scheduled
 from tests.sglang.server import CpuServer
 
 pytestmark = pytest.mark.long
@@ -84,21 +84,13 @@ class Trainer:
                 await asyncio.sleep(0.01)
 
 
-@asynccontextmanager
-async def scheduled(
-    servers: Sequence[CpuServer], recorder: Recorder, **changes: object
-) -> AsyncGenerator[RolloutScheduler]:
+def opened(servers: Sequence[CpuServer], recorder: Recorder, **changes: Any) -> RolloutScheduler:
     """A scheduler with sixteen rollouts in flight over both servers, some of 900 tokens."""
-    settings = {"batch_groups": 1, "group_size": 4, "over_provision": 4.0, **changes}
-    scheduler = RolloutScheduler(
-        SGLangFleet([s.url for s in servers], admin_key=ADMIN_KEY, stream_interval=16),
-        long_tail(200, longest=900, temperature=0.0, every=2),
-        config=SchedulerConfig(dispatch=Dispatch(placement="spread"), **settings),  # type: ignore[arg-type]
-        listeners=[recorder],
-    )
-    recorder.scheduler = scheduler
-    async with scheduler as rollouts:
-        yield rollouts
+    settings: dict[str, Any] = {"batch_groups": 1, "over_provision": 4.0, **changes}
+    prompts = long_tail(200, longest=900, temperature=0.0, every=2)
+    spread = Dispatch(placement="spread")
+    urls = [server.url for server in servers]
+    return scheduled(urls, recorder, prompts=prompts, dispatch=spread, **settings)
 
 
 def check(
@@ -112,10 +104,7 @@ def check(
     """Check that nothing is lost, and that each token is of the version that it is said to have,
     across several versions in some rollouts. If an engine `stood_by`, the responses that it had say
     that their versions are not exact."""
-    delivered = [rollout for batch in batches for rollout in batch.rollouts]
-    in_flight = rollouts.state.in_flight
-    assert in_flight.ledger.total == 0
-    assert in_flight.counters.launched == len(delivered) + len(in_flight.rollouts)
+    delivered = check_whole(rollouts, batches)
     exact = [rollout for rollout in delivered if rollout.versions_exact]
     assert stood_by or len(exact) == len(delivered)
     assert check_greedy(exact, models, folder) > 0
@@ -147,7 +136,7 @@ async def test_the_trainer_says_afterwards_what_it_has_loaded(
     recorder = Recorder()
     async with (
         Trainer(clean_pair, models) as trainer,
-        scheduled(clean_pair, recorder, straggler="retract") as rollouts,
+        opened(clean_pair, recorder, straggler="retract") as rollouts,
     ):
         batches: list[Batch] = []
         modes = itertools.cycle(("retract", "abort"))
@@ -170,7 +159,7 @@ async def test_a_trainer_whose_labels_are_no_numbers_has_its_weights_labelled(
 ):
     async with (
         Trainer(clean_pair, models) as trainer,
-        scheduled(clean_pair, Recorder(), straggler="abort", over_provision=1.0) as rollouts,
+        opened(clean_pair, Recorder(), straggler="abort", over_provision=1.0) as rollouts,
     ):
         await rollouts.next_batch()
         await trainer.update(1, mode="abort", label="step-1")
@@ -186,7 +175,7 @@ async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
 ):
     async with (
         Trainer(clean_pair, models) as trainer,
-        scheduled(clean_pair, Recorder(), straggler="retract") as rollouts,
+        opened(clean_pair, Recorder(), straggler="retract") as rollouts,
     ):
         batches: list[Batch] = []
         while rollouts.version < 3 or not crossed(batches):
@@ -218,7 +207,7 @@ async def test_the_trainer_pauses_and_continues_the_servers_itself_while_the_sch
     of the scheduler no token is sampled."""
     async with (
         Trainer(clean_pair, models) as trainer,
-        scheduled(clean_pair, Recorder(), straggler="abort", pace="asynchronous") as rollouts,
+        opened(clean_pair, Recorder(), straggler="abort", pace="asynchronous") as rollouts,
     ):
         batches: list[Batch] = []
         while rollouts.version < 3 or not crossed(batches):
@@ -255,7 +244,7 @@ async def test_a_foreign_update_in_mid_generation_is_followed_without_a_word(
     }
     async with (
         Trainer(clean_pair, models) as trainer,
-        scheduled(clean_pair, recorder, **changes) as rollouts,
+        opened(clean_pair, recorder, **changes) as rollouts,
     ):
         engines = rollouts.state.weights.versions.engines
         batches: list[Batch] = []

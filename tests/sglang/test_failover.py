@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import Batch, RolloutScheduler
 from aprilsched.config import Health, Timeouts
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.core.messages.facts import EngineLost
 from aprilsched.kernel.core.state.assembly import rollout_of
 from aprilsched.kernel.engines.address import ServerAddress
 from aprilsched.testing.contract import until
-from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.recorded import Recorder, check_greedy, long_tail
+from tests.sglang.recorded import Recorder, check_greedy, check_whole, long_tail, scheduled
 from tests.sglang.server import CpuServer
 
 Pair = tuple[CpuServer, CpuServer]
@@ -28,21 +27,14 @@ def name(server: CpuServer) -> str:
 
 def scheduler(servers: list[CpuServer], recorder: Recorder, groups: int) -> RolloutScheduler:
     """Greedy, so that every token can be checked against the model."""
-    opened = RolloutScheduler(
-        SGLangFleet([s.url for s in servers], admin_key=ADMIN_KEY, stream_interval=16),
-        long_tail(groups, longest=400, temperature=0.0, every=2),
-        config=SchedulerConfig(
-            batch_groups=4,
-            group_size=4,
-            over_provision=2.0,
-            pace="asynchronous",
-            health=Health(stall_s=8.0),
-            timeouts=Timeouts(control_s=20.0),
-        ),
-        listeners=[recorder],
+    return scheduled(
+        [server.url for server in servers],
+        recorder,
+        prompts=long_tail(groups, longest=400, temperature=0.0, every=2),
+        pace="asynchronous",
+        health=Health(stall_s=8.0),
+        timeouts=Timeouts(control_s=20.0),
     )
-    recorder.scheduler = opened
-    return opened
 
 
 def halfway(rollouts: RolloutScheduler, engine: str) -> Callable[[], bool]:
@@ -67,16 +59,6 @@ async def rest(rollouts: RolloutScheduler) -> list[Batch]:
             batches.append(await rollouts.next_batch())
         except PromptsExhausted:
             return batches
-
-
-def check_whole(rollouts: RolloutScheduler, batches: list[Batch], model: Path, at: Path) -> None:
-    """Check that each rollout is there once and complete, with its model's own logprobs."""
-    delivered = [rollout for batch in batches for rollout in batch.rollouts]
-    assert len({rollout.rollout_id for rollout in delivered}) == len(delivered)
-    counters, ledger = rollouts.state.in_flight.counters, rollouts.state.in_flight.ledger
-    assert ledger.total == 0, [entry.cause for entry in ledger.entries]
-    assert counters.launched == counters.delivered == len(delivered)
-    check_greedy(delivered, [model, model], at)
 
 
 @pytest.mark.long
@@ -116,7 +98,7 @@ async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_ba
             lambda: set(rollouts.state.weights.versions.engines) == {name(stays), name(hangs)}
         )
         batches += await rest(rollouts)
-        check_whole(rollouts, batches, models[0], tmp_path)
+        check_greedy(check_whole(rollouts, batches), [models[0]] * 2, tmp_path)
         moved = [r for b in batches for r in b.rollouts if len(r.segments) > 1]
         assert any([s.engine for s in r.segments][:2] == handed for r in moved)
         assert len(losses(recorder)) == 1
@@ -138,6 +120,6 @@ async def test_the_only_server_is_killed_and_started_again_and_the_run_goes_on(
         only.start()
         await asyncio.to_thread(only.wait_ready)
         batches = await rest(rollouts)
-        check_whole(rollouts, batches, models[0], tmp_path)
+        check_greedy(check_whole(rollouts, batches), [models[0]] * 2, tmp_path)
         assert rollouts.state.in_flight.counters.tokens_reprefilled > 0
     assert "no engine is left since" in caplog.text

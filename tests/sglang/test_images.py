@@ -68,13 +68,9 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def vision_server(
     seeing: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VisionServer]:
-    server = VisionServer(seeing[0], tmp_path_factory.mktemp("vision") / "log.txt")
-    try:
-        server.start()
+    with VisionServer(seeing[0], tmp_path_factory.mktemp("vision") / "log.txt") as server:
         server.wait_ready()
         yield server
-    finally:
-        server.stop()
 
 
 @pytest.mark.long

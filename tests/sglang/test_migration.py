@@ -25,19 +25,14 @@ LONG, SHORT = 500, 16
 @pytest.fixture
 def small_pair(models: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[CpuServer, CpuServer]]:
     """Two servers with small KV pools."""
-    first, second = (
-        CpuServer(models[0], tmp_path / f"{name}.txt", "--max-total-tokens", str(POOL))
-        for name in ("first", "second")
-    )
-    try:
-        first.start()
-        second.start()
+    flags = ("--max-total-tokens", str(POOL))
+    with (
+        CpuServer(models[0], tmp_path / "first.txt", *flags) as first,
+        CpuServer(models[0], tmp_path / "second.txt", *flags) as second,
+    ):
         first.wait_ready()
         second.wait_ready()
         yield first, second
-    finally:
-        first.stop()
-        second.stop()
 
 
 class Sent:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import DiskPublisher
 from aprilsched.config import Timeouts
 from aprilsched.errors import RefitError
 from aprilsched.kernel.core.messages.commands import Command, Pause
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import until
-from tests.sglang.recorded import Recorder, long_tail
+from tests.sglang.recorded import Recorder, scheduled
 from tests.sglang.server import CpuServer
 
 
@@ -66,19 +66,8 @@ async def test_the_server_goes_on_under_the_old_version_and_the_next_update_work
     failing: str,
 ):
     recorder = CancelsInThePause()
-    scheduler = RolloutScheduler(
-        SGLangFleet([clean_server.url], stream_interval=16),
-        long_tail(60, longest=400, every=2),
-        config=SchedulerConfig(
-            batch_groups=4,
-            group_size=4,
-            over_provision=2.0,
-            pace="asynchronous",
-            timeouts=Timeouts(refit_s=2.0 if failing == "hangs" else 60.0),
-        ),
-        listeners=[recorder],
-    )
-    recorder.scheduler = scheduler
+    limits = Timeouts(refit_s=2.0 if failing == "hangs" else 60.0)
+    scheduler = scheduled([clean_server.url], recorder, pace="asynchronous", timeouts=limits)
     async with scheduler as rollouts:
         await rollouts.next_batch()
         if failing == "is cancelled":

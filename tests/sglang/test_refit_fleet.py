@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
-from aprilsched import Batch, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import Batch, RolloutScheduler
 from aprilsched.config import Pool
 from aprilsched.kernel.core.messages.commands import Command, Continue, Pause
 from aprilsched.kernel.core.messages.events import Event
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.weights.distributed import DistributedPublisher
-from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.recorded import Recorder, check_greedy, long_tail
+from tests.sglang.recorded import Recorder, check_greedy, check_whole, scheduled
 from tests.sglang.server import CpuServer
 from tests.sglang.trained import tensors
 
@@ -48,27 +47,7 @@ class Trainer:
             yield named
 
 
-@asynccontextmanager
-async def scheduled(
-    urls: Sequence[str], recorder: Recorder, listeners: Sequence[object] = ()
-) -> AsyncGenerator[RolloutScheduler]:
-    """A scheduler with 32 rollouts in flight, on servers of which some need the admin key."""
-    scheduler = RolloutScheduler(
-        SGLangFleet(urls, admin_key=ADMIN_KEY, stream_interval=16),
-        long_tail(2_000, longest=400, temperature=0.0, every=2),
-        config=SchedulerConfig(
-            batch_groups=4,
-            group_size=4,
-            over_provision=2.0,
-            refill=Pool(together=2),
-            pace="asynchronous",
-            straggler="retract",
-        ),
-        listeners=[recorder, *listeners],  # type: ignore[list-item]
-    )
-    recorder.scheduler = scheduler
-    async with scheduler as rollouts:
-        yield rollouts
+SETTINGS: dict[str, Any] = {"refill": Pool(together=2), "pace": "asynchronous"}
 
 
 async def step(rollouts: RolloutScheduler, trainer: Trainer, refit: DistributedPublisher) -> Batch:
@@ -77,20 +56,6 @@ async def step(rollouts: RolloutScheduler, trainer: Trainer, refit: DistributedP
     trainer.version = rollouts.version + 1
     await rollouts.update_weights(refit)
     return batch
-
-
-def check(
-    batches: Sequence[Batch], rollouts: RolloutScheduler, recorder: Recorder
-) -> list[Rollout]:
-    """Check conservation and the servers' versions; returns all delivered rollouts."""
-    delivered = [rollout for batch in batches for rollout in batch.rollouts]
-    ids = {rollout.rollout_id for rollout in delivered}
-    in_flight = rollouts.state.in_flight
-    assert len(ids) == len(delivered)
-    assert not ids & set(in_flight.rollouts)
-    assert in_flight.ledger.total == 0
-    assert in_flight.counters.launched == len(ids) + len(in_flight.rollouts)
-    return delivered
 
 
 async def check_running(url: str, version: int) -> None:
@@ -108,7 +73,7 @@ async def test_ten_distributed_refits_with_stragglers_in_the_pause(
 ):
     recorder, trainer = Recorder(), Trainer(models)
     refit = DistributedPublisher(trainer.weights, backend="gloo", bucket_bytes=BUCKET)
-    async with scheduled([server.url for server in clean_pair], recorder) as rollouts:
+    async with scheduled([server.url for server in clean_pair], recorder, **SETTINGS) as rollouts:
         batches: list[Batch] = []
         for _ in range(10):
             batches.append(await rollouts.next_batch())
@@ -119,7 +84,7 @@ async def test_ten_distributed_refits_with_stragglers_in_the_pause(
             trainer.version = rollouts.version + 1
             report = await rollouts.update_weights(refit)
             assert not report.quarantined
-        delivered = check(batches, rollouts, recorder)
+        delivered = check_whole(rollouts, batches)
         for rollout in delivered:
             assert rollout.versions_exact
             assert rollout.versions.tolist() == recorder.reported(rollout)
@@ -202,31 +167,28 @@ async def test_a_server_killed_at_any_moment_of_a_refit_costs_nothing_and_rejoin
     caplog: pytest.LogCaptureFixture,
     moments: tuple[Deaths, ...],
 ):
-    victim = CpuServer(models[0], tmp_path / "victim.txt")
-    killer, recorder, trainer = Killer(victim), Recorder(), Trainer(models)
+    recorder, trainer = Recorder(), Trainer(models)
     refit = DistributedPublisher(
         trainer.weights, backend="gloo", bucket_bytes=BUCKET, timeout_s=30.0
     )
     batches: list[Batch] = []
     text: list[str] = []
-    try:
-        victim.start()
+    with CpuServer(models[0], tmp_path / "victim.txt") as victim:
+        killer = Killer(victim)
         victim.wait_ready()
         urls = [clean_server.url, victim.url]
         with caplog.at_level(logging.WARNING, "aprilsched"):
-            async with scheduled(urls, recorder, [killer]) as rollouts:
+            async with scheduled(urls, recorder, listeners=[killer], **SETTINGS) as rollouts:
                 batches.append(await step(rollouts, trainer, refit))
                 for moment in moments:
                     caplog.clear()
                     await die(rollouts, killer, trainer, refit, moment, batches)
                     text += received(caplog, "aprilsched")
                     await rejoin(rollouts, killer, trainer, refit, batches)
-                delivered = check(batches, rollouts, recorder)
+                delivered = check_whole(rollouts, batches)
                 await refit.aclose()
         for url in urls:
             await check_running(url, rollouts.version)
-    finally:
-        victim.stop()
     assert killer.kills == len(moments)
     for moment, line in zip(moments, text, strict=True):
         assert line.startswith(f"engine {killer.name} is out of use: "), moment.when

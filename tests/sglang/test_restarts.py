@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from aprilsched import Batch, DiskPublisher, Prompt, RolloutScheduler, SchedulerConfig, SGLangFleet
+from aprilsched import Batch, DiskPublisher, Prompt, RolloutScheduler
 from aprilsched.config import Timeouts
 from aprilsched.errors import EngineError
 from aprilsched.kernel.core.messages.events import EngineLost
@@ -21,7 +22,7 @@ from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import opened
-from tests.sglang.recorded import Recorder, check_greedy, long_tail
+from tests.sglang.recorded import Recorder, check_greedy, long_tail, scheduled
 from tests.sglang.server import BOOT_SECONDS, CpuServer
 
 Pair = tuple[CpuServer, CpuServer]
@@ -31,21 +32,9 @@ def name(server: CpuServer) -> str:
     return ServerAddress.parse(server.url).name
 
 
-def scheduler(servers: Pair, recorder: Recorder, **changes: object) -> RolloutScheduler:
-    """Greedy, so that each token can be checked against the model of its version."""
-    values: dict[str, object] = {
-        "batch_groups": 4,
-        "group_size": 4,
-        "timeouts": Timeouts(control_s=30.0),
-    }
-    made = RolloutScheduler(
-        SGLangFleet([s.url for s in servers], admin_key=ADMIN_KEY, stream_interval=8),
-        long_tail(400, longest=400, temperature=0.0, every=2),
-        config=SchedulerConfig(**{**values, **changes}),  # type: ignore[arg-type]
-        listeners=[recorder],
-    )
-    recorder.scheduler = made
-    return made
+def scheduler(servers: Pair, recorder: Recorder, **changes: Any) -> RolloutScheduler:
+    urls = [server.url for server in servers]
+    return scheduled(urls, recorder, timeouts=Timeouts(control_s=30.0), **changes)
 
 
 def questions(count: int) -> list[Prompt]:

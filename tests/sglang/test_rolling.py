@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -21,15 +21,12 @@ from aprilsched import (
     DiskPublisher,
     RelayPublisher,
     RolloutScheduler,
-    SchedulerConfig,
-    SGLangFleet,
 )
 from aprilsched.config import Pool, Prices
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.testing.contract import until
 from aprilsched.types import Rollout
-from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.recorded import Recorder, check_greedy, long_tail
+from tests.sglang.recorded import Recorder, check_greedy, check_whole, scheduled
 from tests.sglang.server import CpuServer
 from tests.sglang.trained import tensors
 
@@ -48,28 +45,14 @@ class Trainer:
         shutil.copytree(self.models[self.version % 2], path, dirs_exist_ok=True)
 
 
-@asynccontextmanager
-async def scheduled(urls: Sequence[str], recorder: Recorder) -> AsyncGenerator[RolloutScheduler]:
-    """A scheduler with 32 rollouts in flight."""
-    scheduler = RolloutScheduler(
-        SGLangFleet(urls, admin_key=ADMIN_KEY, stream_interval=16),
-        long_tail(2_000, longest=400, temperature=0.0, every=2),
-        config=SchedulerConfig(
-            batch_groups=4,
-            group_size=4,
-            over_provision=2.0,
-            refill=Pool(together=1),
-            pace="asynchronous",
-            straggler="run",
-            refit="rolling",
-            # A decode step of a CPU server takes longer than one of a GPU.
-            prices=Prices(step_seconds=0.02, prefill_tokens_per_s=10_000),
-        ),
-        listeners=[recorder],
-    )
-    recorder.scheduler = scheduler
-    async with scheduler as rollouts:
-        yield rollouts
+SETTINGS: dict[str, Any] = {
+    "refill": Pool(together=1),
+    "pace": "asynchronous",
+    "straggler": "run",
+    "refit": "rolling",
+    # A decode step of a CPU server takes longer than one of a GPU.
+    "prices": Prices(step_seconds=0.02, prefill_tokens_per_s=10_000),
+}
 
 
 async def step(
@@ -86,12 +69,7 @@ def check(
     batches: Sequence[Batch], rollouts: RolloutScheduler, models: tuple[Path, Path], folder: Path
 ) -> list[Rollout]:
     """Check that nothing is lost or doubled, and that each rollout is of one version's weights."""
-    delivered = [rollout for batch in batches for rollout in batch.rollouts]
-    ids = {rollout.rollout_id for rollout in delivered}
-    in_flight = rollouts.state.in_flight
-    assert len(ids) == len(delivered)
-    assert in_flight.ledger.total == 0
-    assert in_flight.counters.launched == len(ids) + len(in_flight.rollouts)
+    delivered = check_whole(rollouts, batches)
     assert {len(set(rollout.versions.tolist())) for rollout in delivered} == {1}
     assert all(rollout.versions_exact for rollout in delivered)
     assert len({int(rollout.versions[0]) for rollout in delivered}) > 2
@@ -108,7 +86,7 @@ async def test_every_token_is_of_its_version_and_no_rollout_of_two(
     relay = RelayPublisher(trainer.weights, backend="gloo", bucket_bytes=64 * 1024)
     publisher = relay if way == "relay" else DiskPublisher(tmp_path / "weights", trainer.save)
     mixed = 0
-    async with scheduled([server.url for server in clean_pair], recorder) as rollouts:
+    async with scheduled([server.url for server in clean_pair], recorder, **SETTINGS) as rollouts:
         batches: list[Batch] = []
         versions: set[int] = set()
         # How far responses come between two updates depends on the machine.
@@ -128,14 +106,12 @@ async def test_every_token_is_of_its_version_and_no_rollout_of_two(
 async def test_a_server_killed_while_the_servers_have_different_versions_costs_nothing(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
 ):
-    victim = CpuServer(models[0], tmp_path / "victim.txt")
-    name = victim.url.removeprefix("http://")
     recorder, trainer = Recorder(), Trainer(models)
     publisher = DiskPublisher(tmp_path / "weights", trainer.save)
-    try:
-        victim.start()
+    with CpuServer(models[0], tmp_path / "victim.txt") as victim:
+        name = victim.url.removeprefix("http://")
         victim.wait_ready()
-        async with scheduled([clean_server.url, victim.url], recorder) as rollouts:
+        async with scheduled([clean_server.url, victim.url], recorder, **SETTINGS) as rollouts:
             versions, control = rollouts.state.weights.versions, rollouts.state.fleet.control
 
             def alone_with_its_version() -> bool:
@@ -165,5 +141,3 @@ async def test_a_server_killed_while_the_servers_have_different_versions_costs_n
             assert name in control.engines
             batches += [await step(rollouts, trainer, publisher) for _ in range(2)]
             check(batches, rollouts, models, tmp_path)
-    finally:
-        victim.stop()

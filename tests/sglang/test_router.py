@@ -11,8 +11,6 @@ import pytest
 
 from aprilsched import (
     DiskPublisher,
-    RolloutScheduler,
-    SchedulerConfig,
     SGLangFleet,
     SGLangListedFleet,
     workers_of_router,
@@ -22,7 +20,7 @@ from aprilsched.kernel.engines.base import FleetChange
 from aprilsched.testing.contract import WAIT_SECONDS, greedy, whole
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import settled
-from tests.sglang.recorded import Recorder, long_tail
+from tests.sglang.recorded import Recorder, long_tail, scheduled
 from tests.sglang.router import SGLangRouter
 from tests.sglang.server import CpuServer
 
@@ -46,13 +44,9 @@ async def test_batches_of_listed_workers_with_a_refit_between(
 ) -> None:
     """Very different weights are loaded between two batches, which run on both workers."""
     recorder = Recorder()
-    scheduler = RolloutScheduler(
-        SGLangListedFleet(workers_of_router(router.url), admin_key=ADMIN_KEY, poll_s=POLL),
-        long_tail(18, longest=300),
-        config=SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0),
-        listeners=[recorder],
-    )
-    async with scheduler as rollouts:
+    fleet = SGLangListedFleet(workers_of_router(router.url), admin_key=ADMIN_KEY, poll_s=POLL)
+    prompts = long_tail(18, longest=300)
+    async with scheduled([], recorder, prompts=prompts, fleet=fleet) as rollouts:
         first = await anext(rollouts)
         await rollouts.update_weights(DiskPublisher(models[1]))
         second = await anext(rollouts)

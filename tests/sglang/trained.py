@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["tensors"]
-
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aprilsched import RolloutScheduler
 from aprilsched.kernel.core.invariants import check
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import Event
-
-__all__ = ["Checking"]
 
 
 class Checking:
@@ -22,3 +22,10 @@ class Checking:
 
     def on_command(self, command: Command, now: float) -> None:
         """Nothing: the state after the command is that after its event."""
+
+
+def checked(*arguments: Any, **settings: Any) -> RolloutScheduler:
+    """A scheduler with these arguments, whose invariants are checked after every event."""
+    listener = Checking()
+    listener.scheduler = RolloutScheduler(*arguments, listeners=[listener], **settings)
+    return listener.scheduler

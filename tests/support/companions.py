@@ -9,8 +9,6 @@ from aprilsched.kernel.values.companions import Companion
 from aprilsched.simulation.engine.toy_model import toy_masks, toy_rows, weights_key_of_version
 from aprilsched.types import NO_VERSION
 
-__all__ = ["EXPERTS", "MASK", "check_rows"]
-
 EXPERTS = Companion("routed_experts", "uint8", (3, 2))
 MASK = Companion("sampling_mask")
 

@@ -6,7 +6,7 @@ an answer needs no ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -98,6 +98,10 @@ def names(commands: Sequence[do.Command]) -> list[str]:
 
 def tokens(count: int, first: int = 100) -> Int32Array:
     return np.arange(first, first + count, dtype=np.int32)
+
+
+def span(version: int, end: int, start: int = 0) -> VersionSpan:
+    return VersionSpan(version=version, start=start, end=end)
 
 
 @dataclass
@@ -499,6 +503,17 @@ class Driver:
         self.feed(ev.BatchRequested())
         self.settle()
 
+    def evaluate(
+        self, count: int = 1, *, start: int = 0, group_size: int = 1, evaluation_id: int = 1
+    ) -> None:
+        """Request an evaluation of `count` prompts."""
+        asked = prompts(count, start=start)
+        self.feed(
+            ev.EvaluationRequested(
+                evaluation_id=evaluation_id, prompts=asked, group_size=group_size
+            )
+        )
+
     def update(self, *, adapter: bool = False, republishable: bool = False) -> None:
         version = self.state.weights.versions.trainer + 1
         self.feed(ev.UpdateRequested(version=version, adapter=adapter, republishable=republishable))
@@ -510,13 +525,37 @@ class Driver:
         """Open attempts (of one group), oldest first."""
         return [key for key, send in self.sends.items() if group_id in (None, send.group_id)]
 
+    def on(self, engine: str) -> list[Key]:
+        """Open attempts on an engine, oldest first."""
+        return [key for key, send in self.sends.items() if send.engine == engine]
+
     def group_ids(self) -> list[int]:
         """Groups with open attempts, oldest first."""
         return sorted({send.group_id for send in self.sends.values()})
 
     def finish_group(self, group_id: int, count: int = 3) -> None:
-        for key in self.attempts(group_id):
-            self.finish(key, count)
+        self.finish_each(self.attempts(group_id), count)
+
+    def finish_groups(self, group_ids: Iterable[int], count: int = 3) -> None:
+        for group_id in group_ids:
+            self.finish_group(group_id, count)
+
+    def finish_each(
+        self, keys: Iterable[Key], count: int = 3, *, spans: tuple[VersionSpan, ...] | None = None
+    ) -> None:
+        for key in keys:
+            self.finish(key, count, spans=spans)
+
+    def progress_each(self, keys: Iterable[Key], count: int, *, first: int = 100) -> None:
+        for key in keys:
+            self.progress(key, count, first=first)
+
+    def finish_batch(self, count: int = 3) -> None:
+        """Finish the oldest attempts until one more batch is delivered."""
+        before = len(self.batches)
+        while len(self.batches) == before:
+            assert self.sends, "the trainer waits and nothing runs"
+            self.finish(self.attempts()[0], count)
 
 
 def sampling(max_new_tokens: int = 64) -> SamplingParams:

@@ -18,8 +18,6 @@ import numpy as np
 from numpy.random import Generator
 from numpy.typing import NDArray
 
-__all__ = ["Equivalence", "Margins", "Statistic", "StatisticName", "equivalence"]
-
 StatisticName: TypeAlias = Literal["mean", "p90", "p99", "truncation_rate"]
 
 _CONFIDENCE = (0.05, 0.95)

@@ -25,7 +25,7 @@ from aprilsched.fronts.loop_thread import LoopThread
 from tests.support import in_a_process
 from tests.support.interrupting import raise_interrupt
 
-__all__ = ["ACTOR", "FRONTS", "Front", "OnLoop", "in_a_fork", "start_actor"]
+__all__ = ["ACTOR", "FRONTS", "OWN", "Front", "OnLoop", "in_a_fork", "opened", "start_actor"]
 
 Parts = Callable[..., dict[str, Any]]
 
@@ -162,7 +162,7 @@ class Front:
     make: Callable[..., Any]
     """Makes one that is not opened yet, of the function that gives a scheduler's parts and of its
     arguments."""
-    actors: bool = False
+    in_actor: bool = False
     """Whether it needs Ray."""
 
     def interrupt(self, rollouts: Any) -> Callable[[], None]:
@@ -179,13 +179,14 @@ def _asyncio(parts: Parts, *arguments: Any, **named: Any) -> OnLoop:
     return OnLoop(in_a_process.made(parts, *arguments, **named))
 
 
-ACTOR = "rollouts"
+ACTOR, OWN = "shared", "own"
+"""The actor to which the front `actor` attaches in most tests, and that of one test."""
 
 
 def start_actor(
     name: str, parts: Parts, *arguments: Any, restore: Path | None = None, **named: Any
 ) -> None:
-    """Start the actor to which the fronts `actor` and `ray` attach."""
+    """Start an actor to which the front `actor` attaches."""
     from aprilsched.fronts.ray import start_scheduler
 
     make = partial(in_a_process.made, parts, *arguments, **named)
@@ -198,19 +199,34 @@ def _actor(*arguments: Any, name: str = ACTOR, **named: Any) -> OnLoop:
     return OnLoop(ActorScheduler(name))
 
 
-def _ray(*arguments: Any, name: str = ACTOR, **named: Any) -> Any:
-    from aprilsched.fronts.ray import RolloutScheduler as Attached
-
-    return Attached(name)
-
-
 FRONTS = (
     Front("asyncio", _asyncio),
     Front("blocking", _blocking),
     Front("process", partial(process.RolloutScheduler, in_a_process.made)),
-    Front("actor", _actor, actors=True),
-    Front("ray", _ray, actors=True),
+    Front("actor", _actor, in_actor=True),
 )
+
+
+@contextmanager
+def opened(
+    front: Front, parts: Parts, *arguments: Any, restore: Path | None = None, **named: Any
+) -> Iterator[Any]:
+    """A scheduler for one test; the actor of one ends with the block."""
+    if not front.in_actor:
+        made = front.make(parts, *arguments, **named)
+        if restore is not None:
+            made.restore(restore)
+        with made as rollouts:
+            yield rollouts
+        return
+    from aprilsched.fronts.ray import stop_scheduler
+
+    start_actor(OWN, parts, *arguments, restore=restore, **named)
+    try:
+        with front.make(name=OWN) as rollouts:
+            yield rollouts
+    finally:
+        stop_scheduler(OWN)
 
 
 # --- forks ---------------------------------------------------------------------------------------

@@ -20,8 +20,6 @@ from aprilsched.errors import EngineError, EngineRejected
 from aprilsched.kernel.engines.base import Capabilities
 from aprilsched.kernel.engines.refit import RefitGroup, TensorMeta
 
-__all__ = ["GroupMember"]
-
 T = TypeVar("T")
 
 TIMEOUT = timedelta(seconds=30)

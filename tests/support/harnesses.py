@@ -20,8 +20,6 @@ from aprilsched.agents.sessions import Session
 from aprilsched.simulation.engine.toy_model import ContextState, ToyModel
 from aprilsched.types import Float32Array, Int32Array
 
-__all__ = ["HARNESSES", "Harness", "Tool", "anthropic_sdk", "pydantic_ai", "scripted"]
-
 # They are slow to import, so the agents do it. An agent that cannot is started again and again, and
 # its test would wait until its time limit.
 for _name in ("anthropic", "openai", "pydantic_ai"):

@@ -37,10 +37,11 @@ from aprilsched.kernel.engines.base import Engine
 from tests.support.companions import EXPERTS, MASK
 
 __all__ = [
+    "Mute",
     "Raising",
+    "Unpicklable",
     "blocked",
     "forking",
-    "hostile",
     "long",
     "losing_parts",
     "made",
@@ -178,23 +179,6 @@ class Unpicklable(Exception):
         if name in ("__dict__", "__cause__"):
             raise Mute
         return super().__getattribute__(name)
-
-
-def hostile(kind: str) -> RolloutScheduler:
-    """Raises an exception that can hardly be looked at."""
-    error: BaseException = {"mute": Mute, "unpicklable": Unpicklable}.get(kind, ValueError)(kind)
-    if kind == "circle":
-        error.__cause__ = error
-    if kind == "chain":
-        for number in range(5000):
-            error, cause = ValueError(number), error
-            error.__cause__ = cause
-    if kind == "contexts":
-        other = KeyError(kind)
-        error.__context__, other.__context__ = other, error
-    if kind == "notes":
-        error.__notes__ = 7  # pyright: ignore[reportAttributeAccessIssue]
-    raise error
 
 
 def raising() -> RolloutScheduler:

@@ -7,8 +7,6 @@ import random
 import signal
 from collections.abc import Callable
 
-__all__ = ["InterruptingLoop", "raise_interrupt"]
-
 _LONGEST_S = 0.02
 """Longest time to an interrupt, after a call that was not interrupted."""
 

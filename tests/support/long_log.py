@@ -46,8 +46,6 @@ median = 700.0
 sigma = 0.9
 cap = 6000
 within_group = 0.5
-law = "lognormal"
-dof = 4.0
 prompt_tokens = 8
 vocab_size = 32000
 

@@ -11,8 +11,6 @@ import asyncio
 import selectors
 import time
 
-__all__ = ["PatientLoop"]
-
 
 class _Selector(selectors.DefaultSelector):
     waited = 0.0

@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, cast
 
-__all__ = ["cut", "spoiled_answer", "spoiled_bytes", "spoiled_stream"]
-
 WORDS = (
     b"\n", b"\n\n", b"\r\n", b"data:", b"data: [DONE]\n\n", b": comment\n", b"\xff", b"\x00",
     b'"', b"\\", b"\\ud800", b"{", b"}", b"[", b"]", b",", b":", b"[" * 3000, b"null", b"true",

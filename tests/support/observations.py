@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from aprilsched.observe.log.run import Run
 
-__all__ = ["DeliveredLengths", "delivered_lengths", "lengths_by_batch"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DeliveredLengths:

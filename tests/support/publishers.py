@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from aprilsched import SimPublisher
 from aprilsched.kernel.engines.base import Engine
 
-__all__ = ["Once"]
-
 
 class Once:
     """A publisher that publishes a version once and cannot publish it again."""

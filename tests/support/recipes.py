@@ -9,8 +9,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["DEPLOY", "ROOT", "containers", "entrypoint", "server_commands", "skypilot"]
-
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 

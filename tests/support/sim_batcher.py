@@ -12,8 +12,6 @@ from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.toy_model import ContextState, ToyModel, sampling_key
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
 
-__all__ = ["Driver", "Outcome", "explained", "request"]
-
 
 def request(
     request_id: str,

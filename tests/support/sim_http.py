@@ -12,8 +12,6 @@ from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import PROMPT
 
-__all__ = ["CONFIG", "INTERVAL", "SCALE", "Raw", "asked", "served", "two_weights"]
-
 INTERVAL = 16
 SCALE = 0.5
 CONFIG = SimConfig(stream_interval=INTERVAL, vocab_size=512, stream_at_pause=False)
@@ -66,6 +64,18 @@ class Raw:
         data = None if body is None else msgspec.json.encode(body)
         async with self.session.post(path, data=data) as answer:
             return answer.status, _content(await answer.read())
+
+    async def done(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The answer to a POST that succeeds."""
+        status, answer = await self.post(path, body)
+        assert status == 200, answer
+        return answer
+
+    async def refused(self, path: str, body: dict[str, Any] | None, status: int = 400) -> str:
+        """The message in the answer to a POST that is refused."""
+        found, answer = await self.post(path, body)
+        assert found == status, answer
+        return answer.get("message") or answer["error"]["message"]
 
     async def events(self, body: dict[str, Any]) -> list[Any]:
         """All events of a streamed generation."""

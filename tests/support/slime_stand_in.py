@@ -1,8 +1,7 @@
-"""The types of slime and miles that `aprilsched.trainers.slime` uses, for tests without them.
+"""The parts of slime and miles that `aprilsched.trainers.slime` calls, for tests without them.
 
 :func:`trainer_modules` gives the real modules if ``SLIME_ROOT`` or ``MILES_ROOT`` names a checkout,
-so the tests that run with the stand-in hold it to the real ones. Names, fields and arguments are
-theirs; what a test does not look at is left out.
+so the tests that run with the stand-in hold it to the real ones.
 """
 
 # pyright: basic
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import importlib
 import importlib.util
 import inspect
 import json
@@ -19,34 +19,21 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, make_dataclass
 from enum import Enum
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-__all__ = ["ROOTS", "trainer_modules", "without_extras"]
+__all__ = ["ROOTS", "trainer_modules"]
 
 ROOTS = {"slime": os.environ.get("SLIME_ROOT"), "miles": os.environ.get("MILES_ROOT")}
 """Checkouts of the real packages, or None."""
 
-_PARTS = (
-    "rollout",
-    "rollout.base_types",
-    "rollout.data_source",
-    "rollout.filter_hub.base_types",
-    "rollout.rm_hub",
-    "utils.async_utils",
-    "utils.data",
-    "utils.misc",
-    "utils.processing_utils",
-    "utils.types",
-)
-
 
 @contextmanager
 def trainer_modules(name: str) -> Iterator[SimpleNamespace]:
-    """The modules of slime or miles, the real ones if they are there; the only ones meanwhile."""
+    """The modules of slime or miles, the real ones if there is a checkout, and no others."""
     before = {key: value for key, value in sys.modules.items() if _of_a_trainer(key)}
     for key in before:
         del sys.modules[key]
@@ -54,17 +41,15 @@ def trainer_modules(name: str) -> Iterator[SimpleNamespace]:
     try:
         if root := ROOTS[name]:
             sys.path.insert(0, root)
-            without_extras()
+            _without_extras()
         else:
             sys.modules.update(_stand_in(name))
-        modules = {part: importlib.import_module(f"{name}.{part}") for part in _PARTS}
+        parts = {part: importlib.import_module(f"{name}.{part}") for part in _CONTENT}
         yield SimpleNamespace(
             name=name,
             real=ROOTS[name] is not None,
-            Sample=modules["utils.types"].Sample,
-            base_types=modules["rollout.base_types"],
-            data_source=modules["rollout.data_source"],
-            load_function=modules["utils.misc"].load_function,
+            Sample=parts["utils.types"].Sample,
+            base_types=parts["rollout.base_types"],
         )
     finally:
         sys.path[:] = path
@@ -77,7 +62,7 @@ def _of_a_trainer(module: str) -> bool:
     return module.partition(".")[0] in ROOTS
 
 
-def without_extras() -> None:
+def _without_extras() -> None:
     """Replace what the trainers import and these tests never call, where it is not installed."""
     for name, parts in (("ray", ()), ("sglang_router", ()), ("pylatexenc", ("latex2text",))):
         if name not in sys.modules and importlib.util.find_spec(name) is None:
@@ -85,21 +70,17 @@ def without_extras() -> None:
             made.__dict__.update({part: ModuleType(part) for part in parts})
 
 
-# --- the stand-in --------------------------------------------------------------------------------
+class _Status(Enum):
+    PENDING = "pending"
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
 
 
 @dataclass
 class Sample:
-    class Status(Enum):
-        PENDING = "pending"
-        COMPLETED = "completed"
-        TRUNCATED = "truncated"
-        ABORTED = "aborted"
-        FAILED = "failed"
-
     group_index: int | None = None
     index: int | None = None
-    rollout_id: int | None = None
     prompt: Any = ""
     tokens: list[int] = field(default_factory=list)
     multimodal_inputs: dict[str, Any] | None = None
@@ -111,96 +92,61 @@ class Sample:
     loss_mask: list[int] | None = None
     weight_versions: list[str] = field(default_factory=list)
     rollout_log_probs: list[float] | None = None
+    rollout_top_p_token_ids: list[int] | None = None
     remove_sample: bool = False
-    status: Status = Status.PENDING
+    status: _Status = _Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     generate_function_path: str | None = None
     custom_rm_path: str | None = None
 
-
-@dataclass
-class RolloutFnTrainOutput:
-    samples: list[list[Sample]]
-    metrics: dict[str, Any] | None = None
+    Status = _Status
 
 
-@dataclass
-class RolloutFnEvalOutput:
-    data: dict[str, dict[str, Any]]
-    metrics: dict[str, Any] | None = None
+def _record(name: str, fields: str, **defaults: Any) -> type[Any]:
+    """A dataclass with these fields, None by default, and these constants."""
+    return make_dataclass(name, [(each, Any, None) for each in fields.split()], namespace=defaults)
 
 
-@dataclass(frozen=True)
-class RolloutFnConstructorInput:
-    args: Any
-    data_source: Any
-
-
-@dataclass(frozen=True)
-class RolloutFnTrainInput:
-    rollout_id: int
-    weight_version: int | None = None
-    evaluation = False
-
-
-@dataclass(frozen=True)
-class RolloutFnEvalInput:
-    rollout_id: int
-    generate_state: Any = None
-    weight_version: str | None = None
-    hf_dir: str | None = None
-    evaluation = True
-
-
-@dataclass(frozen=True)
-class GenerateFnInput:
-    state: Any
-    sample: Sample
-    sampling_params: dict[str, Any]
-    evaluation: bool
-
-    @property
-    def args(self) -> Any:
-        return self.state.args
-
-
-@dataclass(frozen=True)
-class GenerateFnOutput:
-    samples: Any
+RolloutFnTrainOutput = _record("RolloutFnTrainOutput", "samples metrics")
+RolloutFnEvalOutput = _record("RolloutFnEvalOutput", "data metrics")
+RolloutFnConstructorInput = _record("RolloutFnConstructorInput", "args data_source")
+RolloutFnTrainInput = _record("RolloutFnTrainInput", "rollout_id weight_version", evaluation=False)
+RolloutFnEvalInput = _record(
+    "RolloutFnEvalInput", "rollout_id generate_state weight_version hf_dir", evaluation=True
+)
+GenerateFnInput = _record(
+    "GenerateFnInput",
+    "state sample sampling_params evaluation",
+    args=property(lambda given: given.state.args),
+)
+GenerateFnOutput = _record("GenerateFnOutput", "samples")
+DynamicFilterOutput = _record("DynamicFilterOutput", "keep reason keep_when_insufficient")
 
 
 def load_generate_function(path: str) -> Any:
-    fn = load_function(path)
-    names = list(inspect.signature(fn).parameters)
+    function = load_function(path)
+    names = list(inspect.signature(function).parameters)
     if names[0] == "input":
-        return fn
+        return function
 
-    async def legacy(input: GenerateFnInput) -> GenerateFnOutput:
-        received = {"evaluation": input.evaluation} if "evaluation" in names else {}
-        made = await fn(input.args, input.sample, input.sampling_params, **received)
-        return made if isinstance(made, GenerateFnOutput) else GenerateFnOutput(samples=made)
+    async def legacy(given: Any) -> Any:
+        more = {"evaluation": given.evaluation} if "evaluation" in names else {}
+        made = await function(given.args, given.sample, given.sampling_params, **more)
+        return GenerateFnOutput(samples=made)
 
     return legacy
 
 
-def call_rollout_fn(fn: Any, *args: Any, evaluation: bool, **kwargs: Any) -> Any:
-    return fn(*args, **kwargs, evaluation=evaluation)
+def call_rollout_fn(function: Any, *args: Any, evaluation: bool) -> Any:
+    return function(*args, evaluation=evaluation)
 
 
-@dataclass
-class DynamicFilterOutput:
-    keep: bool
-    reason: str | None = None
-    keep_when_insufficient: bool = False
-
-
-def call_dynamic_filter(fn: Any, *args: Any) -> DynamicFilterOutput:
-    text = fn(*args)
-    return text if isinstance(text, DynamicFilterOutput) else DynamicFilterOutput(keep=text)
+def call_dynamic_filter(function: Any, *args: Any) -> Any:
+    return function(*args)
 
 
 def should_drop_dynamic_filter_output(
-    output: DynamicFilterOutput, *, remaining_batch_size: int, target_data_size: int
+    output: Any, *, remaining_batch_size: int, target_data_size: int
 ) -> bool:
     short = remaining_batch_size <= target_data_size
     return not output.keep and not (output.keep_when_insufficient and short)
@@ -233,33 +179,24 @@ async def batched_async_rm(args: Any, samples: list[Sample]) -> Any:
 
 async def apply_rollout_sample_hooks(args: Any, value: Sample, **kwargs: Any) -> Sample:
     for path in args.rollout_sample_hook_path:
-        made = load_function(path)(args, value, **kwargs)
-        value = (await made if inspect.isawaitable(made) else made) or value
+        load_function(path)(args, value, **kwargs)
     return value
 
 
-class _LoopThread:
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+_loop = SimpleNamespace(loop=None)
 
 
-_loop: list[_LoopThread] = []
-
-
-def get_async_loop() -> _LoopThread:
-    if not _loop:
-        _loop.append(_LoopThread())
-    return _loop[0]
+def get_async_loop() -> Any:
+    if _loop.loop is None:
+        _loop.loop = asyncio.new_event_loop()
+        threading.Thread(target=_loop.loop.run_forever, daemon=True).start()
+    return _loop
 
 
 class Dataset:
-    def __init__(self, path: str, *, prompt_key: str, label_key: str | None, **_: Any) -> None:
+    def __init__(self, path: str, *, prompt_key: str, label_key: str, **_: Any) -> None:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-        self.samples = [
-            Sample(prompt=row[prompt_key], label=row[label_key] if label_key else None)
-            for row in rows
-        ]
+        self.samples = [Sample(prompt=row[prompt_key], label=row[label_key]) for row in rows]
 
 
 def load_tokenizer(name_or_path: str, **kwargs: Any) -> Any:
@@ -275,18 +212,14 @@ class RolloutDataSourceWithBuffer:
         self.args = args
         self.buffer: list[list[Sample]] = []
         self.offset = 0
-        given = args.prompt_data is not None
-        self.dataset = (
-            Dataset(args.prompt_data, prompt_key=args.input_key, label_key=args.label_key)
-            if given
-            else None
-        )
+        self.dataset = None
+        if args.prompt_data is not None:
+            self.dataset = Dataset(
+                args.prompt_data, prompt_key=args.input_key, label_key=args.label_key
+            )
 
     def get_samples(self, num_samples: int) -> list[list[Sample]]:
-        found = [self.buffer.pop(0) for _ in range(min(num_samples, len(self.buffer)))]
-        while len(found) < num_samples:
-            found.append(self._group())
-        return found
+        return [self.buffer.pop(0) if self.buffer else self._group() for _ in range(num_samples)]
 
     def _group(self) -> list[Sample]:
         prompts = self.dataset.samples if self.dataset else [Sample()]
@@ -301,17 +234,13 @@ class RolloutDataSourceWithBuffer:
         self.buffer += samples
 
     def save(self, rollout_id: int) -> None:
-        path = self._file(self.args.save, rollout_id)
+        path = Path(self.args.save) / f"rollout/position_{rollout_id}"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(str(self.offset))
 
     def load(self, rollout_id: int | None = None) -> None:
-        path = self._file(self.args.load, rollout_id)
-        if path.exists():
-            self.offset = int(path.read_text())
-
-    def _file(self, folder: str, rollout_id: int | None) -> Path:
-        return Path(folder) / f"rollout/global_dataset_state_dict_{rollout_id}.pt"
+        path = Path(self.args.load) / f"rollout/position_{rollout_id}"
+        self.offset = int(path.read_text()) if path.exists() else 0
 
     def __len__(self) -> int:
         return 0 if self.dataset is None else len(self.dataset.samples)
@@ -321,6 +250,7 @@ class RolloutDataSourceWithBuffer:
 
 
 _CONTENT: dict[str, tuple[Any, ...]] = {
+    "rollout": (),
     "rollout.base_types": (
         RolloutFnTrainOutput,
         RolloutFnEvalOutput,
@@ -331,36 +261,35 @@ _CONTENT: dict[str, tuple[Any, ...]] = {
         GenerateFnOutput,
         call_rollout_fn,
     ),
-    "rollout.inference_rollout.compatibility": (load_generate_function,),
     "rollout.data_source": (RolloutDataSourceWithBuffer,),
-    "rollout.filter_hub.base_types": (
-        DynamicFilterOutput,
-        MetricGatherer,
-        call_dynamic_filter,
-        should_drop_dynamic_filter_output,
-    ),
+    "rollout.filter_hub.base_types": (DynamicFilterOutput, MetricGatherer, call_dynamic_filter),
     "rollout.rm_hub": (async_rm, batched_async_rm),
-    "rollout.sample_hooks": (apply_rollout_sample_hooks,),
     "utils.async_utils": (get_async_loop,),
     "utils.data": (Dataset,),
     "utils.misc": (load_function,),
     "utils.processing_utils": (load_tokenizer,),
     "utils.types": (Sample,),
 }
-_SLIME_ALONE = {"rollout.sample_hooks", "should_drop_dynamic_filter_output"}
+_OWN: dict[str, dict[str, tuple[Any, ...]]] = {
+    "slime": {
+        "rollout.sample_hooks": (apply_rollout_sample_hooks,),
+        "rollout.filter_hub.base_types": (
+            *_CONTENT["rollout.filter_hub.base_types"],
+            should_drop_dynamic_filter_output,
+        ),
+    },
+    "miles": {"rollout.inference_rollout.compatibility": (load_generate_function,)},
+}
 
 
 def _stand_in(name: str) -> dict[str, ModuleType]:
     modules: dict[str, ModuleType] = {}
-    packages = ("", ".rollout", ".utils", ".rollout.filter_hub", ".rollout.inference_rollout")
-    for each in packages:
-        modules[name + each] = ModuleType(name + each)
-        modules[name + each].__path__ = []
-    for part, content in _CONTENT.items():
-        if name == "miles" and part in _SLIME_ALONE:
-            continue
-        made = modules[f"{name}.{part}"] = ModuleType(f"{name}.{part}")
-        for each in content:
-            if name == "slime" or each.__name__ not in _SLIME_ALONE:
-                setattr(made, each.__name__, each)
+    for part, content in {**_CONTENT, **_OWN[name]}.items():
+        whole = f"{name}.{part}"
+        parents = [whole[:place] for place, letter in enumerate(whole) if letter == "."]
+        for each in (*parents, whole):
+            if each not in modules:
+                modules[each] = ModuleType(each)
+                modules[each].__path__ = []
+        vars(modules[whole]).update({each.__name__: each for each in content})
     return modules

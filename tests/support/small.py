@@ -16,8 +16,6 @@ from aprilsched import (
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.simulation.engine import run_virtual
 
-__all__ = ["config", "driven", "workload"]
-
 
 def config(**changes: Any) -> SchedulerConfig:
     """Batches of four groups of four, of which twice as many are launched."""

@@ -8,18 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "CALL",
-    "ODD_CALLS",
-    "SPECIAL",
-    "TEMPLATE_TOOLS_FIRST",
-    "THOUGHT",
-    "WORDS",
-    "byte_letter",
-    "bytes_tokenizer",
-    "calling_tokenizer",
-]
-
 SPECIAL = ["<eos>", "<bos>", "<pad>", "<|im_start|>", "<|im_end|>"]
 """Ids 0 to 4, as the tests' models have them."""
 WORDS = 512

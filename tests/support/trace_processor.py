@@ -21,8 +21,6 @@ from typing import Any
 from perfetto.trace_processor import TraceProcessor
 from perfetto.trace_processor.unix import TraceProcessorUnix
 
-__all__ = ["TraceProcessor", "loaded", "rows", "ui_folder"]
-
 CHUNK = 16 << 20
 STOP_SECONDS = 10.0
 

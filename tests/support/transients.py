@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from aprilsched.kernel.core.lengths.laws import kaplan_meier
 from aprilsched.observe.figures.bias_collector import bias_without, expected_lengths
 
-__all__ = ["Transient", "live_transient", "realised_transient"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transient:

@@ -24,9 +24,11 @@ __all__ = [
     "STEP",
     "TOLERANCE",
     "Run",
+    "arguments",
     "check_staleness",
     "check_versions",
     "train_and_resume",
+    "trainer_of",
     "trl_without_a_gpu",
     "with_tokenizer",
 ]
@@ -132,8 +134,6 @@ class Run:
         tools: Sequence[Callable[..., Any]] = (),
     ) -> None:
         from transformers import AutoTokenizer
-        from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
-        from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
         self.samples: list[Any] = []
         self.groups: dict[int, Group] = {}
@@ -142,24 +142,14 @@ class Run:
         self.engines: list[str] = []
         """The engines that are in use at the end."""
         self.launched = 0
-        args = AsyncGRPOConfig(
-            output_dir=str(folder),
+        args = arguments(
+            folder,
             max_steps=steps,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
-            num_generations=4,
             max_completion_length=200,
             max_tool_calling_iterations=2 if tools else None,
-            token_budget=0,
             max_staleness=0 if streamed else STALENESS,
-            learning_rate=1e-3,
             save_strategy="steps",
             save_steps=save_steps,
-            bf16=False,
-            use_cpu=True,
-            gradient_checkpointing=False,
-            report_to=[],
-            disable_tqdm=True,
         )
         config = SchedulerConfig(over_provision=2.0, straggler="retract", pace="asynchronous")
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -181,17 +171,13 @@ class Run:
         self.worker.get = lambda timeout=None: self._noted(get(timeout))  # type: ignore[method-assign]
         self.worker.callback.on_train_end = self._end  # type: ignore[method-assign]
 
-        class Streamed(StreamedSteps, AsyncGRPOTrainer):
-            pass
-
-        self.trainer = (Streamed if streamed else AsyncGRPOTrainer)(
-            str(model),
+        self.trainer = trainer_of(
+            self.worker,
+            model,
             args=args,
             train_dataset=DATA,
             processing_class=tokenizer,
-            rollout_worker=self.worker,
-            weight_transfer=self.worker,
-            callbacks=[self.worker.callback],
+            streamed=streamed,
         )
 
     def logged(self, name: str) -> list[float]:
@@ -209,6 +195,53 @@ class Run:
         state = self.worker.scheduler.state.in_flight
         self.in_flight, self.launched = set(state.groups), state.counters.launched // 4
         self.engines = list(self.worker.scheduler.state.fleet.control.engines)
+
+
+def arguments(folder: Path, **changes: Any) -> Any:
+    """Arguments of TRL for 2 groups of 4 in a step, on a CPU."""
+    from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
+
+    values: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_generations": 4,
+        "max_completion_length": 60,
+        "token_budget": 0,
+        "max_staleness": STALENESS,
+        "learning_rate": 1e-3,
+        "bf16": False,
+        "use_cpu": True,
+        "gradient_checkpointing": False,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
+    return AsyncGRPOConfig(**{**values, **changes})
+
+
+def trainer_of(
+    worker: RolloutWorker,
+    model: Path,
+    *,
+    streamed: bool,
+    callbacks: Sequence[Any] = (),
+    **changes: Any,
+) -> Any:
+    """TRL's trainer with the rollouts of `worker`."""
+    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
+
+    class Streamed(StreamedSteps, AsyncGRPOTrainer):
+        pass
+
+    return (Streamed if streamed else AsyncGRPOTrainer)(
+        str(model),
+        rollout_worker=worker,
+        weight_transfer=worker,
+        callbacks=[worker.callback, *callbacks],
+        **changes,
+    )
 
 
 def varied(completion_ids: list[list[int]], **_: Any) -> list[float]:

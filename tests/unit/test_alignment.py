@@ -144,7 +144,7 @@ def test_a_tensor_of_any_dtype_is_taken():
 
 
 @each_row(
-    ("logprobs", "said"),
+    ("logprobs", "text"),
     [
         (np.zeros((1, 4)), r"have shape \(1, 4\); give \(1, 5\) or more columns"),
         (np.zeros((2, 5)), r"have shape \(2, 5\)"),

@@ -1,7 +1,4 @@
-"""AReaL's rollout engine on the embedded engine: batches, workflows, weights, evaluations.
-
-`make test-areal` runs the same tests with AReaL's own classes.
-"""
+"""AReaL's own classes with its rollout engine on the embedded engine (`make test-areal`)."""
 
 # pyright: basic, reportMissingImports=false
 # The package has no complete types.
@@ -25,7 +22,7 @@ import pytest
 from openai import AsyncOpenAI
 
 from aprilsched import SchedulerConfig, SGLangFleet, SimFleet
-from aprilsched.config import Dispatch, Samples, Staleness
+from aprilsched.config import Dispatch, Staleness
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import facts
@@ -33,26 +30,24 @@ from aprilsched.simulation.engine.toy_model import toy_rows, weights_key_of_vers
 from aprilsched.testing.fixtures import StartServer, start_sglang_server
 from aprilsched.testing.threaded import ThreadedServer
 from aprilsched.trainers.areal import RolloutEngine
-from tests.support.areal_parts import areal, is_real, saved
+from tests.support.areal_parts import Client, areal, saved, why_not
 from tests.support.companions import EXPERTS
+from tests.support.table import each_row
 
 __all__ = ["start_sglang_server"]
 
 torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.filterwarnings("ignore"),  # Its packages warn of much.
+]
 
 GROUPS, SIZE = 3, 4
 
 
 @pytest.fixture
-def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    found = areal(monkeypatch)
-    if is_real():
-        from areal.api.cli_args import NameResolveConfig
-
-        found.name_resolve.reconfigure(
-            NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path / "names"))
-        )
-    return found
+def parts(tmp_path: Path) -> SimpleNamespace:
+    return areal(tmp_path / "names")
 
 
 class Loader:
@@ -179,12 +174,11 @@ def check(batch: list[dict[str, Any]], *, size: int = SIZE) -> None:
         assert trajectory["rewards"].tolist() == (lengths % 7).tolist()
         assert ids[:, :2].tolist() == [[5, 6]] * size
         assert len(set(ids[:, 2].tolist())) == 1, "the rollouts of one prompt"
-    if is_real():
-        from areal.infra import check_trajectory_format
-        from areal.utils.data import concat_batch
+    from areal.infra import check_trajectory_format
+    from areal.utils.data import concat_batch
 
-        assert all(check_trajectory_format(each, batch_size=size) for each in batch)
-        concat_batch(batch)
+    assert all(check_trajectory_format(each, batch_size=size) for each in batch)
+    concat_batch(batch)
 
 
 def test_batches_updates_and_staleness(
@@ -412,50 +406,14 @@ class Processor:
         }
 
 
-class Vision(SingleTurn):
-    """A workflow as AReaL's VisionRLVRWorkflow."""
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        processor = Processor()
-        processed = processor(images=data["images"], text=data["messages"])
-        request = self.parts.Request(
-            input_ids=processed["input_ids"][0].tolist(),
-            image_data=["data:image/png;base64,QUJD" for _ in data["images"]],
-            gconfig=self.gconfig.new(),
-            processor=processor,
-        )
-        response = await engine.agenerate(request)
-        types = processed["mm_token_type_ids"][0].tolist() + [0] * len(response.output_tokens)
-        pixels = {name: processed[name] for name in ("pixel_values", "image_grid_thw")}
-        return {
-            **self.trajectory(response, await self.reward(data, response)),
-            "mm_token_type_ids": torch.tensor([types]),
-            "multi_modal_input": [pixels],
-        }
-
-
-def vision(parts: SimpleNamespace) -> Any:
-    """AReaL's own workflow for images where it can be imported."""
-    if not is_real():
-        return Vision(parts, max_new_tokens=40)
-    from areal.workflow.vision_rlvr import VisionRLVRWorkflow
-
-    return VisionRLVRWorkflow(
-        reward_of_images,
-        parts.Generation(max_new_tokens=40),
-        tokenizer=SimpleNamespace(decode=str, eos_token_id=0, pad_token_id=0),
-        processor=Processor(),
-        enable_thinking=False,
-    )
-
-
 def reward_of_images(completion_ids: list[int], **_: Any) -> float:
     return float(len(completion_ids) % 7)
 
 
 def test_images_reach_the_engine_once_and_the_trainer_expanded(parts: SimpleNamespace):
     """The engine expands one placeholder for each image, and the trainer's tokens have three."""
-    pytest.importorskip("PIL")
+    from areal.infra import check_trajectory_format
+    from areal.workflow.vision_rlvr import VisionRLVRWorkflow
     from PIL import Image
 
     sent: list[do.Send] = []
@@ -464,13 +422,20 @@ def test_images_reach_the_engine_once_and_the_trainer_expanded(parts: SimpleName
         on_command=lambda command, now: sent.append(command) if isinstance(command, do.Send) else 0,
     )
     made = engine(parts, listeners=[listener])
+    workflow = VisionRLVRWorkflow(
+        reward_of_images,
+        parts.Generation(max_new_tokens=40),
+        tokenizer=SimpleNamespace(decode=str, eos_token_id=0, pad_token_id=0),
+        processor=Processor(),
+        enable_thinking=False,
+    )
     loader = Loader()
     for item in loader.items:
         item["images"] = [Image.new("RGB", (2, 2)) for _ in range(2)]
         item["messages"] = [5, 6, IMAGE, 7, IMAGE, 8]
     expanded = [5, 6, *[IMAGE] * 3, 7, *[IMAGE] * 3, 8]
     with opening(made):
-        (trajectory, *_) = made.prepare_batch(loader, vision(parts), group_size=SIZE)
+        (trajectory, *_) = made.prepare_batch(loader, workflow, group_size=SIZE)
     assert {tuple(each.input_ids[:6].tolist()) for each in sent} == {(5, 6, IMAGE, 7, IMAGE, 8)}
     assert {len(each.media) for each in sent} == {2}
     assert trajectory["input_ids"][:, : len(expanded)].tolist() == [expanded] * SIZE
@@ -484,10 +449,7 @@ def test_images_reach_the_engine_once_and_the_trainer_expanded(parts: SimpleName
     assert trajectory["mm_token_type_ids"].sum(-1).tolist() == [6] * SIZE
     assert len(trajectory["multi_modal_input"]) == SIZE
     assert trajectory["rewards"].tolist() == (lengths % 7).tolist()
-    if is_real():
-        from areal.infra import check_trajectory_format
-
-        assert check_trajectory_format(trajectory, batch_size=SIZE)
+    assert check_trajectory_format(trajectory, batch_size=SIZE)
 
 
 class Agent:
@@ -540,31 +502,6 @@ def test_an_agent_gets_the_url_of_a_session(
         assert found["rewards"].tolist() == [1.25]
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"tokenizer_path": ""}, "needs the model's tokenizer"),
-        ({"agent": SimpleNamespace(mode="subproc")}, "agent.mode is 'subproc'"),
-        ({"sessions": {"branches": "all"}}, "takes one sequence for each rollout"),
-        ({"workflow": object()}, "no arun_episode"),
-    ],
-)
-def test_agents_that_do_not_work_are_refused_in_a_sentence(
-    parts: SimpleNamespace, tmp_path: Path, more: dict[str, Any], why: str
-):
-    from tests.support.trl_on_cpu import tokenizer
-
-    tokenizer().save_pretrained(tmp_path)
-    given = dict(more)
-    workflow, sessions = given.pop("workflow", Agent()), given.pop("sessions", None)
-    areals = config(parts, **{"tokenizer_path": str(tmp_path), **given})
-    made = RolloutEngine(
-        SimFleet(1), config=areals, gconfig=parts.Generation(n_samples=SIZE), sessions=sessions
-    )
-    with opening(made), pytest.raises(ConfigError, match=why):
-        made.prepare_batch(Loader(), workflow, group_size=SIZE)
-
-
 def test_evaluations_are_in_the_order_of_their_items(parts: SimpleNamespace, opened: RolloutEngine):
     opened.prepare_batch(Loader(), SingleTurn(parts), group_size=SIZE)
     workflow = SingleTurn(parts, greedy=True)
@@ -586,20 +523,6 @@ def test_evaluations_are_in_the_order_of_their_items(parts: SimpleNamespace, ope
     opened.submit(items[0], workflow)
     with pytest.raises(ConfigError, match="with a timeout"):
         opened.wait(1, timeout=1.0)
-
-
-def test_a_workflow_that_raises_costs_its_group(parts: SimpleNamespace, opened: RolloutEngine):
-    class Broken(SingleTurn):
-        async def reward(self, data: dict[str, Any], response: Any) -> float:
-            if data["number"] == 0:
-                raise ZeroDivisionError
-            return float(len(response.output_tokens) % 7)
-
-    batch = opened.prepare_batch(Loader(), Broken(parts), group_size=SIZE)
-    check(batch)
-    assert all(int(each["input_ids"][0, 2]) != 7 for each in batch)
-    entries = opened.scheduler.state.in_flight.ledger.entries
-    assert any("ZeroDivisionError" in entry.cause for entry in entries)
 
 
 @pytest.mark.parametrize(
@@ -657,13 +580,12 @@ def test_parameters_of_sampling_reach_the_engine(parts: SimpleNamespace, opened:
     }
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("areals", "settings", "error"),
     [
         ({"use_lora": True}, {}, "use_lora is set"),
         ({"return_routed_experts": True}, {}, "does not know the shape of the rows"),
         ({}, {"max_staleness": 3}, "raise max_head_offpolicyness"),
-        ({}, {"stop": Samples(8)}, "takes a fixed number of groups"),
     ],
 )
 def test_settings_that_contradict_areals_are_refused(
@@ -671,6 +593,48 @@ def test_settings_that_contradict_areals_are_refused(
 ):
     with pytest.raises(ConfigError, match=error):
         engine(parts, settings=SchedulerConfig(**settings), **areals)
+
+
+@each_row(
+    ("given", "changes", "error"),
+    [
+        ({"group_size": SIZE + 1}, {}, "group_size is 5, and gconfig.n_samples was 4"),
+        ({"dataloader": Loader(batch_size=2)}, {}, "gives 2 items at a time"),
+        ({"dataloader": Loader(items=0)}, {}, "gives no items"),
+        ({"workflow": lambda data: None}, {}, "has no arun_episode"),
+        ({"workflow": Agent()}, {"tokenizer_path": ""}, "needs the model's tokenizer"),
+        (
+            {"workflow": Agent()},
+            {"agent": SimpleNamespace(mode="subproc")},
+            "agent.mode is 'subproc'",
+        ),
+    ],
+)
+def test_batches_that_cannot_be_are_refused(
+    parts: SimpleNamespace, given: dict[str, Any], changes: dict[str, Any], error: str
+):
+    usual = {"dataloader": Loader(), "workflow": SingleTurn(parts), "group_size": SIZE}
+    with opening(engine(parts, **changes)) as made, pytest.raises(ConfigError, match=error):
+        made.prepare_batch(**{**usual, **given})
+
+
+def test_updates_that_cannot_be_are_refused(parts: SimpleNamespace, opened: RolloutEngine):
+    xccl = parts.Meta(type="xccl", nccl_group_name="group")
+    adapter = parts.Meta(type="disk", path="weights", use_lora=True)
+    own = [engine(parts, settings=SchedulerConfig(straggler=s)) for s in ("retract", "abort")]
+    for error, call, *args in (
+        (
+            "let one process drive the trainer",
+            lambda: opened.initialize(train_data_parallel_size=4),
+        ),
+        ("a LoRA adapter", opened.update_weights_from_disk, adapter),
+        ("a LoRA adapter", opened.init_weights_update_group, adapter),
+        ("the engines are in no group", opened.update_weights_from_distributed, xccl, []),
+        ('set straggler="abort" or "run"', own[0].init_weights_update_group, xccl),
+        ("sim-0, sim-1 take no broadcast", own[1].init_weights_update_group, xccl),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            call(*args)
 
 
 def test_areals_settings_are_those_of_the_scheduler(parts: SimpleNamespace):
@@ -683,32 +647,6 @@ def test_areals_settings_are_those_of_the_scheduler(parts: SimpleNamespace):
     made = engine(parts, settings=own, max_concurrent_rollouts=5).settings
     assert made.max_staleness == Staleness(1, rule="evict")
     assert made.dispatch.max_in_flight == 7
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"group_size": SIZE + 1}, "group_size is 5, and gconfig.n_samples was 4"),
-        ({"dataloader": Loader(batch_size=2)}, "gives 2 items at a time"),
-        ({"dataloader": Loader(items=0)}, "gives no items"),
-        ({"workflow": lambda data: None}, "has no arun_episode"),
-    ],
-)
-def test_arguments_of_a_batch_that_cannot_be_met_are_refused(
-    parts: SimpleNamespace, opened: RolloutEngine, changes: dict[str, Any], error: str
-):
-    given = {"dataloader": Loader(), "workflow": SingleTurn(parts), "group_size": SIZE}
-    with pytest.raises(ConfigError, match=error):
-        opened.prepare_batch(**{**given, **changes})
-
-
-def test_several_processes_and_adapters_are_refused(parts: SimpleNamespace, opened: RolloutEngine):
-    with pytest.raises(ConfigError, match="let one process drive the trainer"):
-        engine(parts).initialize(train_data_parallel_size=4)
-    meta = parts.Meta(type="disk", path="weights", use_lora=True)
-    for update in (opened.update_weights_from_disk, opened.init_weights_update_group):
-        with pytest.raises(ConfigError, match="a LoRA adapter"):
-            update(meta)
 
 
 def test_the_memory_of_the_engines_is_lent_to_the_trainer(
@@ -728,20 +666,13 @@ def test_the_memory_of_the_engines_is_lent_to_the_trainer(
         assert opened.scheduler.state.fleet.sleep is None
 
 
-# --- broadcasts ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def broadcasting(
-    parts: SimpleNamespace, start_sglang_server: StartServer
-) -> Iterator[tuple[RolloutEngine, Any, list[ThreadedServer]]]:
-    """An engine of two servers in AReaL's group, and the stand-in for AReaL's client."""
-    if is_real():
-        pytest.skip("AReaL's own client needs real servers: tests/sglang/test_areal.py")
-    from areal.engine import RemoteSGLangEngine
-
-    RemoteSGLangEngine.calls.clear()
-    RemoteSGLangEngine.error = None
+    parts: SimpleNamespace, start_sglang_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[RolloutEngine, Client, list[ThreadedServer]]]:
+    """An engine of two servers in AReaL's group."""
+    client = Client()
+    monkeypatch.setattr("areal.engine.RemoteSGLangEngine", client)
     servers = [start_sglang_server() for _ in range(2)]
     made = engine(
         parts,
@@ -750,12 +681,12 @@ def broadcasting(
     )
     made.initialize()
     made.init_weights_update_group(parts.Meta(type="xccl", nccl_group_name="group")).result()
-    yield made, RemoteSGLangEngine, servers
+    yield made, client, servers
     made.destroy()
 
 
 def test_a_broadcast_is_one_update_whatever_the_number_of_its_buckets(
-    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any, list[ThreadedServer]]
+    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Client, list[ThreadedServer]]
 ):
     made, client, servers = broadcasting
     names = [server.url.removeprefix("http://") for server in servers]
@@ -776,7 +707,7 @@ def test_a_broadcast_is_one_update_whatever_the_number_of_its_buckets(
 
 
 def test_a_bucket_that_fails_ends_the_update_and_the_next_one_repairs_it(
-    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any, list[ThreadedServer]]
+    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Client, list[ThreadedServer]]
 ):
     made, client, _ = broadcasting
     meta = parts.Meta(type="xccl", nccl_group_name="group")
@@ -795,7 +726,7 @@ def test_a_bucket_that_fails_ends_the_update_and_the_next_one_repairs_it(
 
 
 def test_an_engine_that_left_the_group_is_noticed_before_the_broadcast(
-    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Any, list[ThreadedServer]]
+    parts: SimpleNamespace, broadcasting: tuple[RolloutEngine, Client, list[ThreadedServer]]
 ):
     made, client, servers = broadcasting
     name = servers[1].url.removeprefix("http://")
@@ -804,15 +735,6 @@ def test_an_engine_that_left_the_group_is_noticed_before_the_broadcast(
     with pytest.raises(RefitError, match=f"{name} does not take part"):
         made.update_weights_from_distributed(meta, [])
     assert not [what for what, _ in client.calls if what == "bucket"]
-
-
-def test_an_engine_without_broadcasts_is_refused(parts: SimpleNamespace):
-    if is_real():
-        pytest.skip("AReaL's own client needs real servers")
-    meta = parts.Meta(type="xccl", nccl_group_name="group")
-    refused = pytest.raises(ConfigError, match="sim-0, sim-1 take no broadcast")
-    with opening(engine(parts, settings=SchedulerConfig(straggler="abort"))) as made, refused:
-        made.init_weights_update_group(meta)
 
 
 def lose(made: RolloutEngine, name: str) -> None:
@@ -824,20 +746,6 @@ def lose(made: RolloutEngine, name: str) -> None:
         asynchronous._feed(EngineLost(engine=name, cause="given up by the test"))
 
     made.scheduler._wait(feed)
-
-
-@pytest.mark.parametrize("straggler", ["retract", "in_place"])
-def test_requests_that_would_wait_in_the_engine_are_refused_for_a_broadcast(
-    parts: SimpleNamespace, straggler: Any
-):
-    made = engine(parts, settings=SchedulerConfig(straggler=straggler))
-    with pytest.raises(ConfigError, match='set straggler="abort" or "run"'):
-        made.init_weights_update_group(parts.Meta(type="xccl"))
-    with pytest.raises(ConfigError, match="the engines are in no group"):
-        made.update_weights_from_distributed(parts.Meta(type="xccl"), [])
-
-
-# --- the controller ------------------------------------------------------------------------------
 
 
 def test_the_trainers_processes_ask_for_updates_over_http(

@@ -45,7 +45,7 @@ SENTENCES = {
     "run --cap 8 --sampling.max-new-tokens 9": "cap is 8 and sampling.max_new_tokens is 9, ",
     "gateway": "--engine is missing.",
     "serve-sim --port": "argument --port: expected one argument; ",
-    "gateway --engine http://a:1 --port 99999": "port is 99999; give one from 0 (any) to 65535.",
+    "gateway --engine http://a:1 --port 99999": "port is 99999; give 0 (any free port) to 65535.",
     "gateway --engine http://a:1 --reclaim-s=-1": "reclaim_s is -1.0; give 0 or more.",
     "gateway --engine http://a:1 --client-fields rid": "request holds rid, which the scheduler ",
 }

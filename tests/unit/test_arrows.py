@@ -84,8 +84,8 @@ SHARED = (
     "errors kernel.engines.address kernel.engines.base kernel.engines.control "
     "kernel.engines.failures kernel.engines.fleet kernel.engines.generations kernel.engines.http "
     "kernel.engines.load kernel.engines.refit kernel.engines.server kernel.engines.sockets "
-    "kernel.engines.sse kernel.engines.stream kernel.engines.transport kernel.values.companions "
-    "types"
+    "kernel.engines.sse kernel.engines.stream kernel.engines.transport kernel.values.bounds "
+    "kernel.values.companions types"
 )
 """What adapters of servers share may import."""
 PURE = "errors kernel.values.bounds kernel.values.checks kernel.values.companions"
@@ -133,7 +133,9 @@ _RULES: dict[str, Rule] = {
         f"kernel.engines.{name}": rule(f"{SHARED} kernel.engines.{name} kernel.values.extras")
         for name in (folder.name for folder in PACKAGE.glob("kernel/engines/[!_]*/"))
     },
-    "kernel.weights": rule("errors kernel.engines kernel.values.extras kernel.weights types"),
+    "kernel.weights": rule(
+        "errors kernel.engines kernel.values.bounds kernel.values.extras kernel.weights types"
+    ),
     "kernel.store": rule(
         "errors kernel.core.lengths kernel.core.policies kernel.core.state kernel.store "
         "kernel.values.companions kernel.values.files types",
@@ -147,9 +149,6 @@ _RULES: dict[str, Rule] = {
     ),
     # Pure arithmetic for one command of the core; both shells carry it out.
     "planning": rule("kernel.core planning", others=NUMPY, pure=True),
-    "planning.forecasts": rule(
-        "kernel.core kernel.shell.listener observe.figures.batch_figures planning"
-    ),
     "planning.presets": rule("config", others=frozenset(), pure=True),
     "planning.step_times": rule(
         "errors kernel.values.bounds kernel.values.files planning.step_times", others=NUMPY
@@ -187,7 +186,7 @@ _RULES: dict[str, Rule] = {
     # What clients say in text, the server side of HTTP, an episode's own address, and one address
     # in front of a fleet.
     "agents": rule(),
-    "agents.serving": rule("agents.serving errors"),
+    "agents.serving": rule("agents.serving errors kernel.values.bounds"),
     "agents.chat": rule(
         "agents.chat agents.serving errors kernel.values.extras kernel.values.files types"
     ),
@@ -196,7 +195,7 @@ _RULES: dict[str, Rule] = {
     ),
     "agents.sessions": rule(
         "agents.chat agents.dialects agents.serving agents.sessions errors kernel.shell.episodes "
-        "kernel.values.files types"
+        "kernel.values.bounds kernel.values.files types"
     ),
     "agents.gateway": rule(
         f"{PURE} __version__ agents kernel observe types",

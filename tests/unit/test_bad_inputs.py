@@ -49,7 +49,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         ("--sampling.temperature -1", "temperature is -1.0"),
         ("--within-group 2", "within_group is 2.0"),
         ("--sim.engines 0", "engines is 0"),
-        ("--sim.engines 99999999999999999999", "a fleet has 1 to 65,536"),
+        ("--sim.engines 99999999999999999999", "give 1 to 65,536"),
         ("--group-size 99999999999999999999", "give 1 to 65,536"),
         ("--batch-groups 99999999999999999999", "batch_groups must be at most 2**53"),
         ("--cap 99999999999999999999", "give 1 to 2**31 - 1"),

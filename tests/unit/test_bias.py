@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from aprilsched.kernel.core.state.ledger import Entry, Ledger, Reason
 from aprilsched.observe.figures.bias_collector import running_bias, transient_by_batch, warning_now
-from aprilsched.observe.figures.run_figures import BiasFigures
-from aprilsched.observe.plots import bias
 from tests.support.transients import live_transient, realised_transient
 
 Ints = NDArray[np.int64]
@@ -114,7 +111,3 @@ def test_a_warning_has_the_size_when_long_ones_are_dropped():
 )
 def test_no_warning(entries: list[Entry]):
     assert warning_now(ledger_of(*entries), 100, 100 * 50) is None
-
-
-def test_a_run_that_knows_nothing_has_a_picture():
-    assert isinstance(bias(BiasFigures()), Figure)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, config, prompts
+from tests.support.driver import Driver, config, span
 
 
 def test_an_adapter_is_loaded_without_a_pause_and_serves_what_is_sent_afterwards():
@@ -17,8 +16,7 @@ def test_an_adapter_is_loaded_without_a_pause_and_serves_what_is_sent_afterwards
     driver.settle()
     assert {send.adapter for send in driver.sends.values()} == {None}
     driver.request_batch()
-    for key in before:
-        driver.finish(key)
+    driver.finish_each(before)
     assert {send.adapter for send in driver.sent[len(before) :]} == {1}
 
 
@@ -27,12 +25,11 @@ def test_tokens_are_of_the_adapter_they_were_sent_under_whatever_the_engines_lab
     driver.update(adapter=True)
     driver.request_batch()
     base = driver.attempts()
-    for key in base:
-        driver.finish(key)
+    driver.finish_each(base)
     (first, second) = driver.attempts()
     driver.progress(first, 5)
     driver.update(adapter=True)
-    label = (VersionSpan(version=0, start=0, end=8),)
+    label = (span(0, 8),)
     driver.finish(first, 3, spans=label)
     driver.finish(second, 8, spans=label)
     driver.request_batch()
@@ -62,8 +59,7 @@ def test_an_adapter_is_unloaded_when_its_last_request_has_ended_and_not_before()
     driver = Driver(config(batch_groups=1, group_size=2, over_provision=1.0), engines=("a",))
     driver.update(adapter=True)
     driver.request_batch()
-    for key in driver.attempts():
-        driver.finish(key)
+    driver.finish_each(driver.attempts())
     (first, second) = driver.attempts()
     driver.update(adapter=True)
     driver.finish(first)
@@ -142,9 +138,7 @@ def test_a_batch_that_waits_for_an_adapter_is_offered_with_the_last_answer():
 def test_an_evaluation_that_waits_for_an_adapter_begins_with_the_last_answer():
     driver = Driver(config(), engines=("a",), supply=0)
     driver.feed(ev.UpdateRequested(version=1, adapter=True))
-    driver.feed(
-        ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1, start=900), group_size=1)
-    )
+    driver.evaluate(start=900)
     assert not driver.attempts()
     driver.answer_refit()
     assert len(driver.attempts()) == 1

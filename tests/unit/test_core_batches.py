@@ -42,8 +42,7 @@ def test_a_batch_is_delivered_when_enough_groups_are_complete_and_groups_are_who
 def test_the_second_wave_counts_the_carried_groups():
     driver = Driver(config())
     driver.request_batch()
-    for group_id in driver.group_ids()[:4]:
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids()[:4])
     driver.settle()
     driver.request_batch()
     # Four stragglers are carried, so a wave of eight starts four.
@@ -54,8 +53,7 @@ def test_surplus_groups_open_the_next_batch():
     driver = Driver(config(over_provision=1.5))
     driver.request_batch()
     ids = driver.group_ids()
-    for group_id in ids[:3]:
-        driver.finish_group(group_id)
+    driver.finish_groups(ids[:3])
     for group_id in ids[3:5]:
         driver.finish(driver.attempts(group_id)[0])
     for group_id in (ids[3], ids[4]):
@@ -64,8 +62,7 @@ def test_surplus_groups_open_the_next_batch():
     assert [g.group_id for g in driver.batches[0].groups] == ids[:4]
     assert next(group.group_id for group in driver.state.in_flight.ready) == ids[4]
     driver.request_batch()
-    for group_id in [g for g in driver.group_ids() if g != ids[4]][:3]:
-        driver.finish_group(group_id)
+    driver.finish_groups([g for g in driver.group_ids() if g != ids[4]][:3])
     assert driver.batches[1].groups[0].group_id == ids[4]
 
 
@@ -83,8 +80,7 @@ def test_a_pool_is_refilled_by_whole_groups_together():
 def test_a_rejected_group_is_replaced_without_a_full_wave():
     driver = Driver(config(over_provision=1.0), accepts=True)
     driver.request_batch()
-    for group_id in driver.group_ids():
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids())
     for verdict in list(driver.verdicts)[:3]:
         driver.feed(ev.Filtered(group_id=verdict.unit.unit_id, accepted=True))
     driver.feed(ev.Filtered(group_id=driver.verdicts[3].unit.unit_id, accepted=False))
@@ -111,8 +107,7 @@ def test_stop_by_samples_and_by_tokens_delivers_whole_groups(stop: Stop, groups:
 def test_stop_by_tokens_launches_more_when_everything_is_in_and_it_is_not_enough():
     driver = Driver(config(stop=Tokens(100), over_provision=1.0))
     driver.request_batch()
-    for group_id in driver.group_ids():
-        driver.finish_group(group_id, count=1)
+    driver.finish_groups(driver.group_ids(), count=1)
     assert driver.sends
     assert not driver.batches
 
@@ -135,8 +130,7 @@ def test_engines_go_on_while_a_full_batch_waits_for_rewards(
     driver = Driver(settings, reward_scope="rollout")
     driver.request_batch()
     ids = driver.group_ids()
-    for group_id in ids[:4]:
-        driver.finish_group(group_id)
+    driver.finish_groups(ids[:4])
     assert not driver.batches
     assert bool(driver.controls or driver.aborts) == stops
     if not stops:
@@ -164,8 +158,7 @@ def test_a_pool_is_refilled_while_a_full_batch_waits_for_rewards_up_to_the_ready
 def test_group_rewards():
     driver = Driver(config(), reward_scope="group")
     driver.request_batch()
-    for group_id in driver.group_ids()[:4]:
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids()[:4])
     for score in driver.group_scores:
         driver.feed(
             ev.GroupRewarded(
@@ -188,8 +181,7 @@ def test_a_failed_reward_goes_to_the_ledger_with_its_cause():
 def test_the_end_of_the_prompts_delivers_a_smaller_last_batch_and_then_ends():
     driver = Driver(config(), supply=5)
     driver.request_batch()
-    for group_id in driver.group_ids()[:4]:
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids()[:4])
     driver.request_batch()
     driver.finish_group(driver.group_ids()[0])
     assert [len(batch.groups) for batch in driver.batches] == [4, 1]
@@ -212,7 +204,7 @@ def test_asynchronous_pace_holds_a_bounded_number_of_ready_batches():
 
 def test_an_evaluation_runs_to_its_end_and_is_neither_filtered_nor_carried():
     driver = Driver(config(), accepts=True)
-    driver.feed(ev.EvaluationRequested(evaluation_id=9, prompts=prompts(3), group_size=2))
+    driver.evaluate(3, group_size=2, evaluation_id=9)
     assert len(driver.sends) == 6
     driver.feed(ev.UpdateRequested(version=1))
     assert not driver.controls, "an update waits for the evaluation"
@@ -248,8 +240,7 @@ def test_a_source_that_is_dry_for_now_does_not_stop_what_can_run(refill: str, pa
     assert len(driver.group_ids()) >= (5 if refill == "pool" else 6)
     if pace == "asynchronous":
         driver.request_batch()
-    for group_id in driver.group_ids()[:4]:
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids()[:4])
     assert len(driver.batches[0].groups) == 4
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from aprilsched.config import Health
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.admission import MAX_PAUSE_S, MAX_RETRY_AFTER_S, Admission
-from tests.support.driver import Driver, Key, config, prompts
+from tests.support.driver import Driver, Key, config
 
 FULL = "The request queue is full."
 
@@ -26,10 +28,6 @@ def refuse(driver: Driver, *keys: Key, retry_after_s: float | None = None) -> No
         driver.interrupt(key, busy=FULL, retry_after_s=retry_after_s)
 
 
-def on(driver: Driver, engine: str) -> list[Key]:
-    return [key for key, send in driver.sends.items() if send.engine == engine]
-
-
 def pass_time(driver: Driver, seconds: float) -> None:
     driver.now += seconds
     driver.feed(ev.Tick())
@@ -39,11 +37,11 @@ def test_a_busy_engine_gets_no_more_than_it_took():
     driver = driver_of()
     first, *others = driver.attempts()
     refuse(driver, *others[3:])
-    assert on(driver, "a") == [first, *others[:3]]
+    assert driver.on("a") == [first, *others[:3]]
     driver.finish(first)
-    assert len(on(driver, "a")) == 5, "one has ended, and its answer is evidence of room for two"
+    assert len(driver.on("a")) == 5, "one has ended, and its answer is evidence of room for two"
     refuse(driver, driver.attempts()[-1])
-    assert len(on(driver, "a")) == 4
+    assert len(driver.on("a")) == 4
     state = driver.state
     assert not state.in_flight.ledger.total
     assert not state.in_flight.counters.retries
@@ -66,9 +64,9 @@ def test_a_busy_engine_is_reported_once_with_what_it_was_sent():
 
 def test_other_engines_get_what_a_busy_one_refuses():
     driver = driver_of(engines=("a", "b"))
-    refuse(driver, *on(driver, "a")[1:])
-    assert len(on(driver, "a")) == 1
-    assert len(on(driver, "b")) == 7
+    refuse(driver, *driver.on("a")[1:])
+    assert len(driver.on("a")) == 1
+    assert len(driver.on("b")) == 7
 
 
 def test_a_partial_response_waits_with_its_tokens():
@@ -102,15 +100,16 @@ def test_nothing_is_sent_before_the_engine_may_be_asked_again(asked: float | Non
     assert len(driver.sends) == 1
 
 
+refuse_whole = partial(Admission.refuse, partial=False, wait_s=None)
+
+
 def test_pauses_grow_while_an_engine_takes_nothing_and_start_again_with_an_answer():
     admission = Admission()
 
     def pauses(count: int) -> list[float]:
         seen: list[float] = []
         for sent in range(count):
-            admission.refuse(
-                0.0, sent=sent, attempts_sent=sent, others=0, partial=False, wait_s=None
-            )
+            refuse_whole(admission, 0.0, sent=sent, attempts_sent=sent, others=0)
             seen.append(admission.closed_until)
         return seen
 
@@ -137,14 +136,8 @@ def serve(room: int, requests: int, *, total: bool) -> tuple[int, int]:
         while len(queue) + (len(running) if total else 0) > room:
             number = queue.pop()
             refused += 1
-            admission.refuse(
-                now,
-                sent=number,
-                attempts_sent=sent,
-                others=len(queue) + len(running),
-                partial=False,
-                wait_s=None,
-            )
+            others = len(queue) + len(running)
+            refuse_whole(admission, now, sent=number, attempts_sent=sent, others=others)
         most = max(most, len(queue) + len(running))
         for number in queue:
             admission.answer(len(queue) + len(running), sent=number, attempts_sent=sent)
@@ -170,9 +163,7 @@ def test_a_bound_on_the_queue_does_not_bound_what_runs():
 def test_a_limit_that_is_gone_is_forgotten():
     admission, number = Admission(), 0
     for _ in range(20):  # Each time an answer has made room for another, it is refused.
-        admission.refuse(
-            0.0, sent=number, attempts_sent=number, others=3, partial=False, wait_s=None
-        )
+        refuse_whole(admission, 0.0, sent=number, attempts_sent=number, others=3)
         number += 1
     answers = 0
     while admission.limit < 64:
@@ -221,7 +212,7 @@ def test_an_engine_that_has_other_requests_may_be_busy_for_ever():
 
 def test_an_evaluation_waits_for_a_busy_engine_too():
     driver = Driver(config(), engines=("a",))
-    driver.feed(ev.EvaluationRequested(evaluation_id=7, prompts=prompts(2), group_size=2))
+    driver.evaluate(2, group_size=2, evaluation_id=7)
     driver.settle()
     refuse(driver, *driver.attempts()[1:])
     while driver.sends:

@@ -12,12 +12,7 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, Key, config, prompts
-
-
-def span(version: int, end: int, start: int = 0) -> VersionSpan:
-    return VersionSpan(version=version, start=start, end=end)
+from tests.support.driver import Driver, Key, config, span
 
 
 def loaded(driver: Driver, version: int = 1, *, labelled: bool = True) -> list[do.Command]:
@@ -122,7 +117,7 @@ def test_engines_that_its_labels_had_put_on_standby_come_into_use():
     driver = Driver(config(), engines=("a", "b"))
     driver.request_batch()
     for engine in ("a", "b"):
-        key = next(k for k, send in driver.sends.items() if send.engine == engine)
+        key = driver.on(engine)[0]
         driver.progress(key, 1, label=1)
     assert set(driver.state.fleet.control.standby) == {"a", "b"}
     loaded(driver)
@@ -158,7 +153,7 @@ def test_an_engine_that_is_being_asked_for_its_version_answers_first():
 @pytest.mark.parametrize("ended", [True, False])
 def test_an_evaluation_that_it_met_is_generated_again(ended: bool):
     driver = Driver(config(batch_groups=1, group_size=1, pace="synchronous"), engines=("a", "b"))
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2), group_size=1))
+    driver.evaluate(2)
     first, second = driver.attempts()
     driver.finish(first, 3, spans=(span(0, 3),))
     loaded(driver)
@@ -167,8 +162,7 @@ def test_an_evaluation_that_it_met_is_generated_again(ended: bool):
     assert not driver.evaluations
     driver.settle()
     assert driver.state.in_flight.ledger.rollouts[Reason.OTHER_VERSION] == 2
-    for key in [key for key in driver.attempts() if key != second]:
-        driver.finish(key, 4, spans=(span(1, 4),))
+    driver.finish_each([key for key in driver.attempts() if key != second], 4, spans=(span(1, 4),))
     batch = driver.evaluations[1]
     assert batch.version == 1
     assert {int(v) for rollout in batch.rollouts for v in rollout.versions} == {1}
@@ -178,7 +172,7 @@ def test_an_engine_that_says_that_it_kept_the_old_version_leaves_no_doubt_about_
     driver = Driver(config(batch_groups=1, group_size=1), engines=("a", "b"))
     driver.request_batch()
     loaded(driver)
-    key = next(key for key, send in driver.sends.items() if send.engine == "b")
+    key = driver.on("b")[0]
     driver.progress(key, 3, label=0)
     driver.answer_refit(b=(0, "names its weights 0 and not 1"))
     (again,) = [other for other in driver.attempts() if other[0] == key[0]]
@@ -198,21 +192,17 @@ def following(*engines: str, **changes: object) -> Driver:
     return driver
 
 
-def sent_to(driver: Driver, engine: str) -> Key:
-    return next(key for key, send in driver.sends.items() if send.engine == engine)
-
-
 def refit_to(driver: Driver, version: int) -> None:
     (refit,) = driver.refits
     assert (refit.version, refit.external, refit.followed) == (version, True, True)
 
 
 def by_label(driver: Driver) -> None:
-    driver.progress(sent_to(driver, "a"), 2, label=4)
+    driver.progress(driver.on("a")[0], 2, label=4)
 
 
 def by_spans(driver: Driver) -> None:
-    driver.finish(sent_to(driver, "a"), 2, spans=(span(0, 1), span(4, 2, 1)))
+    driver.finish(driver.on("a")[0], 2, spans=(span(0, 1), span(4, 2, 1)))
 
 
 def by_watch(driver: Driver) -> None:
@@ -221,7 +211,7 @@ def by_watch(driver: Driver) -> None:
 
 def by_answer(driver: Driver) -> None:
     driver.auto_verify = False
-    driver.fail(sent_to(driver, "a"))
+    driver.fail(driver.on("a")[0])
     driver.verify(4)
 
 
@@ -267,7 +257,7 @@ def test_an_older_version_is_not_followed():
     driver = Driver(config(follow_weights=True), engines=("a", "b"), version=3)
     driver.request_batch()
     driver.feed(ev.VersionSeen(engine="a", version=2))
-    driver.progress(sent_to(driver, "a"), 2, label=2)
+    driver.progress(driver.on("a")[0], 2, label=2)
     assert list(driver.state.fleet.control.standby) == ["a"]
     assert not driver.refits
 
@@ -361,7 +351,7 @@ def test_an_evaluation_that_met_weights_which_are_not_followed_is_generated_agai
     driver = Driver(
         config(follow_weights=True, pace="synchronous", straggler="abort"), engines=("a", "b", "c")
     )
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     (key,) = driver.attempts()
     driver.finish(key, 2, spans=(span(4, 2),))
     assert not driver.evaluations
@@ -375,7 +365,7 @@ def test_an_evaluation_that_met_weights_which_are_not_followed_is_generated_agai
 def test_an_update_that_waits_does_not_excuse_weights_of_the_same_number():
     """The update waits for the evaluation, and has loaded nothing yet."""
     driver = Driver(config(pace="synchronous"), engines=("a", "b"))
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     (key,) = driver.attempts()
     engine = driver.sends[key].engine
     driver.feed(ev.UpdateRequested(version=1))
@@ -407,13 +397,13 @@ def test_a_pause_by_somebody_else_is_no_stall_for_as_long_as_an_update_may_take(
     driver.feed(ev.VersionSeen(engine="a", version=0, paused=True))
     for _ in range(250):
         driver.now += 1.0
-        driver.progress(sent_to(driver, "b"), 1)
+        driver.progress(driver.on("b")[0], 1)
         driver.feed(ev.Tick())
         driver.feed(ev.VersionSeen(engine="a", version=0, paused=True))
     assert not driver.lost
     for _ in range(100):
         driver.now += 1.0
-        driver.progress(sent_to(driver, "b"), 1)
+        driver.progress(driver.on("b")[0], 1)
         driver.feed(ev.Tick())
     (lost,) = driver.lost
     assert lost.engine == "a"
@@ -426,6 +416,6 @@ def test_an_engine_that_goes_on_after_such_a_pause_and_hangs_is_lost():
     driver.feed(ev.VersionSeen(engine="a", version=0, paused=False))
     for _ in range(30):
         driver.now += 1.0
-        driver.progress(sent_to(driver, "b"), 1)
+        driver.progress(driver.on("b")[0], 1)
         driver.feed(ev.Tick())
     assert [lost.engine for lost in driver.lost] == ["a"]

@@ -8,6 +8,7 @@ from aprilsched.config import Dispatch, Retries, SchedulerConfig
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.state.ledger import Reason
 from tests.support.driver import Driver, prompts
+from tests.support.table import each_row
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -86,20 +87,25 @@ def test_a_request_that_two_engines_refuse_is_not_tried_again():
     assert not driver.lost, "requests that nobody takes are no engine's fault"
 
 
-def test_an_engine_that_refuses_what_others_take_is_lost():
-    driver = Driver(config(batch_groups=6))
+@each_row("final", [True, False])
+def test_an_engine_that_fails_what_others_take_is_lost_although_it_serves_some(final: bool):
+    driver = Driver(config(batch_groups=12, group_size=1))
     driver.request_batch()
+    served = driver.on("a")[0]
+    if not final:
+        driver.progress(served, 1)
     for loss in range(3):
         assert not driver.lost, loss
-        key = next(key for key, send in driver.sends.items() if send.engine == "a")
-        driver.fail(key, cause="HTTP 401", final=True)
+        key = driver.on("a")[1]
+        driver.fail(key, cause="HTTP 401", final=final, answered=not final)
         again = (key[0], key[1] + 1)
         assert driver.sends[again].engine == "b"
         driver.progress(again, 1)
         driver.finish(again)
         # Requests that were sent before the failure count as part of it.
-        for key in [key for key, send in driver.sends.items() if send.engine == "a"]:
-            driver.interrupt(key)
+        for each in driver.on("a"):
+            if each != served:
+                driver.interrupt(each)
     (lost,) = driver.lost
     assert lost.engine == "a"
     assert lost.cause == "it failed 3 times in a row: it refused what b takes: HTTP 401"
@@ -187,7 +193,7 @@ def test_requests_that_fail_everywhere_cost_no_engine_that_serves_others():
     driver = Driver(config(batch_groups=8, group_size=1, retries=whole))
     driver.request_batch()
     for engine in "ab":
-        driver.progress(next(k for k, send in driver.sends.items() if send.engine == engine), 1)
+        driver.progress(driver.on(engine)[0], 1)
     for _ in range(12):
         fail_everywhere(driver)
         driver.settle()
@@ -228,26 +234,6 @@ def test_three_failures_are_the_requests_fault_if_the_engine_generates_then():
     assert driver.state.fleet.control.engines["a"].consecutive_failures == 0
 
 
-def test_an_engine_that_fails_what_others_take_is_lost_although_it_serves_some():
-    driver = Driver(config(batch_groups=12, group_size=1))
-    driver.request_batch()
-    served = next(k for k, send in driver.sends.items() if send.engine == "a")
-    driver.progress(served, 1)
-    for loss in range(3):
-        assert not driver.lost, loss
-        key = next(k for k, s in driver.sends.items() if s.engine == "a" and k != served)
-        driver.fail(key, cause="HTTP 500", answered=True)
-        again = (key[0], key[1] + 1)
-        assert driver.sends[again].engine == "b"
-        driver.progress(again, 1)
-        driver.finish(again)
-        # Requests that were sent before the failure count as part of it.
-        for each in [k for k, s in driver.sends.items() if s.engine == "a" and k != served]:
-            driver.interrupt(each)
-    (lost,) = driver.lost
-    assert lost.cause == "it failed 3 times in a row: it refused what b takes: HTTP 500"
-
-
 def test_an_answer_to_a_later_request_ends_a_row_of_failures():
     driver = Driver(config(batch_groups=1, group_size=1), engines=("a",))
     for _ in range(6):
@@ -275,7 +261,7 @@ def test_what_breaks_off_together_is_one_failure_of_its_engine():
 def test_late_news_of_a_lost_engine_are_void():
     driver = Driver(config())
     driver.request_batch()
-    key = next(k for k, send in driver.sends.items() if send.engine == "a")
+    key = driver.on("a")[0]
     driver.feed(ev.EngineLost(engine="a", cause="gone"))
     before = driver.state.in_flight.counters.tokens_generated
     driver.progress(key, 10)
@@ -335,8 +321,7 @@ def test_carried_rollouts_are_sent_first():
     driver = Driver(config(straggler="abort", over_provision=2.0))
     driver.request_batch()
     ids = driver.group_ids()
-    for group_id in ids[:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups(ids[:2])
     driver.settle()
     driver.sent.clear()
     driver.request_batch()

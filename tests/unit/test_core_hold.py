@@ -7,7 +7,7 @@ import pytest
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.core.state.ledger import Reason
-from tests.support.driver import Driver, config, names, prompts
+from tests.support.driver import Driver, config, names
 
 
 def modes(driver: Driver) -> set[Mode]:
@@ -78,13 +78,12 @@ def test_a_withdrawn_group_is_aborted_and_is_in_the_ledger_with_its_tokens():
 def test_a_group_that_has_left_flight_or_belongs_to_others_is_not_withdrawn(left: str):
     driver = Driver(config(), engines=("a",), takes=left == "delivered")
     if left == "evaluation":
-        driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+        driver.evaluate()
         (group,) = driver.state.evaluations.running[1]
         group_id = group.group_id
     else:
         group_id = next(iter(driver.state.in_flight.groups))
         driver.request_batch()
-        for group in driver.group_ids():
-            driver.finish_group(group)
+        driver.finish_groups(driver.group_ids())
     driver.feed(ev.GroupWithdrawn(group_id=group_id, cause="too late"))
     assert not driver.state.in_flight.ledger.total

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 
 from aprilsched.config import Retries, SchedulerConfig, Staleness
-from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GroupRecord
 from aprilsched.kernel.store import MemoryStore, SqliteStore, Store
-from aprilsched.trainers import check_fixed_groups
 from aprilsched.types import Score
-from tests.support.driver import Driver, Key, prompts
+from tests.support.driver import Driver, Key
 
 
 def config(rule: str = "again", **changes: object) -> SchedulerConfig:
@@ -46,9 +44,6 @@ def ledger(driver: Driver) -> dict[Reason, tuple[int, int]]:
     """Rollouts and tokens in the ledger by reason."""
     found = driver.state.in_flight.ledger
     return {reason: (count, found.tokens[reason]) for reason, count in found.rollouts.items()}
-
-
-# --- again ---------------------------------------------------------------------------------------
 
 
 def test_a_member_whose_attempts_are_used_up_is_generated_again_and_its_siblings_stay():
@@ -153,9 +148,6 @@ def test_a_response_whose_reward_is_lost_is_scored_again_and_not_generated_again
     assert group.dropped is Reason.REWARD_FAILED, "after so many tries"
 
 
-# --- shrink --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lost_last", [True, False])
 @pytest.mark.parametrize("scope", ["none", "rollout", "group"])
 def test_a_group_shrinks_and_is_delivered_without_its_lost_member(scope: str, lost_last: bool):
@@ -164,8 +156,7 @@ def test_a_group_shrinks_and_is_delivered_without_its_lost_member(scope: str, lo
     lost, *others = driver.attempts(group.group_id)
     if not lost_last:
         lose(driver, lost, tokens=5)
-    for key in others:
-        driver.finish(key, 4)
+    driver.finish_each(others, 4)
     if lost_last:
         lose(driver, lost, tokens=5)
     driver.settle()
@@ -224,9 +215,6 @@ def test_a_shrunken_group_that_begins_again_has_its_full_size():
     assert len(again.members) == 3
 
 
-# --- drop_group and evaluations ------------------------------------------------------------------
-
-
 def test_with_drop_group_a_lost_member_drops_its_group():
     driver = Driver(config("drop_group"))
     group = started(driver)
@@ -237,15 +225,12 @@ def test_with_drop_group_a_lost_member_drops_its_group():
 @pytest.mark.parametrize(("rule", "size"), [("again", 2), ("shrink", 1)])
 def test_an_evaluation_keeps_the_rule_and_may_shrink_to_one_response(rule: str, size: int):
     driver = Driver(config(rule))
-    driver.feed(ev.EvaluationRequested(evaluation_id=0, prompts=prompts(1), group_size=2))
+    driver.evaluate(group_size=2, evaluation_id=0)
     group_id = next(iter(driver.state.in_flight.groups))
     lose(driver, driver.attempts(group_id)[0], tokens=3)
     driver.finish_group(group_id, 4)
     assert [len(group.rollouts) for group in driver.evaluations[0].groups] == [size]
     assert ledger(driver) == {Reason.MEMBER_LOST: (1, 3)}
-
-
-# --- stores and listeners ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
@@ -291,10 +276,3 @@ def test_listeners_are_told_which_rollout_takes_the_place_of_a_lost_one():
     (launched,) = (each for each in received if isinstance(each, facts.MemberLaunched))
     assert (launched.group_id, launched.instead_of) == (group.group_id, gone)
     assert launched.rollout_id == group.members[0].rollout_id
-
-
-def test_trainers_of_groups_of_one_size_refuse_groups_that_shrink():
-    for rule in ("again", "drop_group"):
-        check_fixed_groups(config(rule), "TRL")
-    with pytest.raises(ConfigError, match='TRL takes groups of one size; set "again" or'):
-        check_fixed_groups(config("shrink"), "TRL")

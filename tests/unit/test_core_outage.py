@@ -8,7 +8,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.steps.outage import stranded
-from tests.support.driver import Driver, config, names, prompts
+from tests.support.driver import Driver, config, names
 
 
 def tick(driver: Driver, seconds: float) -> list[do.Command]:
@@ -29,7 +29,7 @@ def lose_all(driver: Driver, cause: str = "burnt") -> list[do.Command]:
 
 
 def evaluate(driver: Driver) -> None:
-    driver.feed(ev.EvaluationRequested(evaluation_id=7, prompts=prompts(3), group_size=1))
+    driver.evaluate(3, evaluation_id=7)
 
 
 # --- nobody is there -----------------------------------------------------------------------------
@@ -51,8 +51,7 @@ def test_the_wait_is_said_with_every_cause_then_each_minute_and_has_an_end():
 
 def test_an_engine_that_is_back_in_time_goes_on_as_if_nothing_had_been():
     driver = Driver(config())
-    for key in driver.attempts():
-        driver.progress(key, 4)
+    driver.progress_each(driver.attempts(), 4)
     lose_all(driver)
     tick(driver, 300)
     assert not driver.sends
@@ -192,8 +191,7 @@ def test_an_evaluation_is_abandoned_where_only_an_update_leads_on():
     driver = Driver(config())
     driver.update()
     evaluate(driver)
-    for key in driver.attempts():
-        driver.progress(key, 2)
+    driver.progress_each(driver.attempts(), 2)
     lose_all(driver)
     driver.come_back("a", version=0)
     commands = tick(driver, 12)

@@ -15,7 +15,7 @@ from aprilsched.kernel.core.state.durations import Durations
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.kernel.store.codec import schedule_from, schedule_record
 from aprilsched.planning.presets import PRESETS
-from tests.support.driver import Driver, prompts
+from tests.support.driver import Driver
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -50,6 +50,12 @@ class Received:
     def plan(self, planned: Schedule) -> None:
         self.facts.clear()
         self.driver.feed(ev.Planned(schedule=planned))
+
+    def leave_plans(self) -> None:
+        """Answer every plan with no other schedule."""
+        for _ in self.driver.plans:
+            self.driver.feed(ev.Planned(schedule=None))
+        self.driver.plans.clear()
 
     def step(self, *, training: float = 0.0, refit: float = 0.0, tokens: int = 10) -> None:
         """One batch that takes no time but for the training, and an update."""
@@ -137,8 +143,7 @@ def test_engines_that_wait_for_the_trainer_go_on_as_soon_as_the_pace_is_asynchro
     received = Received()
     driver = received.driver
     driver.request_batch()
-    while not driver.batches:
-        driver.finish(driver.attempts()[0], 10)
+    driver.finish_batch(10)
     driver.settle()
     held = {send.engine for send in driver.sends.values()}
     assert held
@@ -164,8 +169,7 @@ def test_engines_that_generate_ahead_are_paused_as_soon_as_the_pace_is_synchrono
     driver.settle()
     driver.request_batch()
     driver.settle()
-    while not driver.batches:
-        driver.finish(driver.attempts()[0], 10)
+    driver.finish_batch(10)
     assert len(driver.batches[0].groups) == 2
 
 
@@ -178,8 +182,7 @@ def test_in_the_middle_of_a_batch_no_second_wave_is_begun() -> None:
     driver.finish(driver.attempts()[0], 10)
     received.plan(schedule("asynchronous", ratio=2.0))
     assert driver.state.in_flight.training == 2
-    while not driver.batches:
-        driver.finish(driver.attempts()[0], 10)
+    driver.finish_batch(10)
     assert driver.state.in_flight.training == 4, "the next batch has begun"
 
 
@@ -305,9 +308,7 @@ def test_a_trainer_of_which_nothing_is_known_is_not_waited_for(
     for _ in range(3):
         received.step(training=20.0)
         asked += [plan.paces for plan in received.driver.plans]
-        for _ in received.driver.plans:
-            received.driver.feed(ev.Planned(schedule=None))
-        received.driver.plans.clear()
+        received.leave_plans()
     assert asked == [first, ("synchronous", "asynchronous")]
 
 
@@ -320,7 +321,7 @@ def test_waits_for_a_batch_and_for_an_evaluation_are_no_training() -> None:
     while len(driver.batches) < 2:
         driver.finish(driver.attempts()[0], 10)
     driver.now += 5.0
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     driver.now += 500.0
     driver.settle()
     while driver.state.evaluations.running:
@@ -338,9 +339,7 @@ def test_a_trainer_that_has_become_slower_is_planned_for_again() -> None:
     def step(training: float) -> None:
         received.step(training=training)
         asked.extend(len(driver.batches) for _ in driver.plans)
-        for _ in driver.plans:
-            driver.feed(ev.Planned(schedule=None))
-        driver.plans.clear()
+        received.leave_plans()
 
     for _ in range(9):
         step(10.0)
@@ -359,9 +358,7 @@ def test_a_small_part_of_a_step_is_no_reason_to_plan_again() -> None:
         driver.now += 100.0
         received.step(training=0.1 if step < 9 else 0.3)
         asked.extend(len(driver.batches) for _ in driver.plans)
-        for _ in driver.plans:
-            driver.feed(ev.Planned(schedule=None))
-        driver.plans.clear()
+        received.leave_plans()
     assert asked == [1, 3, 9]
 
 
@@ -392,25 +389,20 @@ def take_group(driver: Driver, *, waits: float = 0.0) -> None:
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous", "auto"])
-def test_the_planner_is_told_how_much_of_its_time_the_trainer_trains_on_early_groups(
-    pace: str,
-) -> None:
+def test_a_trainer_that_takes_group_by_group_is_measured_without_its_waits(pace: str) -> None:
     received = Received(pace=pace, batch_groups=3)
     driver = received.driver
     stream(received, each=300.0)
     (first,) = driver.plans
-    assert (first.train_seconds, first.train_early) == (None, 0.0)
+    assert first.train_seconds is None
     driver.feed(ev.Planned(schedule=None))
     for _ in range(3):
         stream(received, each=4.0, after=12.0, waits=50.0)
-    plan = driver.plans[-1]
-    assert plan.train_seconds == pytest.approx(20.0, abs=0.3)
-    assert plan.train_early == pytest.approx(0.4, abs=0.02)
+    assert driver.plans[-1].train_seconds == pytest.approx(20.0, abs=0.3)
 
 
-def test_a_batch_that_an_update_ends_has_the_time_before_its_last_group_as_early_time() -> None:
-    received = Received(batch_groups=3)
-    driver, times = received.driver, received.driver.state.times
+def test_training_on_a_batch_that_an_update_ends_counts_whole() -> None:
+    driver = Received(batch_groups=3).driver
     for early in (90.0, 6.0):
         for seconds in (early, 14.0):
             take_group(driver)
@@ -418,29 +410,4 @@ def test_a_batch_that_an_update_ends_has_the_time_before_its_last_group_as_early
         driver.update()
         assert driver.batches[-1].groups
     take_group(driver)
-    assert times.training.mean == pytest.approx(20.0, abs=0.3)
-    assert times.early_share == pytest.approx(0.3, abs=0.02)
-
-
-@pytest.mark.parametrize("pace", ["synchronous", "auto"])
-def test_a_trainer_that_begins_to_take_groups_one_by_one_is_planned_for_again(pace: str) -> None:
-    received = Received(pace=pace, batch_groups=3)
-    driver = received.driver
-    asked: list[tuple[int, float]] = []
-
-    def note() -> None:
-        asked.extend((len(driver.batches), round(plan.train_early, 1)) for plan in driver.plans)
-        for _ in driver.plans:
-            driver.feed(ev.Planned(schedule=None))
-        driver.plans.clear()
-
-    for _ in range(10):
-        received.step(training=20.0)
-        note()
-    assert [batch for batch, _ in asked] == [1, 3, 9]
-    for _ in range(12):
-        stream(received, each=6.0, after=8.0)
-        note()
-    assert asked[3][0] == 17
-    assert asked[3][1] > 0.3
-    assert [batch for batch, _ in asked[3:]] == [17], asked
+    assert driver.state.times.training.mean == pytest.approx(20.0, abs=0.3)

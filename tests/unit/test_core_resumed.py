@@ -7,8 +7,8 @@ import pytest
 from aprilsched import Batch, MemoryStore, SchedulerConfig
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.types import SamplingParams, VersionSpan
-from tests.support.driver import Driver
+from aprilsched.types import SamplingParams
+from tests.support.driver import Driver, span
 
 CONFIG = SchedulerConfig(
     batch_groups=1,
@@ -83,7 +83,7 @@ def test_they_are_once_the_engine_has_told():
     driver.update()
     driver.progress(key, 2, first=10)
     driver.save()
-    spans = (VersionSpan(version=0, start=0, end=1), VersionSpan(version=1, start=1, end=2))
+    spans = (span(0, 1), span(1, 2, 1))
     driver.interrupt(key, spans=spans)
     driver.save()
     driver.restart()
@@ -142,8 +142,7 @@ def streaming(groups: int) -> Driver:
     """A scheduler that has given this number of groups of its first streamed batch."""
     driver = Driver(STREAMED, store=MemoryStore())
     driver.feed(ev.BatchRequested(streamed=True))
-    for group_id in driver.group_ids()[:groups]:
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids()[:groups])
     driver.save()
     return driver
 
@@ -230,8 +229,7 @@ def test_groups_of_a_batch_in_work_come_again_marked(by_group: bool):
     driver.settle()
     driver.feed(ev.BatchRequested(streamed=by_group))
     driver.settle()
-    for group_id in driver.group_ids():
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids())
     assert driver.offers[-1].index == 1
     assert not driver.offers[-1].redelivered
 

@@ -16,7 +16,7 @@ from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, Key, config, names, prompts
+from tests.support.driver import Driver, config, names, span
 
 FREE_MOVES = Prices(step_seconds=1.0, prefill_tokens_per_s=1e9)
 """Recomputing costs next to nothing."""
@@ -36,8 +36,7 @@ def rolling(**changes: object) -> SchedulerConfig:
 def started(driver: Driver) -> Driver:
     """The driver with its first requests on their way, and two tokens of each."""
     driver.request_batch()
-    for key in driver.attempts():
-        driver.progress(key, 2)
+    driver.progress_each(driver.attempts(), 2)
     return driver
 
 
@@ -46,12 +45,8 @@ def update(driver: Driver) -> list[do.Command]:
     return driver.feed(ev.UpdateRequested(version=version, republishable=True))
 
 
-def on(driver: Driver, engine: str) -> list[Key]:
-    return [key for key, send in driver.sends.items() if send.engine == engine]
-
-
 def end_all(driver: Driver, engine: str) -> None:
-    for key in on(driver, engine):
+    for key in driver.on(engine):
         if key in driver.sends:
             driver.finish(key)
 
@@ -77,7 +72,7 @@ def test_an_engine_takes_the_version_when_its_last_response_ends():
     assert driver.controls[0].engine == "a"
     driver.settle()
     assert versions(driver) == {"a": 1, "b": 0}
-    assert on(driver, "b")  # they run on under their version
+    assert driver.on("b")  # they run on under their version
 
 
 def test_new_rollouts_go_to_an_engine_of_the_newest_version_only():
@@ -98,7 +93,7 @@ def test_a_response_that_breaks_off_goes_on_only_under_its_version():
     update(driver)
     end_all(driver, "a")
     driver.settle()
-    key = on(driver, "b")[0]
+    key = driver.on("b")[0]
     driver.fail(key, "the connection broke")
     again = next(send for send in driver.sent[::-1] if send.request_id == key[0])
     assert again.attempt == 2
@@ -111,15 +106,14 @@ def test_with_the_last_engine_of_its_version_a_rollout_begins_again():
     update(driver)
     end_all(driver, "a")
     driver.settle()
-    rollouts = [driver.sends[key].rollout_id for key in on(driver, "b")]
+    rollouts = [driver.sends[key].rollout_id for key in driver.on("b")]
     driver.feed(ev.EngineLost(engine="b", cause="killed"))
     assert driver.state.in_flight.ledger.tokens[Reason.VERSION_LOST] == 2 * len(rollouts)
     assert not driver.state.in_flight.ledger.total  # the rollouts themselves are still in flight
     for rollout_id in rollouts:
         send = next(send for send in driver.sent[::-1] if send.rollout_id == rollout_id)
         assert (send.engine, len(send.input_ids)) == ("a", 2)
-    for key in on(driver, "a"):
-        driver.progress(key, 1)
+    driver.progress_each(driver.on("a"), 1)
     for rollout_id in rollouts:
         assert driver.state.in_flight.rollouts[rollout_id].log.oldest_version == 1
 
@@ -130,13 +124,12 @@ def test_an_engine_that_should_take_over_is_lost_and_the_other_one_stays():
     driver.state.expectations.remaining = lambda _: 1000.0  # type: ignore[method-assign]
     update(driver)
     # Two rollouts end, so that requests of the newest version wait.
-    for key in on(driver, "a")[:3]:
-        driver.finish(key)
+    driver.finish_each(driver.on("a")[:3])
     leaving = {c.name for c in driver.state.fleet.control.engines.values() if c.catching_up}
     assert leaving == {"a"}
     assert driver.aborts
     assert not driver.controls  # everything is aborted before any pause
-    kept = [driver.state.in_flight.requests[key[0]].rollout for key in on(driver, "a")]
+    kept = [driver.state.in_flight.requests[key[0]].rollout for key in driver.on("a")]
     driver.feed(ev.EngineLost(engine="b", cause="killed"))
     assert not driver.state.fleet.control.engines["a"].catching_up
     driver.interrupt(next(iter(driver.aborts)))
@@ -149,8 +142,7 @@ def test_moved_responses_are_recomputed_once_and_end_under_their_version():
     driver = started(Driver(rolling(prices=FREE_MOVES)))
     driver.state.expectations.remaining = lambda _: 1000.0  # type: ignore[method-assign]
     update(driver)
-    for key in on(driver, "a")[:3]:
-        driver.finish(key)
+    driver.finish_each(driver.on("a")[:3])
     moved = driver.sends[next(iter(driver.aborts))]
     driver.settle()
     assert versions(driver) == {"a": 1, "b": 0}
@@ -187,7 +179,7 @@ def test_an_evaluation_is_of_one_version_and_an_update_waits_for_it():
     update(driver)
     end_all(driver, "a")
     driver.settle()
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2), group_size=1))
+    driver.evaluate(2)
     evaluated = [s for s in driver.sent if s.group_id in _evaluated(driver)]
     assert {send.engine for send in evaluated} == {"a"}
     assert names(update(driver)) == []
@@ -200,7 +192,7 @@ def test_an_evaluation_is_of_one_version_and_an_update_waits_for_it():
 def test_an_evaluation_has_an_engine_freed_for_it_whatever_that_costs():
     driver = started(Driver(rolling()))
     update(driver)
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     assert driver.aborts
     driver.settle()
     assert sorted(versions(driver).values()) == [0, 1]
@@ -211,7 +203,7 @@ def test_an_evaluation_before_a_sleep_still_gets_an_engine_of_its_version():
     """The sleep waits for the evaluation, and the evaluation for the version."""
     driver = started(Driver(rolling(), engines=("a",)))
     update(driver)
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     driver.feed(ev.SleepRequested(tags=("kv_cache",)))
     end_all(driver, "a")
     driver.settle()
@@ -225,7 +217,7 @@ def test_an_evaluation_before_a_sleep_still_gets_an_engine_of_its_version():
 def test_before_a_sleep_what_waits_for_an_old_version_gives_way_to_an_evaluation():
     driver = started(Driver(rolling(), engines=("a",)))
     update(driver)
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     driver.feed(ev.SleepRequested(tags=("kv_cache",)))
     driver.fail(driver.attempts()[0], "broke off")  # it is not sent again before the sleep
     end_all(driver, "a")
@@ -277,8 +269,7 @@ def test_an_update_in_a_sleep_reaches_all_engines_together():
     key = driver.attempts()[0]
     driver.feed(ev.SleepRequested(tags=("kv_cache",)))
     driver.fail(key, "broke off")  # it waits with its tokens
-    for other in driver.attempts():
-        driver.finish(other)
+    driver.finish_each(driver.attempts())
     driver.settle()
     update(driver)
     driver.settle()
@@ -293,7 +284,7 @@ def test_a_resumed_run_continues_each_rollout_under_its_version():
     update(driver)
     end_all(driver, "a")
     driver.settle()
-    waiting = [driver.sends[key].rollout_id for key in on(driver, "b")]
+    waiting = [driver.sends[key].rollout_id for key in driver.on("b")]
     driver.save()
     driver.restart(versions=(1, 0))
     assert versions(driver) == {"a": 1, "b": 0}
@@ -313,7 +304,7 @@ def test_a_resumed_run_continues_each_rollout_under_its_version():
 
 def test_a_rollout_that_met_a_restarted_engine_begins_again_and_is_not_mixed():
     driver = started(Driver(rolling(), version=3))
-    key = on(driver, "a")[0]
+    key = driver.on("a")[0]
     rollout_id = driver.sends[key].rollout_id
     spans = [VersionSpan(version=v, start=2 * i, end=2 * i + 2) for i, v in enumerate((3, 0))]
     driver.finish(key, 2, spans=tuple(spans))
@@ -331,7 +322,7 @@ def test_an_update_takes_the_engine_that_began_to_catch_up_while_it_waited():
         end_all(driver, engine)
         driver.settle()
     assert versions(driver) == {"a": 1, "b": 1}
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     driver.feed(ev.UpdateRequested(version=2))
     driver.feed(ev.EngineJoined(info=driver.info("c", 0)))
     assert driver.state.fleet.control.standby["c"].catching_up
@@ -348,8 +339,7 @@ def test_an_episode_keeps_an_engine_of_its_version_between_two_turns():
     driver.request_batch()
     for rollout_id in list(driver.dialogues.thinking):
         driver.feed(driver.dialogues.ask(rollout_id))
-    for key in driver.attempts():
-        driver.finish(key, 2)
+    driver.finish_each(driver.attempts(), 2)
     thinking = list(driver.dialogues.thinking)
     update(driver)
     driver.settle()
@@ -371,8 +361,7 @@ def test_after_a_quiet_time_the_engine_of_a_turns_own_version_is_asked():
     driver.request_batch()
     for rollout_id in list(driver.dialogues.thinking):
         driver.feed(driver.dialogues.ask(rollout_id))
-    for key in driver.attempts():
-        driver.finish(key, 2)
+    driver.finish_each(driver.attempts(), 2)
     update(driver)
     driver.settle()
     old = next(name for name, version in versions(driver).items() if version == 0)
@@ -487,7 +476,7 @@ def test_an_episode_that_keeps_a_withdrawn_turn_of_other_weights_is_dropped():
     (key,) = driver.attempts()
     driver.feed(driver.dialogues.withdraw(rollout_id))
     # The engine was restarted, and its answer comes before the abort.
-    driver.finish(key, 2, spans=(VersionSpan(version=0, start=0, end=2),))
+    driver.finish(key, 2, spans=(span(0, 2),))
     driver.feed(driver.dialogues.keep(rollout_id))
     driver.feed(driver.dialogues.end(rollout_id))
     assert driver.state.in_flight.ledger.rollouts[Reason.VERSION_LOST] == 1

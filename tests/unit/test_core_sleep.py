@@ -6,7 +6,7 @@ import pytest
 
 from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages import events as ev
-from tests.support.driver import Driver, config, names, prompts
+from tests.support.driver import Driver, config, names
 
 TAGS = ("kv_cache", "weights")
 
@@ -52,8 +52,7 @@ def test_the_weights_are_not_released_again_after_the_refit():
 @pytest.mark.parametrize("straggler", ["abort", "in_place", "retract"])
 def test_stragglers_are_called_back_where_the_engine_cannot_hold_them(straggler: str):
     driver = Driver(config(straggler=straggler), holds_stragglers=False)
-    for key in driver.attempts():
-        driver.progress(key, 5)
+    driver.progress_each(driver.attempts(), 5)
     driver.feed(ev.SleepRequested(tags=TAGS))
     assert len(driver.aborts) == 8
     assert not driver.controls, "no pause before they are back"
@@ -79,8 +78,7 @@ def test_run_lets_them_end_first():
 def test_stragglers_held_in_place_are_continued_before_they_are_called_back():
     driver = Driver(config(straggler="in_place", pace="synchronous"), engines=("a",))
     driver.request_batch()
-    for group_id in driver.group_ids()[:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids()[:2])
     driver.settle()
     assert driver.state.fleet.control.engines["a"].mode == "paused"
     assert names(driver.feed(ev.SleepRequested(tags=TAGS)))[-1] == "Continue"
@@ -130,8 +128,7 @@ def test_without_a_refit_they_go_on_if_the_weights_are_what_they_were(
 def test_a_synchronous_fleet_wakes_into_its_pause():
     driver = Driver(config(pace="synchronous"))
     driver.request_batch()
-    for group_id in driver.group_ids()[:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids()[:2])
     driver.settle()
     fall_asleep(driver)
     driver.update()
@@ -144,13 +141,10 @@ def test_a_synchronous_fleet_wakes_into_its_pause():
 def test_an_evaluation_ends_before_the_engines_sleep():
     driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
     driver.feed(ev.BatchRequested())
-    driver.feed(
-        ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1, start=900), group_size=1)
-    )
+    driver.evaluate(start=900)
     driver.feed(ev.SleepRequested(tags=TAGS))
     assert not driver.controls
-    for key in driver.attempts():
-        driver.finish(key)
+    driver.finish_each(driver.attempts())
     driver.settle()
     assert names(driver.sleeps) == ["SleepBegun"]
 

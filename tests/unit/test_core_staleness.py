@@ -26,8 +26,7 @@ def step(driver: Driver, *, keep: int | None = None) -> None:
     """One batch and one update; `keep` is the group that never finishes by itself."""
     before = len(driver.batches)
     driver.request_batch()
-    for key in driver.attempts():
-        driver.progress(key, 2)
+    driver.progress_each(driver.attempts(), 2)
     for group_id in driver.group_ids():
         if len(driver.batches) > before:
             break
@@ -48,8 +47,7 @@ def test_the_gate_lets_a_trainer_take_several_batches_under_one_version():
     driver = Driver(config(max_staleness=0))
     for _ in range(5):
         driver.request_batch()
-        for group_id in driver.group_ids():
-            driver.finish_group(group_id)
+        driver.finish_groups(driver.group_ids())
     assert len(driver.batches) == 5
 
 
@@ -61,8 +59,7 @@ def test_mask_delivers_old_tokens_with_loss_mask_0():
         step(driver, keep=slow)
     driver.request_batch()
     driver.finish_group(slow)
-    for group_id in driver.group_ids():
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids())
     (rollout,) = (r for b in driver.batches for r in b.rollouts if r.group_id == slow)
     consumed = next(b.version for b in driver.batches for g in b.groups if g.group_id == slow)
     assert rollout.loss_mask.tolist() == (rollout.versions >= consumed - 1).tolist()
@@ -103,8 +100,7 @@ def test_finish_keeps_the_bound_over_many_steps():
     for turn in range(30):
         before = len(driver.batches)
         driver.request_batch()
-        for key in driver.attempts():
-            driver.progress(key, 1)
+        driver.progress_each(driver.attempts(), 1)
         while len(driver.batches) == before:
             ids = driver.group_ids()
             driver.finish_group(ids[(turn * 7) % len(ids)], count=1)
@@ -226,8 +222,7 @@ def test_a_batch_by_tokens_takes_what_the_lengths_say():
     driver = Driver(settings)
     driver.request_batch()
     assert len(driver.group_ids()) == 3, "batch_groups is what is known at first"
-    for group_id in driver.group_ids()[:2]:
-        driver.finish_group(group_id, count=5)
+    driver.finish_groups(driver.group_ids()[:2], count=5)
     assert driver.state.batch_groups == 60
     assert len(driver.group_ids()) == 87, "57 are missing, and half as many more"
     while not driver.batches:

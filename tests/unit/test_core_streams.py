@@ -16,7 +16,7 @@ def config(**changes: object) -> SchedulerConfig:
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def low(driver: Driver) -> list[int]:
+def ask(driver: Driver) -> list[int]:
     """Ask for a streamed batch; returns the groups that are open then."""
     driver.feed(ev.BatchRequested(streamed=True))
     return driver.group_ids()
@@ -29,7 +29,7 @@ def given(driver: Driver) -> list[tuple[int, ...]]:
 
 def test_each_group_is_offered_when_it_is_accepted_and_the_last_one_ends_the_batch():
     driver = Driver(config())
-    ids = low(driver)
+    ids = ask(driver)
     for count, group_id in enumerate(ids[:3], start=1):
         assert not driver.batches
         driver.finish_group(group_id)
@@ -45,7 +45,7 @@ def test_each_group_is_offered_when_it_is_accepted_and_the_last_one_ends_the_bat
 
 def test_engines_generate_while_the_trainer_is_busy_with_a_group():
     driver = Driver(config(), takes=False)
-    ids = low(driver)
+    ids = ask(driver)
     driver.finish_group(ids[0])
     driver.finish_group(ids[1])
     assert len(driver.offers) == 1
@@ -60,9 +60,8 @@ def test_engines_generate_while_the_trainer_is_busy_with_a_group():
 def test_an_update_ends_the_batch_with_the_groups_that_were_taken():
     heard: list[of.Fact] = []
     driver = Driver(config(), takes=False, hears=heard.extend)
-    ids = low(driver)
-    for group_id in ids[:2]:
-        driver.finish_group(group_id)
+    ids = ask(driver)
+    driver.finish_groups(ids[:2])
     driver.take()
     driver.feed(ev.UpdateRequested(version=1))
     (batch,) = driver.batches
@@ -72,7 +71,7 @@ def test_an_update_ends_the_batch_with_the_groups_that_were_taken():
     assert kinds.index(of.BatchDelivered) < kinds.index(of.UpdateBegun)
     driver.settle()
     driver.takes = True
-    low(driver)
+    ask(driver)
     # The second group was offered and not taken, so it opens the next batch.
     assert given(driver)[-1] == (ids[1],)
     assert driver.offers[-1].version == 1
@@ -81,12 +80,11 @@ def test_an_update_ends_the_batch_with_the_groups_that_were_taken():
 
 def test_a_request_for_a_whole_batch_ends_a_streamed_one():
     driver = Driver(config())
-    ids = low(driver)
+    ids = ask(driver)
     driver.finish_group(ids[0])
     driver.feed(ev.BatchRequested())
     assert [group.group_id for group in driver.batches[0].groups] == ids[:1]
-    for group_id in ids[1:4]:
-        driver.finish_group(group_id)
+    driver.finish_groups(ids[1:4])
     assert [group.group_id for group in driver.batches[1].groups] == ids[1:4]
 
 
@@ -94,32 +92,30 @@ def test_a_whole_batch_that_is_offered_can_be_taken_group_by_group():
     driver = Driver(config(), takes=False, store=MemoryStore())
     driver.request_batch()
     ids = driver.group_ids()
-    for group_id in ids[:3]:
-        driver.finish_group(group_id)
+    driver.finish_groups(ids[:3])
     assert driver.offers[-1].complete
     driver.takes = True
-    low(driver)
+    ask(driver)
     assert given(driver)[-3:] == [(each,) for each in ids[:3]]
     assert len(driver.batches) == 1
 
 
 def test_a_batch_ends_without_a_further_group_if_what_it_waited_for_is_dropped():
     driver = Driver(config(over_provision=1.0), supply=3)
-    ids = low(driver)
-    for group_id in ids[:2]:
-        driver.finish_group(group_id)
+    ids = ask(driver)
+    driver.finish_groups(ids[:2])
     assert not driver.batches
     driver.feed(ev.GroupWithdrawn(group_id=ids[2], cause="the test drops it"))
     assert given(driver)[-1] == ()
     assert driver.offers[-1].complete
     assert [group.group_id for group in driver.batches[0].groups] == ids[:2]
-    low(driver)
+    ask(driver)
     assert driver.ended
 
 
 def test_a_group_that_the_trainer_has_cannot_be_withdrawn():
     driver = Driver(config())
-    ids = low(driver)
+    ids = ask(driver)
     driver.finish_group(ids[0])
     driver.feed(ev.GroupWithdrawn(group_id=ids[0], cause="too late"))
     assert not driver.state.in_flight.ledger.rollouts[Reason.WITHDRAWN]
@@ -129,7 +125,7 @@ def test_a_group_that_the_trainer_has_cannot_be_withdrawn():
 
 def test_a_group_that_is_offered_to_the_trainer_cannot_be_withdrawn():
     driver = Driver(config(), takes=False)
-    ids = low(driver)
+    ids = ask(driver)
     driver.finish_group(ids[0])
     driver.feed(ev.GroupWithdrawn(group_id=ids[0], cause="too late"))
     driver.take()
@@ -139,41 +135,36 @@ def test_a_group_that_is_offered_to_the_trainer_cannot_be_withdrawn():
 
 def test_room_is_left_for_groups_that_the_batch_must_contain():
     driver = Driver(config(max_staleness=Staleness(1, rule="finish"), over_provision=2.0))
-    first = low(driver)
+    first = ask(driver)
     for group_id in first[3:]:  # tokens of version 0, which are too old after version 1
-        for key in driver.attempts(group_id):
-            driver.progress(key, 1)
-    for group_id in first[:3]:
-        driver.finish_group(group_id)
+        driver.progress_each(driver.attempts(group_id), 1)
+    driver.finish_groups(first[:3])
     driver.update()
     driver.settle()
-    low(driver)
+    ask(driver)
     due = [each for each in first[3:] if each in driver.state.in_flight.groups]
     new = [each for each in driver.group_ids() if each not in due]
     assert len(due) == 3
-    for group_id in new[:3]:
-        driver.finish_group(group_id)
+    driver.finish_groups(new[:3])
     # All three places belong to groups that still generate.
     assert len(driver.offers) == 3
-    for group_id in due:
-        driver.finish_group(group_id)
+    driver.finish_groups(due)
     assert [group.group_id for group in driver.batches[1].groups] == due
 
 
 def test_a_restart_gives_a_batch_from_its_first_group():
     driver = Driver(config(), store=MemoryStore())
-    ids = low(driver)
-    for group_id in ids[:2]:
-        driver.finish_group(group_id)
+    ids = ask(driver)
+    driver.finish_groups(ids[:2])
     driver.save()
     driver.restart()
-    low(driver)
+    ask(driver)
     assert given(driver)[-2:] == [(ids[0],), (ids[1],)]
     driver.finish_group(ids[2])
     assert [group.group_id for group in driver.batches[-1].groups] == ids[:3]
     driver.restart()
     offers = len(driver.offers)
-    low(driver)
+    ask(driver)
     # The batch was not acknowledged, so all of it is given again.
     assert given(driver)[offers:] == [(each,) for each in ids[:3]]
     assert all(part.redelivered for part in driver.offers[offers:])
@@ -183,9 +174,8 @@ def test_a_restart_gives_a_batch_from_its_first_group():
 
 def test_groups_of_the_batch_in_work_stay_known_while_another_batch_is_delivered_again():
     driver = Driver(config(), store=MemoryStore())
-    for group_id in low(driver)[:3]:
-        driver.finish_group(group_id)
-    taken = low(driver)[0]
+    driver.finish_groups(ask(driver)[:3])
+    taken = ask(driver)[0]
     driver.finish_group(taken)
     assert list(driver.state.delivery.fresh.taken) == [taken]
     driver.save()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,21 +12,19 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.state.weights import PHASES, Update, UpdateKind, UpdatePhase
 from aprilsched.kernel.store import MemoryStore
-from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, Key, config, names, prompts
+from tests.support.driver import Driver, Key, config, names, prompts, span
+from tests.support.table import each_row
 
 
-@pytest.mark.parametrize("kind", UpdateKind)
-@pytest.mark.parametrize("start", UpdatePhase)
-@pytest.mark.parametrize("finish", UpdatePhase)
+@each_row("kind", UpdateKind)
+@each_row("start", UpdatePhase)
+@each_row("finish", UpdatePhase)
 def test_an_update_enters_only_the_next_phase_of_its_kind(
     kind: UpdateKind, start: UpdatePhase, finish: UpdatePhase
 ):
     update = Update(version=1, kind=kind)
-    assert update.phase is PHASES[kind][0]
     update.phase = start
-    position = PHASES[kind].index(start) if start in PHASES[kind] else len(PHASES[kind])
-    if finish in PHASES[kind][position + 1 : position + 2]:
+    if (start, finish) in pairwise(PHASES[kind]):
         update.enter(finish)
         assert update.phase is finish
     else:
@@ -62,8 +61,7 @@ def test_a_refit_begins_only_when_every_engine_is_paused_and_flushed():
 def test_abort_calls_everything_back_before_it_pauses_and_sends_it_again_with_its_tokens():
     driver = Driver(config(straggler="abort"))
     keys = driver.attempts()
-    for key in keys:
-        driver.progress(key, 5)
+    driver.progress_each(keys, 5)
     commands = driver.feed(ev.UpdateRequested(version=1))
     assert names(commands) == ["Abort"] * len(keys)
     for key in keys[:-1]:
@@ -110,9 +108,9 @@ def test_spans_of_the_engine_replace_what_was_recorded_while_streaming():
     driver.progress(key, 10)
     driver.update()
     spans = (
-        VersionSpan(version=0, start=0, end=14),
-        VersionSpan(version=1, start=14, end=14),
-        VersionSpan(version=1, start=14, end=20),
+        span(0, 14),
+        span(1, 14, 14),
+        span(1, 20, 14),
     )
     driver.finish(key, 10, spans=spans)
     (rollout,) = driver.batches[0].rollouts
@@ -137,10 +135,10 @@ def test_spans_of_a_continuation_are_offset_by_the_tokens_it_began_with():
     (key,) = driver.attempts()
     driver.progress(key, 10)
     driver.feed(ev.UpdateRequested(version=1))
-    driver.interrupt(key, spans=(VersionSpan(version=0, start=0, end=10),))
+    driver.interrupt(key, spans=(span(0, 10),))
     driver.settle()
     (key,) = driver.attempts()
-    driver.finish(key, 4, spans=(VersionSpan(version=1, start=0, end=4),))
+    driver.finish(key, 4, spans=(span(1, 4),))
     (rollout,) = driver.batches[0].rollouts
     assert rollout.versions.tolist() == [0] * 10 + [1] * 4
     assert rollout.versions_exact
@@ -149,8 +147,7 @@ def test_spans_of_a_continuation_are_offset_by_the_tokens_it_began_with():
 def test_a_synchronous_trainer_finds_the_engines_paused_and_gets_them_back_at_its_next_batch():
     driver = Driver(config(pace="synchronous"))
     driver.request_batch()
-    for group_id in driver.group_ids()[:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids()[:2])
     driver.settle()
     assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"paused"}
     driver.update()
@@ -162,8 +159,7 @@ def test_a_synchronous_trainer_finds_the_engines_paused_and_gets_them_back_at_it
 def test_a_failed_refit_everywhere_keeps_the_old_version_and_goes_on():
     driver = Driver(config())
     driver.feed(ev.UpdateRequested(version=1))
-    while driver.controls:
-        driver.answer_control()
+    driver.settle_controls()
     driver.answer_refit(a=(0, "no space"), b=(0, "no space"))
     assert "no space" in driver.updates[0].cause
     assert driver.state.weights.versions.trainer == 0
@@ -175,11 +171,9 @@ def test_a_failed_refit_everywhere_keeps_the_old_version_and_goes_on():
 
 def test_an_engine_that_did_not_take_the_version_is_quarantined_and_its_rollouts_go_on():
     driver = Driver(config())
-    for key in driver.attempts():
-        driver.progress(key, 5)
+    driver.progress_each(driver.attempts(), 5)
     driver.feed(ev.UpdateRequested(version=1))
-    while driver.controls:
-        driver.answer_control()
+    driver.settle_controls()
     driver.answer_refit(b=(0, "corrupt file"))
     assert [loss.engine for loss in driver.lost] == ["b"]
     assert driver.updates[0].failed == (("b", "corrupt file"),)
@@ -191,8 +185,7 @@ def test_an_engine_that_did_not_take_the_version_is_quarantined_and_its_rollouts
 def test_an_engine_that_claims_success_with_another_version_is_quarantined():
     driver = Driver(config())
     driver.feed(ev.UpdateRequested(version=1))
-    while driver.controls:
-        driver.answer_control()
+    driver.settle_controls()
     driver.answer_refit(b=(0, ""))
     assert "says it has version 0" in driver.lost[0].cause
 
@@ -275,7 +268,7 @@ def test_what_no_refit_met_has_no_stale_keys(straggler: str):
     driver.progress(key, 10)
     driver.feed(ev.UpdateRequested(version=1))
     if straggler == "abort":
-        driver.interrupt(key, spans=(VersionSpan(version=0, start=0, end=10),))
+        driver.interrupt(key, spans=(span(0, 10),))
         driver.settle()
         (key,) = driver.attempts()
     driver.finish(key, 4)
@@ -289,7 +282,7 @@ def test_a_rollout_that_ended_in_the_pause_has_no_stale_keys():
     (key,) = driver.attempts()
     driver.progress(key, 10)
     driver.update()
-    driver.finish(key, 0, spans=(VersionSpan(version=0, start=0, end=10),))
+    driver.finish(key, 0, spans=(span(0, 10),))
     assert [r.stale_keys for r in driver.batches[0].rollouts] == [False]
 
 

@@ -9,8 +9,7 @@ from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.weights import UpdatePhase
-from aprilsched.types import VersionSpan
-from tests.support.driver import Driver, config, names, prompts
+from tests.support.driver import Driver, config, names, span
 
 
 def one_at_a_time(**changes: object) -> Driver:
@@ -21,8 +20,10 @@ def one_at_a_time(**changes: object) -> Driver:
     )
 
 
-def span(version: int, end: int, start: int = 0) -> VersionSpan:
-    return VersionSpan(version=version, start=start, end=end)
+def ask_after_a_quiet_time(driver: Driver) -> None:
+    driver.auto_verify = False
+    driver.now += 30.0
+    driver.feed(ev.BatchRequested())
 
 
 # --- asked before the first request ----------------------------------------------------------
@@ -47,9 +48,7 @@ def test_only_as_many_quiet_engines_are_asked_as_there_are_requests_for():
     fleet = tuple("abcdefgh")
     sizes = config(batch_groups=1, group_size=2, over_provision=1.0, pace="synchronous")
     driver = Driver(sizes, engines=fleet, version=3)
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     assert len(driver.verifications) == 2
     while driver.verifications:
         driver.verify()
@@ -75,9 +74,7 @@ def test_answers_that_take_longer_than_a_quiet_time_are_not_asked_for_again():
     fleet = tuple("abcd")
     sizes = config(batch_groups=2, group_size=4, over_provision=1.0, pace="synchronous")
     driver = Driver(sizes, engines=fleet, version=3)
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     asked = 0
     while driver.verifications and asked < 100:
         driver.now += 0.7
@@ -85,8 +82,7 @@ def test_answers_that_take_longer_than_a_quiet_time_are_not_asked_for_again():
         asked += 1
     assert asked == len(fleet)
     assert len(driver.sent) == 8
-    for attempt in driver.attempts():
-        driver.finish(attempt)
+    driver.finish_each(driver.attempts())
     driver.now += 30.0
     driver.feed(ev.BatchRequested())
     assert len(driver.verifications) == len(fleet)
@@ -96,9 +92,7 @@ def test_an_engine_that_was_restarted_in_a_quiet_time_gets_nothing_and_stands_by
     driver = one_at_a_time()
     driver.request_batch()
     driver.finish(driver.attempts()[0])
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     driver.verify(0)
     assert list(driver.state.fleet.control.standby) == ["a"]
     assert [lost.standby for lost in driver.lost] == [True]
@@ -112,9 +106,7 @@ def test_it_is_brought_up_at_once_where_the_version_can_be_published_again(repub
     driver.update(republishable=republishable)
     driver.request_batch()
     driver.finish(driver.attempts()[0])
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     driver.verify(0)
     driver.settle()
     assert bool(driver.attempts()) is republishable
@@ -141,18 +133,14 @@ def test_a_request_that_the_engine_refuses_says_nothing_of_its_version():
 
 def test_an_engine_with_inconsistent_weights_stands_by():
     driver = one_at_a_time()
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     driver.verify(None)
     assert driver.state.fleet.control.standby["a"].inconsistent
 
 
 def test_a_pause_waits_for_the_answer():
     driver = one_at_a_time()
-    driver.auto_verify = False
-    driver.now += 30.0
-    driver.feed(ev.BatchRequested())
+    ask_after_a_quiet_time(driver)
     commands = driver.feed(ev.UpdateRequested(version=4))
     assert "Pause" not in names(commands)
     commands = driver.feed(ev.Verified(engine="a", version=3))
@@ -189,7 +177,7 @@ def test_a_label_alone_brings_the_only_engine_up_again():
 def test_an_engine_that_stands_by_before_the_update_is_waited_for_in_it():
     """Otherwise the update ends as failed while the weights are being loaded."""
     driver = one_at_a_time()
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=1))
+    driver.evaluate()
     (key,) = driver.attempts()
     driver.feed(ev.UpdateRequested(version=4))
     driver.progress(key, 2, label=0)
@@ -291,7 +279,7 @@ def test_a_group_of_an_evaluation_with_other_tokens_is_generated_again(ends: boo
     driver = Driver(
         config(batch_groups=1, group_size=1, pace="synchronous"), engines=("a", "b"), version=3
     )
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2), group_size=1))
+    driver.evaluate(2)
     first, second = driver.attempts()
     if ends:
         driver.finish(first, 4, spans=(span(0, 4),))
@@ -321,7 +309,7 @@ def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: str
             driver.interrupt(key)
     assert driver.state.weights.update is not None
     assert driver.state.weights.update.phase is not UpdatePhase.WAITING
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(3), group_size=2))
+    driver.evaluate(3, group_size=2)
     assert not driver.state.evaluations.running
     driver.settle()
     assert driver.state.weights.versions.trainer == 1
@@ -336,6 +324,6 @@ def test_it_begins_too_when_the_update_is_withdrawn():
     driver = Driver(config(batch_groups=2, group_size=2, pace="asynchronous"), engines=("a", "b"))
     driver.request_batch()
     driver.feed(ev.UpdateRequested(version=1))
-    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=2))
+    driver.evaluate(group_size=2)
     driver.feed(ev.UpdateWithdrawn(version=1))
     assert len(driver.state.evaluations.running[1]) == 1

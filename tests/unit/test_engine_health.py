@@ -62,7 +62,7 @@ def test_one_token_of_one_request_is_a_sign_of_life():
     fleet = driver()
     for _ in range(4):
         generate(fleet, 50, each={"a": 1})
-        fleet.progress(next(k for k, s in fleet.sends.items() if s.engine == "b"), 1)
+        fleet.progress(fleet.on("b")[0], 1)
     assert not fleet.lost
 
 
@@ -85,8 +85,7 @@ def test_an_idle_engine_is_not_silent_and_its_clock_starts_with_the_next_request
     generate(fleet, 500, each={})
     fleet.request_batch()
     generate(fleet, 50, each={})
-    for key in fleet.attempts():
-        fleet.finish(key)
+    fleet.finish_each(fleet.attempts())
     generate(fleet, 500, each={})
     fleet.request_batch()
     generate(fleet, 59, each={})
@@ -116,8 +115,7 @@ def test_a_long_prefill_is_no_silence():
 
 def test_what_a_refit_flushed_is_prefilled_again_and_that_takes_its_time():
     fleet = driver(engines=("a",))
-    for key in fleet.attempts():
-        fleet.progress(key, 10_000)
+    fleet.progress_each(fleet.attempts(), 10_000)
     fleet.update()
     generate(fleet, 60 + 39, each={})
     assert not fleet.lost, "16 contexts of 10,000 tokens"
@@ -149,19 +147,19 @@ def test_an_engine_that_slows_to_a_tenth_is_lost_with_the_figures():
 def test_half_the_usual_rate_is_slow_only_where_the_share_says_so():
     slower = {**FAST, "b": 20}
     fleet = three()
-    generate(fleet, 200, each=slower)
+    generate(fleet, 100, each=slower)
     assert not fleet.lost
     fleet = three(health=Health(stall_s=60, slow_share=0.5))
     generate(fleet, 46, each=slower)
     assert [loss.engine for loss in fleet.lost] == ["b"]
     fleet = three(health=Health(stall_s=60, slow_share=0.0))
-    generate(fleet, 200, each={**FAST, "b": 1})
+    generate(fleet, 100, each={**FAST, "b": 1})
     assert not fleet.lost
 
 
 def test_a_slowness_of_all_is_none_of_one():
     fleet = three()
-    commands = generate(fleet, 300, each={"a": 4, "b": 4, "c": 4})
+    commands = generate(fleet, 100, each={"a": 4, "b": 4, "c": 4})
     assert not fleet.lost
     assert "EngineSlow" not in names(commands)
 
@@ -169,7 +167,7 @@ def test_a_slowness_of_all_is_none_of_one():
 def test_an_engine_that_was_always_slower_is_not_lost():
     uneven = {"a": 50, "b": 50, "c": 4}
     fleet = driver(("a", "b", "c"))
-    generate(fleet, 300, each=uneven)
+    generate(fleet, 100, each=uneven)
     assert not fleet.lost
 
 
@@ -198,8 +196,7 @@ def test_what_is_usual_outlives_the_loss_so_one_that_comes_back_slow_is_found_ag
     fleet = three()
     fleet.feed(ev.EngineLost(engine="b", cause="gone"))
     fleet.come_back("b")
-    for key in fleet.attempts():
-        fleet.finish(key)
+    fleet.finish_each(fleet.attempts())
     fleet.request_batch()
     assert {send.engine for send in fleet.sends.values()} == {"a", "b", "c"}
     generate(fleet, 46, each={**FAST, "b": 5})

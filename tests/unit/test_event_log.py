@@ -144,15 +144,14 @@ def test_a_fact_of_a_later_version_is_passed_over(tmp_path: Path):
     assert (list(facts), at) == ([of.PromptsEnded()], 3.0)
 
 
-@each_row("tells", [False, True])
+@each_row("reports", [False, True])
 def test_facts_have_tokens_only_if_somebody_asks_for_them(reports: bool):
     driver = Driver(config=SchedulerConfig(batch_groups=2, group_size=2), takes=True)
     driver.state.tells_tokens = reports
     received: list[Fact] = []
     driver.hears = received.extend
     driver.request_batch()
-    for key in list(driver.sends):
-        driver.finish(key)
+    driver.finish_each(list(driver.sends))
     kinds: dict[str, Any] = {type(fact).__name__: fact for fact in received}
     with_tokens: list[object] = [
         kinds["PromptsReceived"].asked,

@@ -46,7 +46,7 @@ def test_the_list_of_commands_needs_no_extra():
         ("aprilsched.observe.plots", "matplotlib", "plots"),
         ("aprilsched.fronts.ray", "ray", "ray"),
         ("aprilsched.cli.runs.settings", "tomli_w", "cli"),
-        ("aprilsched.observe.live.view", "rich", "cli"),
+        ("aprilsched.observe.live", "rich", "cli"),
     ],
 )
 def test_a_module_that_is_for_an_extra_names_it(module: str, package: str, name: str):

@@ -29,43 +29,26 @@ from aprilsched.errors import ConfigError, PromptsExhausted, RefitError, Schedul
 from aprilsched.simulation.engine.sequence import MEDIA_TOKENS
 from tests.support import fronts, in_a_process
 from tests.support.companions import check_rows
-from tests.support.fronts import FRONTS, Front, in_a_fork
+from tests.support.fronts import FRONTS, OWN, Front, in_a_fork, opened
 from tests.support.interrupting import InterruptingLoop
 from tests.support.ray_cluster import local_cluster, pid_of
 
-HERE = "it is in the trainer's process"
-ITS_OWN = "the trainer makes it, and gets the error itself"
-NO_ASYNCIO = "asyncio has timeouts of its own"
-ONE_SHARED = "leaving it leaves the actor as it is"
-IN_ACTOR = "its prompts are made in the actor"
-TOGETHER = ("ray",)
-GROUPS = {
-    "in this process": ("asyncio", "blocking"),
-    "with asyncio": ("asyncio", "actor"),
-    "of an actor": ("actor", "ray"),
-}
-LACKS = {
-    "a_timeout_that_is_no_duration_is_refused": {"with asyncio": NO_ASYNCIO},
-    "a_store_changes_nothing_of_it": {
-        "of an actor": "the tests of actors that die have a store",
+LACKS: dict[str, dict[str, str]] = {
+    "a_timeout_that_is_no_duration_is_refused": {
+        "asyncio actor": "asyncio has timeouts of its own",
     },
+    "a_store_changes_nothing_of_it": {"actor": "the tests of actors that die have a store"},
     "a_forked_process_is_told_that_the_scheduler_is_not_there": {
-        "of an actor": "Ray itself does not work in a forked process",
+        "actor": "Ray itself does not work in a forked process",
     },
-    "what_was_acknowledged_does_not_come_again": {
-        "of an actor": "the tests of actors that die have it, with their stores",
-    },
-    "the_trainer_pushes_prompts": {"of an actor": IN_ACTOR},
-    "an_interrupt_while_it_opens": {
-        "of an actor": ONE_SHARED,
-    },
+    "what_was_acknowledged_does_not_come_again": {"actor": "the tests of actors that die have it"},
+    "the_trainer_pushes_prompts": {"actor": "its prompts are made in the actor"},
+    "an_interrupt_while_it_opens": {"actor": "leaving it leaves the actor as it is"},
     "errors_of_the_users_function_arrive": {
-        "in this process": ITS_OWN,
+        "asyncio blocking": "the trainer makes it, and gets the error itself",
     },
-    "what_cannot_be_sent_is_refused": {"in this process": HERE},
-    "a_death_ends_every_call": {
-        "in this process": HERE,
-    },
+    "what_cannot_be_sent_is_refused": {"asyncio blocking": "it is in the trainer's process"},
+    "a_death_ends_every_call": {"asyncio blocking": "it is in the trainer's process"},
 }
 """Which front has no such promise, and why."""
 
@@ -81,23 +64,17 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def actor(cluster: None) -> None:
-    """The actor to which `actor` and `ray` attach, one after the other."""
+    """The actor that most tests share, one after the other."""
     fronts.start_actor(fronts.ACTOR, in_a_process.parts)
 
 
-@pytest.fixture(
-    params=[
-        # It is two of the others together.
-        pytest.param(front, id=front.name, marks=[pytest.mark.long] * (front.name in TOGETHER))
-        for front in FRONTS
-    ]
-)
+@pytest.fixture(params=FRONTS, ids=lambda front: front.name)
 def front(request: pytest.FixtureRequest) -> Front:
     name = request.function.__name__.removeprefix("test_")
-    for group, reason in LACKS.get(name, {}).items():
-        if request.param.name in GROUPS.get(group, (group,)):
+    for names, reason in LACKS.get(name, {}).items():
+        if request.param.name in names.split():
             pytest.skip(reason)
-    if request.param.actors:
+    if request.param.in_actor:
         request.getfixturevalue("cluster")
     return request.param
 
@@ -119,14 +96,14 @@ def nothing_is_left(
 @pytest.fixture
 def rollouts(front: Front, request: pytest.FixtureRequest) -> Iterator[Any]:
     """An open front with prompts that do not end. It may have delivered batches before."""
-    if front.actors:
+    if front.in_actor:
         request.getfixturevalue("actor")
     # With threads, so that offers and updates come at once. Calls that are to end early must wait.
     pace = "asynchronous" if "thread" in request.node.name else "synchronous"
     # A task that never waits for its engines is over before it is cancelled.
     scale = 0.02 if "interrupt" in request.node.name else 0.002
-    with front.make(in_a_process.parts, pace=pace, time_scale=scale) as opened:
-        yield opened
+    with front.make(in_a_process.parts, pace=pace, time_scale=scale) as one:
+        yield one
 
 
 def prompt(*ids: int, **more: Any) -> Prompt:
@@ -164,14 +141,9 @@ def test_batches_updates_evaluations_and_log_probabilities(rollouts: Any):
 
 def test_media_go_out_and_kept_answers_come_back(front: Front):
     """In a run without routed experts, which refuse media."""
-    given: dict[str, Any] = {"companions": ()}
-    if front.name in GROUPS["of an actor"]:
-        name = f"{front.name} with media"
-        fronts.start_actor(name, in_a_process.parts, **given)
-        given = {"name": name}
     media = (Media("image", b"\x89PNG"), Media("audio", "http://a/b.wav"))
     kept = SamplingParams(max_new_tokens=5, keep=("prompt_tokens",))
-    with front.make(in_a_process.parts, **given) as rollouts:
+    with opened(front, in_a_process.parts, companions=()) as rollouts:
         shown = rollouts.evaluate([prompt(1, 2, sampling=kept, media=media)], group_size=2)
     (group,) = shown.groups
     assert group.prompt.media == media
@@ -188,15 +160,12 @@ def test_media_go_out_and_kept_answers_come_back(front: Front):
 def test_groups_go_on_without_a_lost_member(
     front: Front, where: str, rule: str, asked: dict[int, int]
 ):
-    actor = f"losing {where} {rule}"
-    start(front, actor, in_a_process.losing_parts, where, rule)
-    with front.make(in_a_process.losing_parts, where, rule, **named(front, actor)) as rollouts:
+    with opened(front, in_a_process.losing_parts, where, rule) as rollouts:
         batches = [rollouts.next_batch(), rollouts.next_batch()]
     check(batches)
     for batch in batches:
         for group in batch.groups:
             assert {each.index: each.info["asked"] for each in group.rollouts} == asked
-    stop(front, actor)
 
 
 def test_the_trainer_loads_weights_in_a_block(rollouts: Any):
@@ -230,22 +199,20 @@ def test_streams_are_batches_whose_groups_come_one_by_one(rollouts: Any):
 
 
 def test_the_prompts_end(front: Front):
-    start(front, "ending", in_a_process.parts, 5)
-    with front.make(in_a_process.parts, 5, **named(front, "ending")) as rollouts:
+    with opened(front, in_a_process.parts, 5) as rollouts:
         assert [len(batch.groups) for batch in rollouts] == [2, 2, 1]
         for ended in (rollouts.next_batch, lambda: list(rollouts.stream())):
             with pytest.raises(PromptsExhausted):
                 ended()
         with pytest.raises(ConfigError, match="at least one"):
             rollouts.evaluate([])
-    stop(front, "ending")
 
 
 def test_the_trainer_pushes_prompts(front: Front):
     queue = PromptQueue()
     queue.put(prompt(1, 2))
     with front.make(in_a_process.pushed_parts, queue) as rollouts:
-        own = front.name in GROUPS["with asyncio"]
+        own = front.name == "asyncio"
         text = None if own else r"within 0\.2 s; the next call continues"
         with pytest.raises(TimeoutError, match=text):
             rollouts.next_batch(timeout=0.2)
@@ -258,29 +225,22 @@ def test_the_trainer_pushes_prompts(front: Front):
 
 def test_a_run_goes_on_from_a_checkpoint(front: Front, tmp_path: Path):
     path = tmp_path / "checkpoint"
-    start(front, "saved", in_a_process.parts, stored=True)
-    with front.make(in_a_process.parts, stored=True, **named(front, "saved")) as rollouts:
+    with opened(front, in_a_process.parts, stored=True) as rollouts:
         first = rollouts.next_batch()
         rollouts.checkpoint(path)
         check([first, rollouts.next_batch()])
-    start(front, "restored", in_a_process.parts, stored=True, restore=path)
-    resumed = front.make(in_a_process.parts, stored=True, **named(front, "restored"))
-    if front.name not in GROUPS["of an actor"]:
-        resumed.restore(path)
-    with resumed as rollouts:
+    with opened(front, in_a_process.parts, stored=True, restore=path) as rollouts:
         # Its groups have ids of their own, because it may be another scheduler's.
         assert rollouts.next_batch().index == first.index + 1
-    stop(front, "saved", "restored")
 
 
 def test_what_was_acknowledged_does_not_come_again(front: Front, tmp_path: Path):
-    with front.make(in_a_process.parts, stored=True) as rollouts:
+    with opened(front, in_a_process.parts, stored=True) as rollouts:
         trained, untrained = rollouts.next_batch(), rollouts.next_batch()
         trained.acknowledge()
         rollouts.checkpoint(tmp_path / "checkpoint", acknowledge=False)
-    resumed = front.make(in_a_process.parts, stored=True)
-    resumed.restore(tmp_path / "checkpoint")
-    with resumed as rollouts:
+    saved = tmp_path / "checkpoint"
+    with opened(front, in_a_process.parts, stored=True, restore=saved) as rollouts:
         again = rollouts.next_batch()
         assert (again.index, again.redelivered) == (untrained.index, True)
         pairs = zip(again.rollouts, untrained.rollouts, strict=True)
@@ -351,7 +311,7 @@ def test_an_interrupt_loses_no_batch(front: Front, rollouts: Any):
 
 
 def test_a_store_changes_nothing_of_it(front: Front):
-    with front.make(in_a_process.parts, stored=True, time_scale=0.02) as rollouts:
+    with opened(front, in_a_process.parts, stored=True, time_scale=0.02) as rollouts:
         batches = under_interrupts(front, rollouts, rollouts.next_batch, 30)
         check([*batches, *under_timeouts(rollouts, 12)])
 
@@ -446,20 +406,18 @@ def test_a_publisher_that_raises_is_named(front: Front, rollouts: Any):
 
 
 def test_errors_of_the_users_function_arrive(front: Front):
-    start(front, "raised", in_a_process.raised_parts)
     with (
         pytest.raises(FileNotFoundError, match=r"prompts\.jsonl") as raised,
-        front.make(in_a_process.raised_parts, **named(front, "raised")),
+        opened(front, in_a_process.raised_parts),
     ):
         pass
     assert "in raised_parts" in raised.value.__notes__[0]
-    stop(front, "raised")
 
 
 def test_what_cannot_be_sent_is_refused(front: Front, rollouts: Any):
     version, before = rollouts.version, rollouts.next_batch()
     publishers: list[Any] = [Handshake()]
-    if not front.actors:  # Ray sends functions
+    if not front.in_actor:  # Ray sends functions
         publishers.append(SimPublisher(lambda version: 0))
     for publisher in publishers:
         with pytest.raises(ConfigError, match=r"as FromTrainer\(publisher, fleet\)"):
@@ -470,12 +428,11 @@ def test_what_cannot_be_sent_is_refused(front: Front, rollouts: Any):
 
 def test_a_death_ends_every_call(front: Front):
     """A scheduler without a store, whose process is killed."""
-    start(front, "mortal", in_a_process.parts)
-    with front.make(in_a_process.parts, **named(front, "mortal")) as rollouts:
+    with opened(front, in_a_process.parts) as rollouts:
         rollouts.next_batch()
         with ThreadPoolExecutor() as threads:
             waiting = threads.submit(lambda: list(rollouts))
-            os.kill(process_of(front, "mortal"), signal.SIGKILL)
+            os.kill(process_of(front), signal.SIGKILL)
             with pytest.raises(SchedulerClosed, match=r"-9; open a new|no store to go on from"):
                 waiting.result()
         for call in (rollouts.next_batch, lambda: rollouts.update_weights(SimPublisher())):
@@ -483,38 +440,16 @@ def test_a_death_ends_every_call(front: Front):
                 call()
         with pytest.raises(SchedulerClosed), rollouts.asleep():
             pass
-    stop(front, "mortal")
 
 
-def process_of(front: Front, actor: str) -> int:
-    if front.actors:
+def process_of(front: Front) -> int:
+    if front.in_actor:
         import ray
 
-        return pid_of(ray.get_actor(actor))
+        return pid_of(ray.get_actor(OWN))
     (only,) = multiprocessing.active_children()
     assert only.pid is not None
     return only.pid
-
-
-def named(front: Front, actor: str) -> dict[str, Any]:
-    """What tells `actor` and `ray` which actor to attach to."""
-    return {"name": actor} if front.name in GROUPS["of an actor"] else {}
-
-
-def start(front: Front, actor: str, *parts: Any, **settings: Any) -> None:
-    """Start the actor that `actor` and `ray` attach to."""
-    if front.name in GROUPS["of an actor"]:
-        fronts.start_actor(actor, *parts, **settings)
-
-
-def stop(front: Front, *actors: str) -> None:
-    for actor in actors if front.name in GROUPS["of an actor"] else ():
-        from aprilsched.fronts.ray import stop_scheduler
-
-        stop_scheduler(actor)
-
-
-# --- forks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

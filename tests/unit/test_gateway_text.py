@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from aprilsched.agents.chat.openai_bodies import ForcedCalls, Message, for_template
 from aprilsched.agents.chat.streamed_text import Texts
 from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
-from aprilsched.agents.dialects.openai import CHAT
+from aprilsched.agents.dialects.openai import Chats
 from aprilsched.agents.gateway.reading import Reading, Stops, TextRules
 from aprilsched.agents.gateway.responses import Response, Responses
 from aprilsched.agents.serving.refusals import Unavailable
@@ -350,11 +350,11 @@ def test_a_call_that_is_asked_for_has_a_schema_and_is_read_by_it(seed: int):
         {"type": "function", "function": {"name": n, "parameters": {"type": "object"}}}
         for n in "ab"
     ]
-    printed: Any = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
+    chat: Any = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
 
     def schema(choice: Any, **more: Any) -> Any:
-        body = msgspec.convert({"tool_choice": choice, **printed, **more}, CHAT.body)
-        (question,) = CHAT.parse(body).questions
+        body = msgspec.convert({"tool_choice": choice, **chat, **more}, Chats.body)
+        (question,) = Chats.parse(body).questions
         return json.loads(question.params.get("json_schema", "null"))
 
     named = {"type": "function", "function": {"name": "b"}}

@@ -39,7 +39,7 @@ SERVERS: list[tuple[str, dict[str, Any], Tier]] = [
 ]
 
 
-@each_row(("version", "told", "tier"), SERVERS)
+@each_row(("version", "received", "tier"), SERVERS)
 def test_a_tier_of_sglang_is_known_by_its_arguments(
     version: str, received: dict[str, Any], tier: Tier
 ) -> None:
@@ -65,7 +65,7 @@ for inner, found in (("NixlConnector", "keyed"), ("HF3FSKVConnector", "unkeyed")
     CONNECTORS.append(({"kv_transfer_config": several}, found))  # type: ignore[arg-type]
 
 
-@each_row(("told", "tier"), CONNECTORS)
+@each_row(("received", "tier"), CONNECTORS)
 def test_a_tier_of_vllm_is_known_by_its_connector(received: dict[str, Any], tier: Tier) -> None:
     required = {
         "model_config": {"model": "m", "max_model_len": 1, "logprobs_mode": "raw_logprobs"},

@@ -194,8 +194,7 @@ def test_as_many_members_are_probes_as_are_asked_for_but_at_most_half(
 def test_at_the_stop_everything_is_called_back_before_any_pause(straggler: str) -> None:
     driver = Driver(config(straggler=straggler))
     driver.request_batch()
-    for group_id in whole(driver)[:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups(whole(driver)[:2])
     assert len(driver.batches) == 1
     assert driver.aborts.keys() == driver.sends.keys()
     assert driver.sends
@@ -217,8 +216,7 @@ def test_what_was_called_back_goes_on_with_its_tokens() -> None:
     ids = whole(driver)
     assert len(ids) == 8
     for group_id in ids[2:]:
-        for key in driver.attempts(group_id):
-            driver.progress(key, 5, first=group_id)
+        driver.progress_each(driver.attempts(group_id), 5, first=group_id)
     fill(driver)
     driver.update()
     driver.request_batch()
@@ -255,8 +253,7 @@ def test_probes_may_wait_for_the_tail_of_the_batch() -> None:
     running = whole(driver)
     assert len(running) == 3
     assert len(driver.sends) == 12
-    for key in driver.attempts()[:5]:
-        driver.finish(key)
+    driver.finish_each(driver.attempts()[:5])
     assert len(driver.sends) == 7, "fewer than half have ended"
     driver.finish(driver.attempts()[0])
     assert len(driver.sends) == 6 + 7
@@ -351,16 +348,14 @@ def test_a_rejected_bucket_is_followed_by_another_one_in_the_same_batch() -> Non
     driver = Driver(config(), accepts=True)
     driver.request_batch()
     opened = set(driver.state.in_flight.groups)
-    for key in driver.attempts():
-        driver.finish(key)
+    driver.finish_each(driver.attempts())
     judge(driver, accepted=False)
     assert not driver.batches
     assert driver.sends
     assert set(driver.group_ids()) <= opened, "out of the store that is there"
     while not driver.batches:
         # One has run since before the verdicts, and the others follow it.
-        for group_id in whole(driver):
-            driver.finish_group(group_id)
+        driver.finish_groups(whole(driver))
         judge(driver, accepted=True)
     assert len(driver.batches) == 1
 
@@ -373,15 +368,12 @@ def test_a_store_that_is_rejected_to_its_last_group_is_filled_again(store: float
     for _ in range(20):
         if first.isdisjoint(driver.state.in_flight.groups):
             break
-        for key in driver.attempts():
-            driver.finish(key)
+        driver.finish_each(driver.attempts())
         judge(driver, accepted=False)
     assert driver.sends, "the trainer waits and nothing runs"
-    for key in driver.attempts():
-        driver.finish(key)
+    driver.finish_each(driver.attempts())
     judge(driver, accepted=True)
-    for key in driver.attempts():
-        driver.finish(key)
+    driver.finish_each(driver.attempts())
     judge(driver, accepted=True)
     assert len(driver.batches) == 1
 
@@ -392,10 +384,7 @@ def test_the_end_of_the_prompts_drains_the_store() -> None:
         driver.request_batch()
         if driver.ended:
             break
-        batches = len(driver.batches)
-        while len(driver.batches) == batches:
-            assert driver.sends, "the trainer waits and nothing runs"
-            driver.finish(driver.attempts()[0])
+        driver.finish_batch()
         driver.settle()
         driver.update()
     assert driver.ended
@@ -408,15 +397,12 @@ def test_the_end_of_the_prompts_drains_the_store() -> None:
 def test_an_evaluation_runs_together_with_a_bucket_and_after_it() -> None:
     driver = Driver(config())
     driver.request_batch()
-    driver.feed(
-        ev.EvaluationRequested(evaluation_id=9, prompts=prompts(3, start=900), group_size=2)
-    )
+    driver.evaluate(3, start=900, group_size=2, evaluation_id=9)
     asked = {s.group_id for s in driver.sends.values()} - {
         group.group_id for group in driver.state.in_flight.training_groups()
     }
     assert len(asked) == 3
-    for group_id in [g for g in whole(driver) if g not in asked][:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups([g for g in whole(driver) if g not in asked][:2])
     assert len(driver.batches) == 1
     back = {driver.sends[key].group_id for key in driver.aborts}
     assert back.isdisjoint(asked), "it is not called back"
@@ -424,8 +410,7 @@ def test_an_evaluation_runs_together_with_a_bucket_and_after_it() -> None:
         driver.interrupt(next(iter(driver.aborts)))
     assert set(driver.group_ids()) == asked
     assert not driver.controls
-    for key in driver.attempts():
-        driver.finish(key)
+    driver.finish_each(driver.attempts())
     assert len(driver.evaluations[9].groups) == 3
     driver.settle()
     assert not driver.sends
@@ -440,8 +425,7 @@ def test_a_call_that_was_withdrawn_has_not_ended_its_bucket() -> None:
         assert not [*commands, *driver.feed(ev.BatchRequested())]
     assert set(driver.sends) == running
     driver.feed(ev.BatchWithdrawn())
-    for group_id in whole(driver):
-        driver.finish_group(group_id)
+    driver.finish_groups(whole(driver))
     assert driver.state.delivery.offer is None, "nobody waits for it"
     assert driver.aborts, "the bucket has ended"
     driver.settle()
@@ -457,8 +441,7 @@ def test_what_is_still_on_its_way_back_when_the_next_batch_begins_has_no_better_
     """The trainer takes two batches under one version, so it asks for the second one at once."""
     driver = Driver(config(batch_groups=2, group_size=4))
     driver.request_batch()
-    for group_id in whole(driver)[:2]:
-        driver.finish_group(group_id)
+    driver.finish_groups(whole(driver)[:2])
     open_then = set(driver.sends)
     assert len(driver.aborts) == len(open_then) == 4 + 7
     driver.feed(ev.BatchRequested())
@@ -473,8 +456,7 @@ def test_what_ended_while_it_was_called_back_counts_for_the_next_bucket() -> Non
     driver = Driver(config())
     driver.request_batch()
     *first, last = whole(driver)
-    for group_id in first:
-        driver.finish_group(group_id)
+    driver.finish_groups(first)
     assert len(driver.batches) == 1
     driver.finish_group(last)
     driver.settle()
@@ -529,8 +511,7 @@ def test_a_group_longer_than_the_others_goes_last() -> None:
     for group_id in ids:
         if group_id not in first:
             driver.finish(driver.attempts(group_id)[0], lengths[group_id])
-    for group_id in first:
-        driver.finish_group(group_id, 100)
+    driver.finish_groups(first, 100)
     driver.settle()
     order: list[int] = []
     while len(driver.batches) < 5:

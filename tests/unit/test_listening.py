@@ -31,6 +31,7 @@ from aprilsched.kernel.engines.transport import Transport
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from aprilsched.testing.threaded import ThreadedServer
+from tests.support.table import each_row
 
 
 @contextmanager
@@ -48,11 +49,15 @@ def nothing_left() -> Generator[None]:
     assert left == []
 
 
-def connected(url: str) -> socket.socket:
+def address(url: str) -> tuple[str, int]:
     host, port = url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def connected(url: str) -> socket.socket:
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-    client.connect((host, int(port)))
+    client.connect(address(url))
     return client
 
 
@@ -89,18 +94,17 @@ def at_once(connections: int, url: str) -> Generator[None]:
     """So many open connections, made while the loop of the server does nothing."""
     with ExitStack() as clients:
         for _ in range(connections):
-            client = clients.enter_context(connected_within(url, seconds=20))
-            client.setblocking(False)
+            client = socket.create_connection(address(url), timeout=20)
+            clients.enter_context(client).setblocking(False)
         yield
-
-
-def connected_within(url: str, *, seconds: float) -> socket.socket:
-    host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=seconds)
 
 
 async def length(request: web.Request) -> web.Response:
     return as_json(len(await body_of(request, str)))
+
+
+async def fails(_: web.Request) -> web.Response:
+    raise ValueError
 
 
 @asynccontextmanager
@@ -110,6 +114,7 @@ async def reading(key: str | None = None) -> AsyncGenerator[str]:
     app = web.Application(middlewares=[answer_refusals, keys])
     app[BODIES] = Bodies(largest=1000, together=1500)
     app.router.add_route("POST", "/", length, expect_handler=expect_later)
+    app.router.add_route("POST", "/fails/{name}", fails)
     listener = Listener("127.0.0.1", 0)
     await listener.open(app)
     try:
@@ -118,88 +123,78 @@ async def reading(key: str | None = None) -> AsyncGenerator[str]:
         await listener.close()
 
 
-def test_a_burst_of_clients_is_accepted_while_the_loop_is_busy():
-    async def burst() -> None:
-        async with reading() as url:
-            with at_once(1000, url):
-                pass
-
-    asyncio.run(burst())
+async def test_a_burst_of_clients_is_accepted_while_the_loop_is_busy():
+    async with reading() as url:
+        with at_once(1000, url):
+            pass
 
 
-@pytest.mark.parametrize(
+async def post(
+    session: aiohttp.ClientSession, url: str, data: object, headers: dict[str, str] | None = None
+) -> int:
+    async with session.post(url, data=data, headers=headers) as answer:
+        return answer.status
+
+
+TEXT = json.dumps("x" * 900).encode()
+
+
+@each_row(
     ("body", "coding", "status"),
     [
-        pytest.param(json.dumps("x" * 900).encode(), "", 200, id="plain"),
-        pytest.param(json.dumps("x" * 1000).encode(), "", 413, id="plain and too large"),
-        pytest.param(gzip.compress(json.dumps("x" * 900).encode()), "gzip", 200, id="gzip"),
-        pytest.param(zlib.compress(json.dumps("x" * 900).encode()), "deflate", 200, id="deflate"),
-        pytest.param(gzip.compress(bytes(2**24)), "gzip", 413, id="bomb"),
-        pytest.param(gzip.compress(b'"xyz"')[:-9], "gzip", 400, id="cut"),
-        pytest.param(b'"xyz"', "gzip", 400, id="no gzip"),
-        pytest.param(b'"xyz"', "br", 400, id="unknown coding"),
-        pytest.param(b"", "gzip", 400, id="empty gzip"),
-        pytest.param(b"", "", 400, id="empty"),
+        (TEXT, "", 200),
+        (json.dumps("x" * 1000).encode(), "", 413),
+        (gzip.compress(TEXT), "gzip", 200),
+        (zlib.compress(TEXT), "deflate", 200),
+        (gzip.compress(bytes(2**24)), "gzip", 413),  # a bomb
+        (gzip.compress(b'"xyz"')[:-9], "gzip", 400),
+        (b'"xyz"', "gzip", 400),
+        (b'"xyz"', "br", 400),
+        (b"", "gzip", 400),
+        (b"", "", 400),
     ],
 )
-def test_a_body_is_bounded_also_where_it_is_compressed(body: bytes, coding: str, status: int):
-    async def sent() -> int:
-        async with reading() as url, aiohttp.ClientSession() as session:
-            headers = {"Content-Encoding": coding} if coding else {}
-            async with session.post(url, data=body, headers=headers) as answer:
-                return answer.status
-
-    assert asyncio.run(sent()) == status
+async def test_a_body_is_bounded_also_where_it_is_compressed(body: bytes, coding: str, status: int):
+    async with reading() as url, aiohttp.ClientSession() as session:
+        headers = {"Content-Encoding": coding} if coding else {}
+        assert await post(session, url, body, headers) == status
 
 
-def test_all_bodies_together_are_bounded_while_they_are_sent():
-    async def sent() -> tuple[int, int, int]:
-        go_on, started = asyncio.Event(), asyncio.Event()
+async def test_all_bodies_together_are_bounded_while_they_are_sent():
+    go_on, started = asyncio.Event(), asyncio.Event()
 
-        async def slowly() -> AsyncGenerator[bytes]:
-            yield b'"' + b"x" * 900
-            started.set()
-            await go_on.wait()
-            yield b'"'
+    async def slowly() -> AsyncGenerator[bytes]:
+        yield b'"' + b"x" * 900
+        started.set()
+        await go_on.wait()
+        yield b'"'
 
-        async with reading() as url, aiohttp.ClientSession() as session:
-
-            async def post(data: object) -> int:
-                async with session.post(url, data=data) as answer:
-                    return answer.status
-
-            first = asyncio.create_task(post(slowly()))
-            await started.wait()
-            much = json.dumps("x" * 900).encode()
-            while (second := await post(much)) == 200:
-                pass  # The first part has not arrived yet.
-            go_on.set()
-            return await first, second, await post(much)
-
-    assert asyncio.run(asyncio.wait_for(sent(), 60)) == (200, 503, 200)
+    async with reading() as url, aiohttp.ClientSession() as session:
+        first = asyncio.create_task(post(session, url, slowly()))
+        await started.wait()
+        while (second := await post(session, url, TEXT)) == 200:
+            pass  # The first part has not arrived yet.
+        assert second == 503
+        go_on.set()
+        assert (await first, await post(session, url, TEXT)) == (200, 200)
 
 
-def test_a_body_is_not_asked_for_before_the_key_is_checked():
+@each_row(("key", "status"), [("other", b"401"), ("secret", b"200")])
+async def test_a_body_is_not_asked_for_before_the_key_is_checked(key: str, status: bytes):
     head = "POST / HTTP/1.1\r\nHost: here\r\nExpect: 100-continue\r\nContent-Length: 5\r\n"
-
-    async def asked(key: str) -> str:
-        async with reading("secret") as url:
-            host, port = url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(f"{head}Authorization: Bearer {key}\r\n\r\n".encode())
+    async with reading("secret") as url:
+        reader, writer = await asyncio.open_connection(*address(url))
+        writer.write(f"{head}Authorization: Bearer {key}\r\n\r\n".encode())
+        line = await reader.readline()
+        if b"100" in line:
+            await reader.readline()
+            writer.write(b'"xyz"')
             line = await reader.readline()
-            if b"100" in line:
-                await reader.readline()
-                writer.write(b'"xyz"')
-                line = await reader.readline()
-            writer.close()
-            return line.decode()
-
-    assert "401" in asyncio.run(asked("other"))
-    assert "200" in asyncio.run(asked("secret"))
+        writer.close()
+    assert status in line
 
 
-@pytest.mark.parametrize("piece", [b"[],", b"{},", b'"",', b"1,1,"])
+@each_row("piece", [b"[],", b"{},", b'"",', b"1,1,"])
 def test_a_body_of_too_many_values_is_refused_before_it_is_decoded(piece: bytes):
     body = b"[" + piece * (2**21 + 1) + b"0]"
     with pytest.raises(Malformed, match="quotes and opening brackets"):
@@ -213,7 +208,7 @@ KEY = "THE-SECRET-KEY"
 HEAD = f"POST / HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {KEY}"
 
 
-@pytest.mark.parametrize(
+@each_row(
     "sent",
     [
         *[f"{HEAD}{end}\r\n\r\n" for end in ("\0", "\x01", "\r", "\n", "\n folded", "\x7f", "é")],
@@ -231,40 +226,24 @@ HEAD = f"POST / HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer {KEY}"
         f"POST /fails/x.{KEY} HTTP/1.1\r\nHost: here\r\n\r\n",
     ],
 )
-def test_no_log_line_and_no_answer_repeats_what_a_request_has(
+async def test_no_log_line_and_no_answer_repeats_what_a_request_has(
     sent: str, caplog: pytest.LogCaptureFixture
 ):
-    async def fails(_: web.Request) -> web.Response:
-        raise ValueError
-
-    async def answered() -> bytes:
-        app = web.Application(middlewares=[answer_refusals])
-        app[BODIES] = Bodies(largest=1000, together=1500)
-        app.router.add_route("POST", "/", length, expect_handler=expect_later)
-        app.router.add_route("POST", "/fails/{name}", fails)
-        listener = Listener("127.0.0.1", 0)
-        await listener.open(app)
-        try:
-            host, port = listener.url.removeprefix("http://").split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
+    with caplog.at_level(logging.DEBUG):
+        async with reading() as url:
+            reader, writer = await asyncio.open_connection(*address(url))
             writer.write(sent.encode())
             head = await reader.readuntil(b"\r\n\r\n")
             size = int(head.lower().partition(b"content-length:")[2].split()[0])
             answer = head + await reader.readexactly(size)
             writer.close()
-            return answer
-        finally:
-            await listener.close()
-
-    with caplog.at_level(logging.DEBUG):
-        answer = asyncio.run(answered())
     assert answer.startswith(b"HTTP/1.")
     assert KEY.encode() not in answer
     assert KEY not in caplog.text
 
 
-@pytest.mark.parametrize("key", ["", "abc\n", "a b", "é"])
-@pytest.mark.parametrize("which", ["api_key", "admin_key"])
+@each_row("key", ["", "abc\n", "a b", "é"])
+@each_row("which", ["api_key", "admin_key"])
 def test_a_key_that_no_client_can_send_is_refused(which: str, key: str):
     keys = {"api_key": None, "admin_key": None, which: key}
     with pytest.raises(ConfigError, match=f"`{which}` must be printable ASCII") as refused:
@@ -292,79 +271,62 @@ async def logged(caplog: pytest.LogCaptureFixture, words: str) -> None:
     await until(lambda: words in caplog.text)
 
 
-def test_idle_connections_give_way_to_new_ones(
+async def test_idle_connections_give_way_to_new_ones(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def forty(_: int) -> tuple[int, int]:
         return 40, 40
 
     monkeypatch.setattr(listener.resource, "getrlimit", forty)
-
-    async def answered() -> list[int]:
-        async with reading() as url, aiohttp.ClientSession() as session:
-            host, port = url.removeprefix("http://").split(":")
-            idle = [await asyncio.open_connection(host, int(port)) for _ in range(12)]
-            for _, writer in idle[::2]:
-                writer.write(b"POST / HT")
-
-            async def post() -> int:
-                async with session.post(url, data=b'"x"') as answer:
-                    return answer.status
-
-            found = await asyncio.gather(*(post() for _ in range(12)))
-            for _, writer in idle:
-                writer.close()
-            return found
-
-    assert asyncio.run(answered()) == [200] * 12
+    async with reading() as url, aiohttp.ClientSession() as session:
+        idle = [await asyncio.open_connection(*address(url)) for _ in range(12)]
+        for _, writer in idle[::2]:
+            writer.write(b"POST / HT")
+        found = await asyncio.gather(*(post(session, url, b'"x"') for _ in range(12)))
+        for _, writer in idle:
+            writer.close()
+    assert found == [200] * 12
     assert caplog.text.count("raise `ulimit -n`") == 1
 
 
-def test_a_server_without_file_descriptors_warns_once_and_serves_later(
+async def test_a_server_without_file_descriptors_warns_once_and_serves_later(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(listener, "_RETRY_S", 0.01)
-
-    async def answered() -> bytes:
-        async with reading() as url:
-            with connected(url) as client:
-                client.setblocking(False)
-                with descriptors(0):
-                    await asyncio.sleep(0)
-                    await logged(caplog, "Too many open files")
-                    for _ in range(20):
-                        await asyncio.sleep(0.01)
-                client.sendall(b'POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 3\r\n\r\n"x"')
-                return await asyncio.get_running_loop().sock_recv(client, 100)
-
-    assert asyncio.run(answered()).startswith(b"HTTP/1.1 200")
+    async with reading() as url:
+        with connected(url) as client:
+            client.setblocking(False)
+            with descriptors(0):
+                await asyncio.sleep(0)
+                await logged(caplog, "Too many open files")
+                for _ in range(20):
+                    await asyncio.sleep(0.01)
+            client.sendall(b'POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 3\r\n\r\n"x"')
+            answer = await asyncio.get_running_loop().sock_recv(client, 100)
+    assert answer.startswith(b"HTTP/1.1 200")
     assert len(caplog.records) == 1
 
 
-def test_calls_wait_for_file_descriptors_and_leave_the_last_to_control_calls(
+async def test_calls_wait_for_file_descriptors_and_leave_the_last_to_control_calls(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("aprilsched.kernel.engines.sockets._DESCRIPTORS_RETRY_S", 0.01)
     monkeypatch.setattr("aprilsched.kernel.engines.sockets.Connector._warned", float("-inf"))
+    async with reading() as url:
+        server = Transport("it", URL(url), admin_key=None, api_key=None, limits=HttpLimits())
+        await server.open()
 
-    async def done() -> None:
-        async with reading() as url:
-            server = Transport("it", URL(url), admin_key=None, api_key=None, limits=HttpLimits())
-            await server.open()
+        async def generate() -> int:
+            async with server.stream("", {}) as answer:
+                return answer.status
 
-            async def generate() -> int:
-                async with server.stream("", {}) as answer:
-                    return answer.status
-
-            with descriptors(0):
-                control = asyncio.create_task(server.call("POST", "", "x", timeout=60))
-                await logged(caplog, "requests wait for free file descriptors")
-            assert (await control).body == b"1"
-            with descriptors(12):
-                generation = asyncio.create_task(generate())
-                assert (await server.call("POST", "", "x", timeout=60)).body == b"1"
-                assert not generation.done()
-            assert await generation == 400
-            await server.close()
-
-    asyncio.run(done())
+        with descriptors(0):
+            control = asyncio.create_task(server.call("POST", "", "x", timeout=60))
+            await logged(caplog, "requests wait for free file descriptors")
+        assert (await control).body == b"1"
+        with descriptors(12):
+            generation = asyncio.create_task(generate())
+            assert (await server.call("POST", "", "x", timeout=60)).body == b"1"
+            assert not generation.done()
+        assert await generation == 400
+        await server.close()

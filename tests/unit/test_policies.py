@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,6 @@ from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.policies.placement import (
     EngineLoads,
-    Place,
     Placement,
     Preference,
     choose_engine,
@@ -29,11 +28,10 @@ from aprilsched.kernel.core.policies.pool import Pool
 from aprilsched.kernel.core.policies.refill import PoolView
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.policies.stop import Groups, Samples, Stop, Tokens
-from aprilsched.kernel.core.policies.straggler import BEHAVIOURS, Behaviour, CachedKV, StragglerRule
-from aprilsched.kernel.core.state.records import RequestRecord
+from aprilsched.kernel.core.policies.straggler import CachedKV, StragglerRule
 from aprilsched.kernel.engines.base import Capabilities, Engine, PauseMode
 from aprilsched.kernel.shell.opening import check_engines, examine
-from tests.support.driver import Driver, prompts
+from tests.support.driver import Driver
 from tests.support.table import each_row
 
 # --- refill --------------------------------------------------------------------------------------
@@ -51,7 +49,6 @@ view: Any = partial(
     batch_open=True,
     asynchronous=False,
 )
-"""A batch of 8 groups of 2 in work, a pool of 8 with room for 4 groups."""
 
 
 @each_row(
@@ -74,16 +71,6 @@ def test_a_tapering_pool_is_not_refilled_near_its_batchs_end_unless_nothing_runs
     assert Pool(together=2, until=0.5).launches(view(**changes)) == groups
 
 
-@each_row(
-    ("together", "in_flight", "groups"),
-    [(2, 9, 2), (2, 12, 2), (2, 13, 0), (2, 16, 0), (2, 18, 0), (64, 0, 8)],
-)
-def test_a_pool_is_refilled_by_whole_bunches_unless_it_is_smaller(
-    together: int, in_flight: int, groups: int
-) -> None:
-    assert Pool(together=together).launches(view(in_flight=in_flight)) == groups
-
-
 def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
     driver = Driver(
         SchedulerConfig(
@@ -95,8 +82,7 @@ def test_a_tapered_batch_still_fills_when_everything_else_has_ended() -> None:
         accepts=True,
     )
     driver.request_batch()
-    for group_id in driver.group_ids():
-        driver.finish_group(group_id)
+    driver.finish_groups(driver.group_ids())
     assert driver.state.in_flight.counters.launched == 4 * 2, "it tapers from the first group on"
     for verdict in driver.verdicts:
         driver.feed(ev.Filtered(group_id=verdict.unit.unit_id, accepted=False))
@@ -156,11 +142,6 @@ def test_engines_are_those_of_a_plain_search(
             fast.add_request(engine)
 
 
-def test_an_engine_that_takes_no_requests_is_not_preferred() -> None:
-    moved = Preference(engine="b", max_lead=math.inf)
-    assert choose_engine(EngineLoads({"a": 9}), moved, avoid=()) == "a"
-
-
 PREFERENCES: list[tuple[Placement, dict[str, Any], Preference | None]] = [
     ("prefix", {}, Preference(engine="a", max_lead=4)),
     ("prefix", {"shares_context": True}, Preference(engine="a", max_lead=8)),
@@ -173,7 +154,7 @@ PREFERENCES: list[tuple[Placement, dict[str, Any], Preference | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("placement", "changes", "expected"), PREFERENCES)
+@each_row(("placement", "changes", "expected"), PREFERENCES)
 def test_a_request_prefers_its_destination_and_then_the_engine_with_its_context(
     placement: Placement, changes: dict[str, Any], expected: Preference | None
 ) -> None:
@@ -185,6 +166,21 @@ def test_a_request_prefers_its_destination_and_then_the_engine_with_its_context(
         "shares_context": False,
     }
     assert preference_of(placement, **{**values, **changes}) == expected
+
+
+def test_evaluations_go_first_then_carried_rollouts_then_older_groups() -> None:
+    order: list[tuple[bool, bool, int, int]] = [
+        (False, False, 9, 0),
+        (True, True, 5, 0),
+        (True, True, 5, 1),
+        (True, False, 3, 1),
+        (True, False, 4, 0),
+    ]
+    places = [
+        place_of(training=training, carried=carried, group_id=group_id, index=index)
+        for training, carried, group_id, index in order
+    ]
+    assert places == sorted(places)
 
 
 # --- over-provisioning ---------------------------------------------------------------------------
@@ -200,95 +196,7 @@ def test_a_ratio_is_rounded_up_but_not_by_rounding_errors(
     assert Schedule(over_provision=ratio, refill=Pool()).target_groups(batch_groups) == groups
 
 
-# --- resume --------------------------------------------------------------------------------------
-
-
-def waiting(driver: Driver) -> list[RequestRecord]:
-    """Requests that wait to be sent, in the order of their places."""
-    return [
-        request for _, request in sorted(driver.state.in_flight.queue.places(), key=lambda p: p[0])
-    ]
-
-
-def interrupted(tokens: Sequence[int]) -> Driver:
-    """A driver that has delivered two groups of 20-token responses. The other responses were called
-    back with these numbers of tokens, and everything waits."""
-    driver = Driver(
-        SchedulerConfig(
-            batch_groups=2,
-            group_size=2,
-            over_provision=4.0,
-            straggler="abort",
-        )
-    )
-    driver.request_batch()
-    first, second, *rest = driver.group_ids()
-    for group_id, count in zip(rest, tokens, strict=False):
-        for key in driver.attempts(group_id):
-            driver.progress(key, count)
-    for group_id in (first, second):
-        short, long = driver.attempts(group_id)
-        driver.finish(short, 10)
-        driver.finish(long, 40)
-    driver.settle()
-    assert len(driver.batches) == 1
-    assert not driver.sends
-    return driver
-
-
-def test_carried_groups_go_on_in_the_order_of_their_launches() -> None:
-    driver = interrupted(tokens=[12, 5, 38, 4, 30, 2])
-    groups = [request.rollout.group.group_id for request in waiting(driver)]
-    assert groups == sorted(groups)
-
-
-def place(request: RequestRecord) -> Place:
-    rollout = request.rollout
-    return place_of(
-        training=rollout.group.evaluation_id is None,
-        carried=rollout.carried,
-        group_id=rollout.group.group_id,
-        index=rollout.index,
-    )
-
-
-def test_an_evaluation_goes_before_training() -> None:
-    driver = interrupted(tokens=[12, 5, 38, 4, 30, 2])
-    driver.feed(
-        ev.EvaluationRequested(evaluation_id=1, prompts=prompts(2, start=900), group_size=1)
-    )
-    evaluated = next(driver.state.in_flight.open_requests())
-    assert evaluated.rollout.group.evaluation_id == 1
-    assert all(place(evaluated) < place(request) for request in waiting(driver))
-
-
-def test_a_new_request_goes_after_carried_ones() -> None:
-    driver = interrupted(tokens=[3] * 6)
-    carried = waiting(driver)[0]
-    driver.feed(ev.BatchRequested())
-    driver.settle()
-    fresh = next(r for r in driver.state.in_flight.requests.values() if r.attempt == 1)
-    fresh.attempt = 0
-    carried.rollout.group.group_id = 10**6  # launched later, but sent before
-    assert place(carried) < place(fresh)
-
-
 # --- stragglers ----------------------------------------------------------------------------------
-
-
-def test_every_rule_has_its_behaviour() -> None:
-    assert tuple(BEHAVIOURS) == get_args(StragglerRule)
-
-
-@each_row("behaviour", BEHAVIOURS.values(), ids=BEHAVIOURS)
-def test_a_behaviour_does_not_contradict_itself(behaviour: Behaviour) -> None:
-    assert behaviour.kv
-    if behaviour.waits_asleep:
-        assert behaviour.waits_inside
-    if "keep" in behaviour.kv:
-        assert behaviour.waits_inside, "only what waits in a pause keeps its KV"
-    if behaviour.called_back == "always":
-        assert not behaviour.waits_inside
 
 
 class OldServer:
@@ -348,10 +256,6 @@ def test_a_fleet_of_two_programs_is_refused() -> None:
         asyncio.run(check_engines(engines, config))
     with pytest.raises(ConfigError, match="use engines of one program"):
         asyncio.run(examine(engines[1], config, engines))
-
-
-def test_every_way_to_run_is_tried_on_an_old_server() -> None:
-    assert set(REFUSED) == {(name, kv) for name, rule in BEHAVIOURS.items() for kv in rule.kv}
 
 
 # --- stop ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -30,11 +31,12 @@ from aprilsched import (
     SimPublisher,
 )
 from aprilsched.errors import AprilschedError, ConfigError, RefitError, SchedulerClosed
-from aprilsched.fronts import process, remote
+from aprilsched.fronts import process
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.testing import ThreadedServer
 from tests.support import in_a_process
 from tests.support.interrupting import InterruptingLoop
+from tests.support.table import each_row
 
 
 @pytest.fixture(autouse=True)
@@ -69,11 +71,10 @@ def test_a_folder_that_cannot_be_written_loses_no_batch():
     with process.RolloutScheduler(in_a_process.long) as rollouts:
         (folder,) = Path(tempfile.gettempdir()).glob("aprilsched-*")
         folder.rmdir()
-        missing = r"cannot be written \(No such file or directory\); free space"
         for _ in range(2):
-            with pytest.raises(ConfigError, match=missing):
+            with pytest.raises(ConfigError, match=r"No such file or directory.*free space in"):
                 rollouts.next_batch()
-        with pytest.raises(ConfigError, match="cannot be written"):
+        with pytest.raises(FileNotFoundError):
             rollouts.evaluate([prompt(list(range(20_000)))])
         folder.mkdir()
         assert rollouts.next_batch().index == 0
@@ -92,8 +93,8 @@ def test_ctrl_c_of_a_terminal_leaves_the_schedulers_process_to_the_trainer():
 # --- what goes wrong -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "why"),
+@each_row(
+    "make, error, why",
     [
         (in_a_process.raising, AprilschedError, "process raised Odd: code 7 in here"),
         (in_a_process.wrong, ConfigError, r"returned a SimFleet; return an aprilsched\.Rollout"),
@@ -105,19 +106,37 @@ def test_what_goes_wrong_at_the_begin_is_said(make: Any, error: type[Exception],
         pass
 
 
-@pytest.mark.parametrize("kind", ["circle", "chain", "contexts", "notes", "mute", "unpicklable"])
+UNSENDABLE = {"mute": in_a_process.Mute, "unpicklable": in_a_process.Unpicklable}
+
+
+def hostile(kind: str) -> BaseException:
+    """An exception that can hardly be looked at."""
+    error: BaseException = UNSENDABLE.get(kind, ValueError)(kind)
+    if kind == "circle":
+        error.__cause__ = error
+    if kind == "chain":
+        for number in range(5000):
+            error, cause = ValueError(number), error
+            error.__cause__ = cause
+    if kind == "contexts":
+        other = KeyError(kind)
+        error.__context__, other.__context__ = other, error
+    if kind == "notes":
+        error.__notes__ = 7  # pyright: ignore[reportAttributeAccessIssue]
+    return error
+
+
+@each_row("kind", ["circle", "chain", "contexts", "notes", "mute", "unpicklable"])
 def test_an_exception_that_cannot_be_looked_at_arrives(kind: str):
-    """The trainer had waited for ever for one whose text or causes raise or have no end."""
-    summarized = kind in ("mute", "unpicklable")
-    error = AprilschedError if summarized else ValueError
-    why = "scheduler's process raised" if summarized else None
-    with pytest.raises(error, match=why) as raised:
-        process.RolloutScheduler(in_a_process.hostile, kind).__enter__()
+    """Otherwise the trainer would wait forever for one whose text or causes raise or do not end."""
+    reply: process.Reply = pickle.loads(pickle.dumps(process.Served().refusal(hostile(kind))))  # noqa: S301
+    with pytest.raises(AprilschedError if kind in UNSENDABLE else ValueError) as raised:
+        reply.get()
     cause = ValueError if kind in ("circle", "chain") else NoneType
     assert isinstance(raised.value.__cause__, cause)
 
 
-@pytest.mark.parametrize("raises", [True, False])
+@each_row("raises", [True, False])
 def test_what_cannot_come_back_is_named(raises: bool):
     with process.RolloutScheduler(in_a_process.secretive, raises=raises) as rollouts:
         for _ in range(2):
@@ -166,7 +185,7 @@ def test_a_process_that_does_not_react_is_killed_with_the_second_interrupt(tmp_p
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[process.RolloutScheduler]:
     """A scheduler whose process stands still after its first batch, with prompts on their way."""
-    monkeypatch.setattr(remote, "SILENCE_S", 0.5)
+    monkeypatch.setattr(process, "SILENCE_S", 0.5)
     monkeypatch.setattr(process, "END_S", 0.5)
     queue = PromptQueue()
     queue.put(*(prompt([number]) for number in range(1, 5)))
@@ -194,7 +213,7 @@ def test_a_process_that_goes_on_has_lost_no_batch(stopped: process.RolloutSchedu
 def test_stops_forks_and_short_timeouts_at_random_lose_no_batch(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(remote, "SILENCE_S", 0.2)
+    monkeypatch.setattr(process, "SILENCE_S", 0.2)
     rng, got, forks = random.Random(seed), list[int](), list[int]()
     with process.RolloutScheduler(in_a_process.simple, pace="asynchronous") as rollouts:
         scheduler = child().pid
@@ -410,9 +429,7 @@ def test_weights_that_the_trainer_cannot_load(server: ThreadedServer, tmp_path: 
             rollouts.next_batch()
             with pytest.raises(RefitError, match="No space left") as raised:
                 rollouts.update_weights(publisher)
-            cause = raised.value.__cause__
-            assert isinstance(cause, RefitError)
-            assert isinstance(cause.__cause__, OSError)
+            assert isinstance(raised.value.__cause__, OSError)
             with pytest.raises(RefitError, match="give it a fleet of the same servers"):
                 rollouts.update_weights(elsewhere)
             save.error = None
@@ -448,8 +465,8 @@ def test_an_interrupted_update_of_the_trainers_process_runs_to_its_end(
 
 
 def test_the_tables_of_requests_share_no_name():
-    assert not remote.CALLS.keys() & remote.NOTICES.keys()
-    assert remote.BLOCKS.keys() == {"asleep", "paused_for_weights"}
+    assert not process.CALLS.keys() & process.NOTICES.keys()
+    assert process.BLOCKS.keys() == {"asleep", "paused_for_weights"}
 
 
 def test_what_moves_no_tensors_needs_no_wrapper():

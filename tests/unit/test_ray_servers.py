@@ -27,7 +27,6 @@ ray = pytest.importorskip("ray")
 from aprilsched.fronts.ray import RayFleet, SGLangServers  # noqa: E402
 
 SERVE = (sys.executable, "-m", "aprilsched", "serve-sim")
-KEY = "a-key-of-the-tests"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_trainer.py"
 
 
@@ -92,59 +91,38 @@ async def test_servers_are_started_again_whatever_ends(cluster: None, tmp_path: 
     await until(lambda: not any(runs(process) for process in last))
 
 
-FAILURES: list[tuple[dict[str, Any], str]] = [
-    (
-        {
-            "command": (
-                sys.executable, "-c",
-                "import sys; print('no such model;', *sys.argv); sys.exit(3)",
-            ),
-            "arguments": ["--api-key", KEY, f"--admin-api-key={KEY}2"],
-        },
-        r"sglang-0: has ended with exit code 3; .* ends with: no such model; -c --api-key \*\*\* "
-        r"--admin-api-key=\*\*\*2? --host",
-    ),
-    (
-        {"command": ("/bin/sh", "-c", "echo loading; sleep 1000"), "ready_s": 1.0},
-        "did not answer within 1 s.*loading",
-    ),
-    ({"logs": Path("/dev/null/logs")}, "Not a directory"),
-    ({"command": ("/nonexistent/python",)}, "exit code 1.*No such file"),
-]  # fmt: skip
+FAILURES: list[dict[str, Any]] = [
+    {"command": (sys.executable, "-c", "import sys; print('no such model'); sys.exit(3)")},
+    {"command": ("/bin/sh", "-c", "sleep 1000"), "ready_s": 5.0},
+    {"logs": Path("/dev/null/logs")},
+]
 
 
 @pytest.mark.long
-def test_a_server_that_does_not_start_says_why(cluster: None, tmp_path: Path):
-    for changes, message in FAILURES:
-        with (
-            pytest.raises(EngineUnreachable, match=message) as raised,
-            servers(tmp_path, **changes),
-        ):
+def test_a_server_that_does_not_start_names_its_output(cluster: None, tmp_path: Path):
+    for changes in FAILURES:
+        output = f"output is in {changes.get('logs', tmp_path)}"
+        with pytest.raises(EngineUnreachable, match=output), servers(tmp_path, **changes):
             pass
-        assert KEY not in str(raised.value)
+    assert "no such model\n" in {path.read_text() for path in tmp_path.iterdir()}
 
 
 @pytest.mark.long
 def test_servers_that_cannot_be_placed_are_refused_and_leave_their_names_to_others(
-    cluster: None, tmp_path: Path
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    refused = pytest.raises(ConfigError, match=r"no room for sglang-0 within 1 s, .* 1000 CPU on")
-    with refused, servers(tmp_path, 2, cpus=1000, place_s=1.0):
-        pass
+    refused = pytest.raises(ConfigError, match=r"no node with room for sglang-0.* 1000")
+    with monkeypatch.context() as patched:
+        patched.setattr("aprilsched.fronts.ray.servers.PLACE_S", 1.0)
+        with refused, servers(tmp_path, 2, cpus=1000):
+            pass
     with servers(tmp_path):
         with (
-            pytest.raises(ConfigError, match="there is an actor 'sglang-0' already"),
+            pytest.raises(ValueError, match=r"sglang-0.* is already taken"),
             servers(tmp_path),
         ):
             pass
         assert ray.get_actor("sglang-0")
-
-
-def test_arguments_that_cannot_be_used(tmp_path: Path):
-    with pytest.raises(ConfigError, match="lists of strings"):
-        servers(tmp_path, arguments="--log-level info")
-    with pytest.raises(ConfigError, match="count must be 1 or more, got 0"):
-        servers(tmp_path, 0)
 
 
 @pytest.mark.long

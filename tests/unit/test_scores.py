@@ -46,7 +46,7 @@ def test_numbers_and_mappings_become_plain_ones_of_its_own():
 
 
 @each_row(
-    ("wrong", "said"),
+    ("wrong", "text"),
     [
         ({"reward": math.nan}, "the reward is nan; give a finite number"),
         ({"parts": {"format": math.inf}}, "the part 'format' of the reward is inf"),

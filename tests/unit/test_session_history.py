@@ -77,7 +77,7 @@ def text_of(tokenizer: ModelTokenizer, question: Question) -> str:
 
 
 @pytest.mark.parametrize(
-    ("said", "then"),
+    ("printed", "then"),
     [
         (f"fine{END}", f"fine{END}\n"),
         ("cut off", f"cut off{END}\n"),
@@ -230,7 +230,7 @@ RESULT_INSIDE = (
 
 
 @pytest.mark.parametrize(
-    ("template", "said", "then"),
+    ("template", "printed", "then"),
     [
         (LAST_END, "fine<eos>", "\n<|im_start|>user\nbravo<|im_end|>\n"),
         (LAST_END, f"fine{END}", "\n<|im_start|>user\nbravo<|im_end|>\n"),
@@ -276,7 +276,7 @@ def test_a_request_for_more_of_an_answer_keeps_its_tokens(tokenizer: ModelTokeni
     assert second.after is not None
 
 
-@pytest.mark.parametrize("said", [END, f"{THOUGHT}{END}", f" \n{END}"])
+@pytest.mark.parametrize("printed", [END, f"{THOUGHT}{END}", f" \n{END}"])
 @pytest.mark.parametrize("sent", ["as it came", "as parts", "without reasoning", "left out"])
 def test_an_answer_without_text_begins_no_branch(
     tokenizer: ModelTokenizer, printed: str, sent: str

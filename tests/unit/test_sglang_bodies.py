@@ -110,7 +110,7 @@ def test_what_a_server_would_ignore_is_refused():
 
 
 @each_row(
-    ("told", "sign"),
+    ("received", "sign"),
     [
         ({}, 0),
         ({"schedule_low_priority_values_first": True}, 0),
@@ -132,7 +132,7 @@ def test_the_direction_of_priorities_is_the_servers(received: dict[str, bool], s
 
 
 @each_row(
-    "told",
+    "received",
     [
         {"dp_size": 2, "attn_dp_size": 1},
         {"dp_size": 1, "attn_dp_size": 2},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -94,26 +93,6 @@ def test_labels_may_count_from_another_version_than_0() -> None:
     assert [(span.version, span.end) for span in chunks[1].spans] == [(40, 2), (47, 5)]
 
 
-def test_incremental_events_carry_only_new_tokens() -> None:
-    spans = [("default", 0, 2), ("7", 2, 2), ("8", 2, 5)]
-    chunks = feed(event(0, 1), event(1, 3), event(3, 5, finish=LENGTH, spans=spans))
-    assert_tokens(chunks, 5)
-    assert [chunk.finish for chunk in chunks] == [None, None, "length"]
-    assert chunks[0].spans is None
-    assert chunks[-1].spans == (
-        VersionSpan(version=0, start=0, end=2),
-        VersionSpan(version=8, start=2, end=5),
-    )
-    assert chunks[-1].cached_tokens == 3
-
-
-def test_cumulative_events_read_the_same() -> None:
-    spans = [("8", 0, 5)]
-    chunks = feed(event(0, 1), event(0, 3), event(0, 5, finish=LENGTH, spans=spans))
-    assert_tokens(chunks, 5)
-    assert [len(chunk.token_ids) for chunk in chunks] == [1, 2, 2]
-
-
 def test_events_without_a_logprob_count_read_the_same() -> None:
     """Before 0.5.19 there is neither a count of the logprobs nor a report of the spans."""
     old: dict[str, Any] = {"output_token_logprobs_length": ...}
@@ -165,11 +144,6 @@ def test_an_abort_before_the_first_token_is_empty() -> None:
 def test_an_abort_of_a_running_request_is_ours_although_it_names_its_missing_status() -> None:
     running = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
     assert feed(event(0, 2, finish=running, spans=[("1", 0, 2)]))[0].finish == "abort"
-
-
-def test_a_stop_maps_straight() -> None:
-    (chunk,) = feed(event(0, 2, finish={"type": "stop", "matched": 101}, spans=[("1", 0, 2)]))
-    assert chunk.finish == "stop"
 
 
 @each_row(
@@ -293,18 +267,14 @@ def test_a_line_of_megabytes_is_read_and_a_longer_one_refused() -> None:
         splitter.feed(piece)
 
 
-def _stream(*parts: bytes) -> Callable[[], Awaitable[bytes]]:
-    left = iter(parts)
+async def _read(parts: list[bytes]) -> list[Chunk]:
+    """The chunks of a stream, whose parts are removed from the list as they are read."""
 
     async def read() -> bytes:
-        return next(left, b"")
+        return parts.pop(0) if parts else b""
 
-    return read
-
-
-async def _read(*parts: bytes) -> list[Chunk]:
     reader = read_chunks(
-        _stream(*parts),
+        read,
         Allowance("engine:1", "r", ROOM, UNFINISHED),
         ChunkAssembler("engine:1", asked()),
     )
@@ -312,35 +282,17 @@ async def _read(*parts: bytes) -> list[Chunk]:
         return [chunk async for chunk in chunks]
 
 
-async def test_a_stream_is_read_to_its_last_chunk() -> None:
-    last = event(1, 3, finish=LENGTH, spans=[("1", 0, 3)])
-    chunks = await _read(
-        b"data: " + event(0, 1) + b"\n\ndata: " + last, b"\n\ndata: [DONE]\n\n", b"ignored"
-    )
-    assert_tokens(chunks, 3)
-
-
 async def test_a_stream_that_ends_early_is_an_error_that_counts_its_tokens() -> None:
     for rest in (b"", b"data: [DONE]\n\n"):
         with pytest.raises(EngineError, match="ended after 1 tokens"):
-            await _read(b"data: " + event(0, 1) + b"\n\n", rest)
+            await _read([b"data: " + event(0, 1) + b"\n\n", rest])
 
 
 async def _refused(parts: list[bytes], why: str) -> int:
     """Number of parts that were read until the stream was refused."""
     left = list(parts)
-
-    async def read() -> bytes:
-        return left.pop(0) if left else b""
-
-    reader = read_chunks(
-        read,
-        Allowance("engine:1", "r", ROOM, UNFINISHED),
-        ChunkAssembler("engine:1", asked()),
-    )
     with pytest.raises(EngineProtocolError, match=why) as caught:
-        async with aclosing(reader) as chunks:
-            _ = [chunk async for chunk in chunks]
+        await _read(left)
     assert caught.value.engine == "engine:1"
     assert UNFINISHED.size == 0
     return len(parts) - len(left)
@@ -374,7 +326,7 @@ async def test_a_cumulative_answer_may_be_many_times_as_long_as_the_limit() -> N
     parts = [b"data: " + event(0, n) + b"\n\n" for n in range(1, MAX_TOKENS)]
     parts.append(b"data: " + event(0, 100, finish=LENGTH, spans=[("1", 0, 100)]) + b"\n\n")
     assert sum(map(len, parts)) > 10 * ROOM
-    assert_tokens(await _read(*parts), 100)
+    assert_tokens(await _read(parts), 100)
 
 
 async def test_streams_together_hold_no_more_than_their_server_may_have_unfinished() -> None:
@@ -467,17 +419,24 @@ def test_likely_tokens_come_with_their_tokens(cumulative: bool) -> None:
     np.testing.assert_allclose(logprobs, [[-i / 10, -np.inf] for i in range(5)], rtol=1e-6)
 
 
-@each_row("rows", [..., [[]], [[[-1.0, 5, None]]] * 2])
-def test_tokens_without_their_likely_tokens_are_refused(rows: Any) -> None:
-    assembler = ChunkAssembler("engine:1", asked((top_logprobs(2), 0)))
-    with pytest.raises(EngineProtocolError, match="top_logprobs that are not 2 for each of 2"):
+NOT_LIKELY = "top_logprobs that are not 2 for each of 2"
+
+
+@each_row(
+    ("companion", "rows", "complaint"),
+    [
+        (MASK, ..., "sampling masks that do not cover its tokens"),
+        (top_logprobs(2), ..., NOT_LIKELY),
+        (top_logprobs(2), [[]], NOT_LIKELY),
+        (top_logprobs(2), [[[-1.0, 5, None]]] * 2, NOT_LIKELY),
+    ],
+)
+def test_tokens_without_their_rows_are_refused(
+    companion: Companion, rows: Any, complaint: str
+) -> None:
+    assembler = ChunkAssembler("engine:1", asked((companion, 0)))
+    with pytest.raises(EngineProtocolError, match=complaint):
         assembler.feed(event(0, 2, output_top_logprobs=rows))
-
-
-def test_tokens_without_their_sampling_mask_are_refused() -> None:
-    assembler = ChunkAssembler("engine:1", asked((MASK, 0)))
-    with pytest.raises(EngineProtocolError, match="sampling masks that do not cover its tokens"):
-        assembler.feed(event(0, 2))
 
 
 def test_what_a_request_keeps_comes_with_its_last_event() -> None:

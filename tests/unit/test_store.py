@@ -99,6 +99,12 @@ def run(driver: Driver, steps: int, seed: int) -> None:
             driver.finish(rng.choice(keys), rng.randint(0, 5))
 
 
+def running(store: SqliteStore) -> Driver:
+    """A run that saves in the store, which is opened."""
+    store.open()
+    return Driver(config(), store=store)
+
+
 class Dicts:
     """What a store must hold after some snapshots, by plain dictionaries."""
 
@@ -197,7 +203,8 @@ def same(one: Saved | None, other: Saved | None) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_a_store_holds_what_was_saved_after_every_snapshot(path: Path, seed: int):
-    expected, driver = Dicts(), Driver(config(), journal=True, keys=KEYS)
+    races = config(refill="tail", pace="synchronous")
+    expected, driver = Dicts(), Driver(config() if seed else races, journal=True, keys=KEYS)
     file, memory = SqliteStore(path), MemoryStore()
     assert file.open() is None
     rng = random.Random(seed)
@@ -212,18 +219,8 @@ def test_a_store_holds_what_was_saved_after_every_snapshot(path: Path, seed: int
     same(file.open(), expected.open())
     same(memory.open(), expected.open())
     file.close()
-
-
-def test_the_file_holds_which_members_lost_a_race(path: Path):
-    driver = Driver(config(), journal=True)
-    driver.request_batch()
-    snapshot = take_full(driver.state)
-    states = [replace(state, first_run=3) for state in snapshot.group_states]
-    assert states
-    with closing(SqliteStore(path)) as file:
-        file.open()
-        file.save(replace(snapshot, group_states=states), durable=False)
-    assert list(held_in(path).group_states.values()) == states
+    lost_race = any(state.first_run is not None for state in expected.open().group_states.values())
+    assert lost_race or seed
 
 
 def filled(path: Path, *, snapshots: int = 10, seed: int = 1, steps: int = 40) -> Driver:
@@ -262,8 +259,7 @@ class Noting(SqliteStore):
 
 def test_an_incomplete_tail_is_dropped(path: Path, tmp_path: Path):
     store = Noting(path)
-    store.open()
-    driver = Driver(config(), store=store)
+    driver = running(store)
     for number in range(25):
         run(driver, 30, number)
         driver.save()
@@ -426,8 +422,7 @@ def test_what_names_no_file_is_refused_with_the_store_that_keeps_none(name: str)
 
 
 def test_what_is_stored_is_for_its_owner_alone(path: Path, store: SqliteStore, tmp_path: Path):
-    store.open()
-    driver = Driver(config(), store=store)
+    driver = running(store)
     run(driver, 60, 1)
     driver.save()
     write_checkpoint(tmp_path / "checkpoint", full_snapshot(driver.state))
@@ -439,8 +434,7 @@ def test_what_is_stored_is_for_its_owner_alone(path: Path, store: SqliteStore, t
 def test_a_store_that_lost_everything_is_not_taken_for_a_new_one(
     path: Path, store: SqliteStore, tmp_path: Path
 ):
-    store.open()
-    driver = Driver(config(), store=store)
+    driver = running(store)
     run(driver, 60, 1)
     driver.save()
     copy = tmp_path / "copy"
@@ -460,8 +454,7 @@ def test_a_damaged_place_of_the_log_is_told_with_what_is_behind_it(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, where: float
 ):
     store = SqliteStore(path)
-    store.open()
-    driver = Driver(config(), store=store)
+    driver = running(store)
     for number in range(25):
         run(driver, 30, number)
         driver.save()
@@ -670,8 +663,8 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
-@given(key=_VALUES.filter(lambda key: not isinstance(key, int) or key < 2**63), value=_VALUES)
+@settings(max_examples=100, deadline=None)
+@given(key=_VALUES.filter(lambda key: not isinstance(key, int) or abs(key) < 2**63), value=_VALUES)
 def test_a_group_is_the_same_after_the_way_through_bytes(key: Any, value: Any):
     one = SamplingParams(max_new_tokens=7, stop_token_ids=(1, 2), extra={"regex": "a*"})
     two = replace(one, temperature=0.0, sampling_seed=3)
@@ -728,9 +721,7 @@ def test_metadata_that_is_no_dict_or_holds_itself_is_refused():
 
 @each_row("refill", [Wave(), Pool(together=3), LengthBuckets(store=2.5, probes=2)])
 def test_a_schedule_is_the_same_after_the_way_through_bytes(refill: Refill):
-    forecast = Forecast(
-        step_seconds=12.5, efficiency=0.7, off_policy_share=0.4, mean_age=1.5, explained=(2.0, 1.5)
-    )
+    forecast = Forecast(step_seconds=12.5, efficiency=0.7, off_policy_share=0.4, mean_age=1.5)
     schedule = Schedule(over_provision=1.7, refill=refill, forecast=forecast, why="because")
     assert schedule_from(schedule_record(schedule)) == schedule
 
@@ -804,11 +795,9 @@ def test_a_group_that_cannot_be_read_at_all_is_named_in_the_ledger(path: Path):
 def test_groups_of_a_batch_that_cannot_be_read_are_delivered_in_another(
     path: Path, store: SqliteStore
 ):
-    driver = Driver(config(), store=store)
-    store.open()
+    driver = running(store)
     driver.feed(ev.BatchRequested())
-    while not driver.batches:
-        driver.finish(next(iter(driver.sends)))
+    driver.finish_batch()
     store.save(full_snapshot(driver.state), durable=True)
     groups = {group.group_id for group in driver.batches[0].groups}
     store.close()
@@ -825,8 +814,7 @@ def test_groups_of_a_batch_that_cannot_be_read_are_delivered_in_another(
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_leaves_the_file_alone(path: Path, store: SqliteStore):
-    driver = Driver(config(), store=store)
-    store.open()
+    driver = running(store)
     driver.feed(ev.BatchRequested())
     driver.save()
     child = os.fork()

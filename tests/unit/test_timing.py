@@ -63,7 +63,6 @@ def test_small_batches_of_a_mixture_of_experts_read_few_of_them() -> None:
     read = [EXPERTS.step_seconds(batch, 0) - EXPERTS.t1 * batch for batch in (1, 2, 512)]
     shares = (1 / 16, 31 / 256, 1.0)
     assert read == pytest.approx([6.4e-3 + 10.8e-3 * share for share in shares])
-    assert EXPERTS.at_speed(2.0).step_seconds(2, 0) == EXPERTS.step_seconds(2, 0) / 2
     assert EXPERTS.token_seconds(512) == pytest.approx(EXPERTS.t1 + 17.2e-3 / 512)
 
 

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import importlib.util
-import itertools
 import queue
 import re
 import subprocess
@@ -23,13 +23,14 @@ import numpy as np
 import pytest
 
 from aprilsched import Group, Prompt, SchedulerConfig, SimFleet, SimPublisher
-from aprilsched.config import Retries, Samples, Staleness
-from aprilsched.errors import ConfigError, RefitError, RunGivenUp
-from aprilsched.trainers.trl import RolloutWorker, StreamedSteps
+from aprilsched.errors import ConfigError, RefitError
+from aprilsched.trainers import trl
+from aprilsched.trainers.trl import RolloutWorker
 from aprilsched.trainers.trl_tools import Conversation, ToolHarness
 from aprilsched.types import Rollout, Score
 from tests.support.facts import response
-from tests.support.trl_run import trl_without_a_gpu
+from tests.support.table import each_row
+from tests.support.trl_run import arguments, trainer_of, trl_without_a_gpu
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="could not import 'trl'"
@@ -55,29 +56,6 @@ def cpu() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def model(cpu: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return cpu.write_model(tmp_path_factory.mktemp("model"))
-
-
-def arguments(folder: Path, **changes: Any) -> Any:
-    from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
-
-    values: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 8,
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "num_generations": 4,
-        "max_completion_length": 60,
-        "token_budget": 0,
-        "max_staleness": 3,
-        "learning_rate": 1e-3,
-        "bf16": False,
-        "use_cpu": True,
-        "gradient_checkpointing": False,
-        "report_to": [],
-        "disable_tqdm": True,
-        "save_strategy": "no",
-    }
-    return AsyncGRPOConfig(**{**values, **changes})
 
 
 async def add(days: int) -> str:
@@ -134,13 +112,13 @@ class Spy(RolloutWorker):
 def worker(
     cpu: Any,
     folder: Path,
-    args: dict[str, Any] | None = None,
+    args: Any = None,
     fleet: Any = None,
     kind: Any = None,
     **changes: Any,
 ) -> Spy:
     values: dict[str, Any] = {
-        "args": arguments(folder, **(args or {})),
+        "args": args if isinstance(args, SimpleNamespace) else arguments(folder, **(args or {})),
         "train_dataset": DATA,
         "processing_class": cpu.tokenizer(),
         "reward_funcs": [near, brief],
@@ -183,24 +161,17 @@ def train(made: Spy, model: Path, **changes: Any) -> Any:
 def prepared(
     made: Spy, model: Path, *callbacks: Any, streamed: bool | None = None, amid: Any = None
 ) -> Any:
-    """A trainer, which calls `amid` at the begin of each micro-batch's forward."""
-    from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-
-    class Streamed(StreamedSteps, AsyncGRPOTrainer):
-        pass
-
-    streamed = made.streamed if streamed is None else streamed
-    trainer = (Streamed if streamed else AsyncGRPOTrainer)(
-        str(model),
+    """A trainer, which calls `amid` at the start of each micro-batch's forward."""
+    trainer = trainer_of(
+        made,
+        model,
         args=made.given["args"],
         train_dataset=DATA,
         processing_class=made.given["processing_class"],
-        rollout_worker=made,
-        weight_transfer=made,
-        callbacks=[made.callback, *callbacks],
+        streamed=made.streamed if streamed is None else streamed,
+        callbacks=callbacks,
     )
     if amid is not None:
-        assert trainer.model is not None
         trainer.model.register_forward_pre_hook(lambda *_: amid())
     return trainer
 
@@ -387,25 +358,6 @@ def test_a_streamed_trainer_that_stops_in_a_batch_gets_it_again_from_its_first_g
     # TRL counts its versions from 1 again.
     assert [s.model_version for s in second.seen] == [1] * 12 + [2] * 12 + [3] * 12
     assert not logged(trainer, "sample/dropped_stale_total")
-
-
-def test_an_error_in_the_middle_of_a_streamed_batch_ends_the_training(
-    cpu: Any, model: Path, tmp_path: Path
-):
-    calls = itertools.count()
-
-    def judge(completion_ids: list[Any], **_: Any) -> list[float]:
-        if next(calls):
-            raise ValueError("the judge is gone")
-        return [float(len(ids)) for ids in completion_ids]
-
-    config = SchedulerConfig(retries=Retries(failed_groups=2))
-    made = streaming(cpu, tmp_path, config=config, reward_funcs=judge, reward_weights=None)
-    with pytest.raises(RunGivenUp, match="the judge is gone"):
-        train(made, model)
-    assert len(made.seen) == 4
-    with pytest.raises(ConfigError, match="the engines are not open"):
-        made.get()
 
 
 class Replaying(Spy):
@@ -615,8 +567,6 @@ def test_a_folder_of_weights_has_the_files_and_the_index_that_transformers_loads
     import torch
     from transformers import AutoModelForCausalLM
 
-    from aprilsched.trainers import trl
-
     monkeypatch.setattr(trl, "_SHARD_BYTES", 100_000)
     made = worker(cpu, tmp_path, publisher=tmp_path / "weights")
     own = AutoModelForCausalLM.from_pretrained(model)
@@ -632,22 +582,6 @@ def test_a_folder_of_weights_has_the_files_and_the_index_that_transformers_loads
     loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     for name, parameter in own.named_parameters():
         assert torch.equal(parameter, loaded[name])
-
-
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        ({"token_budget": None}, "asks a vLLM server"),
-        ({"token_budget": 4096}, "no checkpoint can say"),
-        ({"max_staleness": 0}, "set 1 or more"),
-        ({"num_generations": 3}, "a step takes 8 rollouts .* and groups have 3"),
-    ],
-)
-def test_arguments_that_would_lose_rollouts_are_refused(
-    cpu: Any, tmp_path: Path, changes: dict[str, Any], error: str
-):
-    with pytest.raises(ConfigError, match=error):
-        worker(cpu, tmp_path, args=changes)
 
 
 def test_checkpoints_without_the_schedulers_state_or_an_end_cannot_be_resumed(
@@ -680,44 +614,40 @@ def test_streamed_batches_that_cannot_be_are_refused(
 SEEN = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
 
 
-@pytest.mark.parametrize(
-    "row", [{"prompt": "What is it?", "images": ["a.png"]}, {"prompt": SEEN, "image": None}]
-)
-def test_a_dataset_with_images_ends_the_training(
-    cpu: Any, model: Path, tmp_path: Path, row: dict[str, Any]
-):
+@each_row("row", [{"prompt": "What is it?", "images": ["a.png"]}, {"prompt": SEEN, "image": None}])
+def test_a_dataset_with_images_is_refused(cpu: Any, tmp_path: Path, row: dict[str, Any]):
     """TRL would train on the text without them."""
-    dataset = [{"target": 3, **row}]
-    with pytest.raises(ConfigError, match="AsyncGRPOTrainer gives its model token ids alone"):
-        prepared(worker(cpu, tmp_path, train_dataset=dataset), model).train()
+    made = worker(cpu, tmp_path, train_dataset=[{"target": 3, **row}])
+    refused = pytest.raises(ConfigError, match="AsyncGRPOTrainer gives its model token ids alone")
+    with started_at(made), refused:
+        made.get()
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
+@each_row(
+    ("args", "changes", "error"),
     [
-        ({"config": SchedulerConfig(max_staleness=3)}, "raise max_staleness of AsyncGRPOConfig"),
-        ({"config": SchedulerConfig(stop=Samples(8))}, "takes a fixed number of groups"),
-        ({"config": SchedulerConfig(companions=("sampling_mask",))}, "companions are set"),
-        ({"reward_weights": [1.0]}, "1 numbers for 2 reward functions"),
-        ({"reward_funcs": [near, near]}, "each with another name"),
-        ({"reward_funcs": []}, "give at least one"),
-        ({"args": SimpleNamespace()}, "GRPOTrainer ignores the logprobs"),
-        ({"tools": [add], "sessions": {"branches": "all"}}, "takes one sequence for each rollout"),
-        ({"environment_factory": dict}, "has no reset"),
+        ({"token_budget": None}, {}, "asks a vLLM server"),
+        ({"token_budget": 4096}, {}, "no checkpoint can say"),
+        ({"max_staleness": 0}, {}, "set 1 or more"),
+        ({"num_generations": 3}, {}, "a step takes 8 rollouts .* and groups have 3"),
+        (
+            {},
+            {"config": SchedulerConfig(max_staleness=3)},
+            "raise max_staleness of AsyncGRPOConfig",
+        ),
+        ({}, {"config": SchedulerConfig(companions=("sampling_mask",))}, "companions are set"),
+        ({}, {"reward_weights": [1.0]}, "1 numbers for 2 reward functions"),
+        ({}, {"reward_funcs": [near, near]}, "each with another name"),
+        ({}, {"reward_funcs": []}, "give at least one"),
+        (SimpleNamespace(), {}, "GRPOTrainer ignores the logprobs"),
+        ({}, {"environment_factory": dict}, "has no reset"),
     ],
 )
 def test_settings_that_contradict_the_trainer_are_refused(
-    cpu: Any, tmp_path: Path, changes: dict[str, Any], error: str
+    cpu: Any, tmp_path: Path, args: Any, changes: dict[str, Any], error: str
 ):
-    given = {
-        "args": arguments(tmp_path),
-        "train_dataset": DATA,
-        "processing_class": cpu.tokenizer(),
-        "reward_funcs": [near, brief],
-        **changes,
-    }
     with pytest.raises(ConfigError, match=error):
-        Spy(SimFleet(1), **given)
+        worker(cpu, tmp_path, args=args, **changes)
 
 
 def test_the_trainers_arguments_are_those_of_the_scheduler(cpu: Any, tmp_path: Path):
@@ -727,9 +657,6 @@ def test_the_trainers_arguments_are_those_of_the_scheduler(cpu: Any, tmp_path: P
     assert (config.sampling.temperature, config.sampling.top_k) == (0.7, 5)
     assert (config.sampling.min_p, config.sampling.max_new_tokens) == (0.1, 60)
     assert config.sampling.extra == {"repetition_penalty": 1.5}
-    for stricter in (1, Staleness(2, rule="evict")):
-        own = SchedulerConfig(max_staleness=stricter)
-        assert worker(cpu, tmp_path, config=own).config.max_staleness == stricter
 
 
 def test_prompts_are_texts_or_conversations(cpu: Any, calling: Any, tmp_path: Path):
@@ -751,6 +678,13 @@ def test_prompts_are_texts_or_conversations(cpu: Any, calling: Any, tmp_path: Pa
     made = worker(cpu, tmp_path, train_dataset=data, tools=[add], processing_class=calling)
     with started_at(made), pytest.raises(ConfigError, match="only conversations have tools"):
         made.get()
+
+
+async def test_a_resumed_run_continues_with_its_next_prompt():
+    started: concurrent.futures.Future[None] = concurrent.futures.Future()
+    started.set_result(None)
+    prompts = trl._Prompts(DATA, lambda row: [5], started).skip(len(DATA) + 2)
+    assert (await anext(aiter(prompts))).key == 2
 
 
 class Weather:

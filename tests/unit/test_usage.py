@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.observe.figures.engine_time import (
-    PARTS,
     EngineUsage,
     Part,
-    Stretch,
-    seconds_by_part,
 )
 from aprilsched.observe.figures.run_state import RunState
 from tests.support import facts
@@ -228,25 +223,3 @@ def test_a_new_process_begins_with_empty_engines():
     written.after(2, opened("a", version=3, resumed=True), BATCH_ASKED)
     written.after(2)
     assert written.parts() == {"decode": 2, "tail": 2}
-
-
-@each_row("state", ["generating", "paused", "refitting", "asleep", "lost"])
-@each_row("counts", [(0, 0, 0), (3, 1, 2), (9, 4, 4)])
-@each_row("environment", [0.0, 1.5, 99.0])
-def test_the_parts_of_a_stretch_add_up(state: str, counts: Sequence[int], environment: float):
-    decode, prefill, re_prefill = counts
-    stretch = Stretch(
-        engine="a",
-        start=2.0,
-        end=5.5,
-        state=state,  # type: ignore[arg-type]
-        idle="tail" if state == "generating" else "pause",
-        decode=decode,
-        prefill=prefill,
-        re_prefill=re_prefill,
-        environment=environment,
-    )
-    seconds = seconds_by_part(stretch, 8)
-    assert len(seconds) == len(PARTS)
-    assert min(seconds) >= 0
-    assert sum(seconds) == pytest.approx(3.5)

@@ -95,72 +95,16 @@ RECORDED = [Recorded.load(path) for path in sorted(FOLDER.glob("*.sse"))]
 STREAMS = [(recorded, recorded.events()) for recorded in RECORDED]
 
 Use = Callable[[Any], None]
-ANSWERS: list[tuple[Any, type[Any], Use]] = [
-    (
-        {"model_path": "/models/a", "is_generation": True, "weight_version": "7", "cache": {}},
-        ModelInfo,
-        lambda info: _version(info.weight_version),
-    ),
-    (
-        {
-            "version": "0.5.21.post1",
-            "dp_size": 2,
-            "max_running_requests": 128,
-            "max_total_num_tokens": 65536,
-            "tp_size": 1,
-            "pp_size": 1,
-            "enable_lora": None,
-            "enable_memory_saver": False,
-            "incremental_streaming_output": True,
-            "internal_states": [{"effective_max_running_requests_per_dp": 64, "memory": {}}],
-        },
-        ServerInfo,
-        lambda info: _facts(info),
-    ),
-    (
-        {
-            "paths": {"/begin_weight_update": {"post": {}}},
-            "components": {
-                "schemas": {
-                    "ContinueGenerationReqInput": {
-                        "properties": {"torch_empty_cache": {"type": "boolean"}},
-                        "type": "object",
-                    }
-                }
-            },
-        },
-        OpenApi,
-        lambda api: _strings(api.properties("ContinueGenerationReqInput")),
-    ),
-    (
-        {
-            "vllm_config": {
-                "model_config": {
-                    "model": "/models/a",
-                    "max_model_len": 8192,
-                    "logprobs_mode": "raw_logprobs",
-                },
-                "cache_config": {"kv_cache_size_tokens": 1048576},
-                "parallel_config": {"tensor_parallel_size": 2, "_api_process_count": 1},
-                "scheduler_config": {"max_num_seqs": 16},
-                "device_config": {"device": "cpu"},
-            },
-            "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True},
-        },
-        VLLMServerInfo,
-        lambda info: None,
-    ),
-    (
-        {"success": False, "message": "Failed to get it", "num_paused_requests": 0},
-        UpdateAnswer,
-        lambda answer: None,
-    ),
-    (
-        {"error": {"message": "Duplicate request ID", "code": 400}},
-        dict,
-        lambda body: None,
-    ),
+USES: list[tuple[type[Any], Use]] = [
+    (ModelInfo, lambda info: _version(info.weight_version)),
+    (ServerInfo, lambda info: _facts(info)),
+    (OpenApi, lambda api: _strings(api.properties("ContinueGenerationReqInput"))),
+    (VLLMServerInfo, lambda info: None),
+    (UpdateAnswer, lambda answer: None),
+    (dict, lambda body: None),
 ]
+"""What the control answers are decoded to, and a use of that."""
+ANSWERS = list(zip(msgspec.json.decode((FOLDER / "answers.json").read_bytes()), USES, strict=True))
 
 
 def _version(label: str | None) -> None:
@@ -310,7 +254,7 @@ def test_spoiled_control_answers_are_understood_or_refused(
         nonlocal cases, accepted
         draw = random.Random(seed)
         for _ in range(CASES):
-            answer, kind, use = draw.choice(ANSWERS)
+            answer, (kind, use) = draw.choice(ANSWERS)
             spoiled = spoiled_answer(draw, answer)
             try:
                 refusals: list[EngineError] = [

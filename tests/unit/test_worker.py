@@ -11,8 +11,9 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,29 +50,25 @@ def warnings_are_kept(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def worker(
-    *,
-    max_pending: int = 10,
-    close_seconds: float = 600.0,
-    patient: bool = False,
-    at_end: Callable[[], None] | None = None,
+    *, max_pending: int = 10, close_seconds: float = 600.0, patient: bool = False, **more: Any
 ) -> Worker:
-    return Worker(
-        "the disk",
-        "bytes",
-        max_pending=max_pending,
-        close_seconds=close_seconds,
-        patient=patient,
-        at_end=at_end,
-    )
+    bounds: dict[str, Any] = {"max_pending": max_pending, "close_seconds": close_seconds}
+    return Worker("the disk", "bytes", patient=patient, **bounds, **more)
+
+
+def busy(gate: Gate, **settings: Any) -> Worker:
+    """A worker with a call in the gate."""
+    made = worker(**settings)
+    assert made.put(gate, 0)
+    gate.started.wait()
+    return made
 
 
 # --- what fits and what does not -----------------------------------------------------------------
 
 
 def test_the_bound_is_on_the_size_of_what_waits(gate: Gate, caplog: pytest.LogCaptureFixture):
-    slow = worker(max_pending=10)
-    assert slow.put(gate, 0, size=10)
-    gate.started.wait()
+    slow = busy(gate, max_pending=10)
     assert slow.put(gate, 1, size=7)
     assert not slow.put(gate, 2, size=4)
     assert slow.put(gate, 3, size=3)
@@ -86,9 +83,7 @@ def test_the_bound_is_on_the_size_of_what_waits(gate: Gate, caplog: pytest.LogCa
 
 
 def test_what_is_larger_than_the_bound_is_taken_when_nothing_else_waits(gate: Gate):
-    slow = worker(max_pending=10)
-    slow.put(gate, 0)
-    gate.started.wait()
+    slow = busy(gate, max_pending=10)
     assert slow.put(gate, 1, size=1000)
     assert not slow.put(gate, 2)
     gate.opened.set()
@@ -108,9 +103,7 @@ def test_a_patient_one_waits_for_a_place(gate: Gate):
 
 
 def test_a_patient_one_that_is_closed_meanwhile_waits_no_more(gate: Gate):
-    slow = worker(max_pending=1, patient=True, close_seconds=0.01)
-    slow.put(gate, 0)
-    gate.started.wait()
+    slow = busy(gate, max_pending=1, patient=True, close_seconds=0.01)
     slow.put(gate, 1)
     answers: list[bool] = []
     helper = threading.Thread(target=lambda: answers.append(slow.put(gate, 2)))
@@ -217,9 +210,7 @@ def test_a_thread_that_cannot_start_is_told_as_an_error(caplog: pytest.LogCaptur
 
 def test_a_call_that_hangs_does_not_hold_up_the_end(gate: Gate, caplog: pytest.LogCaptureFixture):
     ended = threading.Event()
-    hanging = worker(close_seconds=0.01, at_end=ended.set)
-    hanging.put(gate, 0)
-    gate.started.wait()
+    hanging = busy(gate, close_seconds=0.01, at_end=ended.set)
     hanging.put(gate, 1, size=4)
     assert not hanging.close()
     assert not hanging.close()
@@ -283,9 +274,7 @@ print("ends")
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_neither_waits_for_the_thread_nor_repeats_its_work(gate: Gate):
-    shared = worker()
-    shared.put(gate, 0)
-    gate.started.wait()
+    shared = busy(gate)
     shared.put(gate, 1)
     held, forked = threading.Event(), threading.Event()
 
@@ -327,9 +316,7 @@ def test_one_that_is_first_used_in_a_fork_works_there(tmp_path: Path):
 def test_virtual_time_does_not_pass_while_a_patient_put_waits(gate: Gate):
     async def main() -> tuple[float, float]:
         loop = asyncio.get_running_loop()
-        slow = worker(max_pending=1, patient=True)
-        slow.put(gate, 0)
-        gate.started.wait()
+        slow = busy(gate, max_pending=1, patient=True)
         slow.put(gate, 1)
         timer = asyncio.create_task(asyncio.sleep(5.0))
         before = loop.time()

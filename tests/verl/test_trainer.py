@@ -14,8 +14,8 @@ import pytest
 
 from aprilsched.kernel.values.companions import Companion
 from aprilsched.simulation.engine.toy_model import toy_rows
-from aprilsched.trainers import class_of
 from aprilsched.trainers import verl as adapter
+from aprilsched.trainers.adapter import class_of
 from tests.verl.conftest import STEPS
 
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")

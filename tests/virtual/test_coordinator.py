@@ -23,7 +23,7 @@ from aprilsched.errors import RunGivenUp, SchedulerClosed
 from aprilsched.kernel.core.messages.events import Event, Finished
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.simulation.engine import run_virtual
-from tests.support.checking import Checking
+from tests.support.checking import Checking, checked
 from tests.support.small import config, workload
 from tests.support.table import each_row
 
@@ -54,20 +54,18 @@ def check(batches: Sequence[Batch], scheduler: RolloutScheduler) -> None:
             ]
 
 
-@each_row("straggler", STRAGGLERS)
-@each_row("pace", ["synchronous", "asynchronous"])
-@each_row("refill", ["wave", "pool"])
+@each_row(
+    ("straggler", "pace", "refill"),
+    [
+        *((straggler, "synchronous", "wave") for straggler in STRAGGLERS),
+        *((straggler, "asynchronous", "pool") for straggler in STRAGGLERS),
+    ],
+)
 async def test_every_rule_delivers_whole_groups_with_exact_versions(
     straggler: str, pace: str, refill: str
 ):
-    listener = Checking()
-    scheduler = RolloutScheduler(
-        SimFleet(2, stream_interval=16),
-        workload(),
-        config=config(straggler=straggler, pace=pace, refill=refill),
-        listeners=[listener],
-    )
-    listener.scheduler = scheduler
+    settings = config(straggler=straggler, pace=pace, refill=refill)
+    scheduler = checked(SimFleet(2, stream_interval=16), workload(), config=settings)
     batches: list[Batch] = []
     async with scheduler as rollouts:
         for _ in range(6):

@@ -23,10 +23,9 @@ from aprilsched import (
 from aprilsched.errors import EpisodeError, RunGivenUp
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.kernel.shell.episodes import Episode
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.types import NO_VERSION
-from tests.support.checking import Checking
+from tests.support.checking import checked
 from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
@@ -46,16 +45,6 @@ def config(straggler: str) -> SchedulerConfig:
         straggler=straggler,  # type: ignore[arg-type]
         pace="asynchronous",
     )
-
-
-def checked(
-    fleet: SimFleet, source: list[Prompt], episode: Episode, settings: SchedulerConfig
-) -> RolloutScheduler:
-    listener = Checking()
-    listener.scheduler = RolloutScheduler(
-        fleet, source, episode=episode, config=settings, listeners=[listener]
-    )
-    return listener.scheduler
 
 
 def check_tokens(rollouts: RolloutScheduler) -> None:
@@ -140,8 +129,8 @@ async def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(
     async with checked(
         SimFleet(2, stream_interval=8),
         prompts(12),
-        with_timeouts,
-        replace(config(straggler), pace=pace),
+        episode=with_timeouts,
+        config=replace(config(straggler), pace=pace),
     ) as rollouts:
         count = 0
         async for batch in rollouts:
@@ -175,7 +164,7 @@ async def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counte
         return 1.0
 
     async with checked(
-        SimFleet(1, stream_interval=4), prompts(6), asks_again, config(straggler)
+        SimFleet(1, stream_interval=4), prompts(6), episode=asks_again, config=config(straggler)
     ) as rollouts:
         async for batch in rollouts:
             for rollout in batch.rollouts:
@@ -217,7 +206,7 @@ def test_an_answer_that_meets_the_timeout_is_kept_or_dropped_like_any_other(ever
             return 1.0
 
         async with checked(
-            SimFleet(1, stream_interval=4), prompts(2), episode, config("retract")
+            SimFleet(1, stream_interval=4), prompts(2), episode=episode, config=config("retract")
         ) as rollouts:
             batch = await rollouts.next_batch()
             assert all(len(rollout) <= 20 for rollout in batch.rollouts)
@@ -244,7 +233,7 @@ async def test_a_turn_that_nobody_waits_for_is_called_back_when_its_episode_retu
     tasks: list[asyncio.Task[TurnOutput]] = []
 
     fleet = SimFleet(1, stream_interval=4)
-    async with checked(fleet, prompts(2), leaves, config("run")) as rollouts:
+    async with checked(fleet, prompts(2), episode=leaves, config=config("run")) as rollouts:
         batch = await rollouts.next_batch()
         assert [len(rollout) for rollout in batch.rollouts] == [50] * 4
         assert not rollouts.state.in_flight.open_attempts
@@ -264,7 +253,7 @@ async def test_an_episode_that_gave_every_turn_up_keeps_what_had_come_of_the_las
         return 0.25
 
     async with checked(
-        SimFleet(1, stream_interval=4), prompts(4), times_out, config("retract")
+        SimFleet(1, stream_interval=4), prompts(4), episode=times_out, config=config("retract")
     ) as rollouts:
         batch = await rollouts.next_batch()
         for rollout in batch.rollouts:
@@ -282,7 +271,7 @@ async def test_partial_output_without_a_turn_that_was_given_up_is_refused():
     async def asks(turn: Turn, prompt: Prompt) -> None:
         await turn.partial()
 
-    async with checked(SimFleet(1), prompts(1), asks, config("retract")) as rollouts:
+    async with checked(SimFleet(1), prompts(1), episode=asks, config=config("retract")) as rollouts:
         with pytest.raises(RunGivenUp, match=r"no generate\(\) call was cancelled"):
             await rollouts.next_batch()
         (entry, *_) = rollouts.state.in_flight.ledger.entries
@@ -308,7 +297,7 @@ async def test_kept_turns_and_evaluations_and_dropped_groups():
         Prompt(input_ids=p.input_ids, metadata={"fails": i % 2}) for i, p in enumerate(prompts(8))
     ]
     async with checked(
-        SimFleet(1, stream_interval=4), source, episode, config("in_place")
+        SimFleet(1, stream_interval=4), source, episode=episode, config=config("in_place")
     ) as rollouts:
         scores = await rollouts.evaluate(prompts(2), group_size=2)
         assert all(0 < len(rollout) < 200 for rollout in scores.rollouts)

@@ -243,16 +243,6 @@ async def test_a_silent_stream_can_be_left_in_bounded_time(fault: Fault):
             await until(lambda: setting.server.engine.batcher.running == 0)
 
 
-async def test_several_faults_happen_to_one_stream():
-    late = Delay(seconds=5, after_tokens=16)
-    changed = Corrupt(change=kinds.twice)
-    async with Setting(late, changed, Cut(clean=True, after_tokens=60)) as setting:
-        seen = await read(setting.engine)
-        check(seen, whole=False)
-        assert setting.fired == {"delay": 1, "corrupt": 1, "cut": 1}
-        assert seen.seconds >= 5
-
-
 # -- whole answers ------------------------------------------------------------------------------
 
 
@@ -354,48 +344,6 @@ async def test_a_control_call_that_never_answers_ends_in_its_time(carried_out: b
         assert setting.fired == {fault.kind: len(CALLS)}
 
 
-@pytest.mark.parametrize(
-    ("fault", "error"),
-    [
-        (Garbage(), EngineProtocolError),
-        (Garbage(what="half"), EngineProtocolError),
-        (Garbage(what="endless", size=2**24), EngineProtocolError),
-        (Answer(status=503), EngineBusy),
-    ],
-)
-async def test_an_answer_that_cannot_be_read_is_an_error(
-    fault: Fault, error: type[AprilschedError]
-):
-    async with Setting(replace(fault, routes=kinds.INFO, at=5, times=1)) as setting:
-        await asyncio.sleep(5)
-        found = await failure(setting.engine.version())
-        assert type(found) is error
-        assert await setting.engine.version() == 0
-        assert setting.fired == {fault.kind: 1}
-
-
-def test_a_server_whose_answers_are_spoilt_cannot_be_opened():
-    async def main(fault: Fault) -> type[AprilschedError]:
-        faults = [replace(fault, routes=kinds.INFO)]
-        async with FaultyServer(CONFIG, faults=faults) as server:
-            return type(await failure(SGLangEngine(server.url, limits=LIMITS).open()))
-
-    assert run_virtual(main(Garbage())) is EngineProtocolError
-    assert run_virtual(main(Garbage(what="endless", size=2**24))) is EngineProtocolError
-    assert run_virtual(main(Delay())) is ControlTimeout
-    assert run_virtual(main(Cut())) is ConnectionDropped
-
-
-async def test_an_ignored_abort_aborts_nothing():
-    async with Setting(Answer(status=200, routes=kinds.ABORT, at=0.1)) as setting:
-        task = asyncio.create_task(read(setting.engine))
-        await until(lambda: setting.server.engine.counters.generated >= 50)
-        (request,) = setting.engine._calls  # pyright: ignore[reportPrivateUsage]
-        await setting.engine.abort(request)
-        check(await task, whole=True)
-        assert setting.fired == {"answer": 1}
-
-
 # -- weights ------------------------------------------------------------------------------------
 
 
@@ -457,21 +405,6 @@ async def test_a_hanging_engine_accepts_connections_and_answers_nothing():
         assert setting.fired == {"hang": 1}
 
 
-def test_a_slow_engine_decodes_at_its_rate_for_its_time():
-    usual = reference().seconds
-
-    async def main(rate: float, seconds: float) -> float:
-        async with Setting(Hang(rate=rate, seconds=seconds)) as setting:
-            await asyncio.sleep(0.001)
-            seen = await read(setting.engine)
-            check(seen, whole=True)
-            assert setting.fired == {"hang": 1}
-            return seen.seconds
-
-    assert run_virtual(main(0.1, 1000)) == pytest.approx(10 * usual, rel=0.02)
-    assert run_virtual(main(0.1, 2.0)) == pytest.approx(1.8 + usual, rel=0.02)
-
-
 @pytest.mark.parametrize("keeps", [False, True])
 async def test_an_engine_that_dies_comes_back_at_the_same_address(tmp_path: Path, keeps: bool):
     weights = two_weights(tmp_path)[0]
@@ -494,26 +427,6 @@ async def test_an_engine_that_dies_comes_back_at_the_same_address(tmp_path: Path
         after = await read(setting.engine)
         assert after.ids == (before.ids if keeps else reference().ids)
         assert setting.fired == {"restart": 1}
-
-
-async def test_an_engine_can_die_of_a_call(tmp_path: Path):
-    async with Setting(Restart(seconds=10, routes=kinds.UPDATES, times=1)) as setting:
-        await setting.engine.pause("retract")
-        weights = two_weights(tmp_path)[0]
-        error = await failure(setting.engine.update_from_disk(weights, 1))
-        assert type(error) is ConnectionDropped
-        await asyncio.sleep(20)
-        assert setting.server.engine.batcher.paused is None, "a new process"
-        await setting.engine.update_from_disk(weights, 1)
-        assert setting.server.engine.batcher.version == 1
-
-
-async def test_a_dead_engine_can_be_stopped_and_one_that_dies_for_good_stays_away():
-    async with Setting(Restart(at=1)) as setting:
-        assert setting.server.listening
-        await asyncio.sleep(10**6)
-        assert not setting.server.listening
-        assert type(await failure(setting.engine.version())) is EngineUnreachable
 
 
 async def _called(call: Callable[[SGLangEngine], Awaitable[object]], engine: SGLangEngine) -> None:

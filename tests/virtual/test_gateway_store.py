@@ -68,7 +68,7 @@ async def test_a_response_goes_on_after_a_restart_with_its_versions(
     async with gateway(server, store) as first:
         reader = await first.stream(LONG, rid="mine").reach(INTERVAL)
         body = {"model_path": str(weights), "weight_version": "step-1"}
-        assert (await first.raw.post("/update_weights_from_disk", body))[0] == 200
+        await first.raw.done("/update_weights_from_disk", body)
         await reader.reach(len(reader.ids) + INTERVAL)
     before = await interrupted(reader)
     async with gateway(server, store) as second:
@@ -77,8 +77,7 @@ async def test_a_response_goes_on_after_a_restart_with_its_versions(
             assert len(again.events[0]["output_ids"]) >= before
             ids, meta = again.ids, again.last
         else:
-            status, whole = await second.raw.post("/generate", asked(LONG, rid="mine"))
-            assert status == 200
+            whole = await second.raw.done("/generate", asked(LONG, rid="mine"))
             ids, meta = whole["output_ids"], whole["meta_info"]
         assert ids[:before] == reader.ids
         assert len(ids) == LONG
@@ -115,8 +114,9 @@ async def test_another_prompt_under_the_name_of_a_restored_response_is_refused(
         await first.stream(LONG, rid="mine").reach(INTERVAL)
     async with gateway(server, tmp_path / "store") as second:
         for other in (asked(LONG - 1), {**asked(LONG), "input_ids": [5, 6]}):
-            status, answer = await second.raw.post("/generate", {**other, "rid": "mine"})
-            assert (status, "another prompt" in answer["error"]["message"]) == (400, True)
+            assert "another prompt" in await second.raw.refused(
+                "/generate", {**other, "rid": "mine"}
+            )
         # Of two clients that ask at once, one gets it.
         one, two = await asyncio.gather(
             *(second.raw.post("/generate", asked(LONG, rid="mine")) for _ in range(2))
@@ -142,7 +142,7 @@ async def test_what_nobody_asks_for_again_ends_in_the_ledger(server: SimServer, 
         batcher = server.engine.batcher
         await until(lambda: batcher.running + batcher.waiting == 0)
         # The name is free again.
-        assert (await second.raw.post("/generate", asked(5, rid="mine")))[0] == 200
+        await second.raw.done("/generate", asked(5, rid="mine"))
 
 
 async def test_a_restored_response_can_be_aborted(server: SimServer, tmp_path: Path):
@@ -161,7 +161,7 @@ async def test_a_gateway_that_stops_in_a_clients_pause_keeps_what_waits(
     expected = await reference(server, LONG)
     async with gateway(server, tmp_path / "store") as first:
         reader = await first.stream(LONG, rid="mine").reach(INTERVAL)
-        assert (await first.raw.post("/pause_generation", {"mode": "in_place"}))[0] == 200
+        await first.raw.done("/pause_generation", {"mode": "in_place"})
         waiting = first.stream(10, rid="later")
         await until(lambda: len(first.gateway.service.responses) == 2)
     await interrupted(reader)
@@ -224,7 +224,7 @@ async def test_a_store_that_cannot_be_written_does_not_stop_the_gateway(
 
     async with gateway(server, tmp_path / "store") as one:
         monkeypatch.setattr(SqliteStore, "save", full)
-        assert (await one.raw.post("/generate", asked(50, rid="mine")))[0] == 200
+        await one.raw.done("/generate", asked(50, rid="mine"))
         await until(lambda: not one.state.in_flight.groups)
         text = (await one.raw.get("/server_info"))[1]["gateway"]["store"]
         assert "the disk is full" in text
@@ -296,8 +296,7 @@ async def test_a_response_survives_the_kill_of_the_process_and_then_its_end_by_a
         assert await second.end(signal.SIGTERM) == 0
         before = await interrupted(again)
     async with Process(server, store) as third:
-        status, whole = await third.raw.post("/generate", asked(LONG, rid="mine"))
-        assert status == 200
+        whole = await third.raw.done("/generate", asked(LONG, rid="mine"))
         assert whole["output_ids"] == expected
         assert whole["output_ids"][:before] == again.ids
         assert spans(whole["meta_info"]) == [("default", 0, LONG)]

@@ -14,7 +14,7 @@ from aprilsched.config import Timeouts
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from tests.support.gateway import LONG, Front, front, spans
-from tests.support.sim_http import INTERVAL, Raw, asked, two_weights
+from tests.support.sim_http import INTERVAL, asked, two_weights
 
 TENSOR, DISTRIBUTED = "/update_weights_from_tensor", "/update_weights_from_distributed"
 
@@ -34,32 +34,20 @@ def key(server: SimServer) -> int:
     return server.engine.batcher.weights_key
 
 
-async def done(raw: Raw, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    status, answer = await raw.post(path, body)
-    assert status == 200, answer
-    return answer
-
-
-async def refused(raw: Raw, path: str, body: dict[str, Any]) -> str:
-    status, answer = await raw.post(path, body)
-    assert (status, answer["success"]) == (400, False)
-    return answer["message"]
-
-
 @pytest.mark.parametrize("ending", ["label", "continue"])
 async def test_many_buckets_in_a_pause_are_one_update(two: Front, ending: str):
     first, second = two.servers
     before = key(first)
     readers = [await two.stream(LONG).reach(INTERVAL) for _ in range(2)]
-    await done(two.raw, "/pause_generation", {"mode": "retract"})
-    assert (await two.raw.post("/flush_cache"))[0] == 200
+    await two.raw.done("/pause_generation", {"mode": "retract"})
+    await two.raw.done("/flush_cache")
     for part in "abc":
         body = tensors(part, part, flush_cache=part == "c", weight_version="step-1")
-        await done(two.raw, TENSOR, body)
+        await two.raw.done(TENSOR, body)
     if ending == "label":
         body = {"new_version": "step-1", "abort_all_requests": False}
-        await done(two.raw, "/update_weight_version", body)
-    await done(two.raw, "/continue_generation", {})
+        await two.raw.done("/update_weight_version", body)
+    await two.raw.done("/continue_generation", {})
     assert key(first) == key(second) != before
     assert two.state.in_flight.counters.updates == 1
     assert (await two.raw.get("/model_info"))[1]["weight_version"] == "step-1"
@@ -71,14 +59,14 @@ async def test_many_buckets_in_a_pause_are_one_update(two: Front, ending: str):
 
 async def test_without_a_pause_the_bucket_that_flushes_is_the_last(two: Front):
     reader = await two.stream(LONG).reach(INTERVAL)
-    await done(two.raw, TENSOR, tensors("a", "a", flush_cache=False))
+    await two.raw.done(TENSOR, tensors("a", "a", flush_cache=False))
     length = len(reader.ids)
     assert two.state.weights.update is not None, "the engines wait for the rest"
     # What SGLang's default asks for: it is the last.
-    await done(two.raw, TENSOR, tensors("b", "b"))
+    await two.raw.done(TENSOR, tensors("b", "b"))
     assert two.state.weights.versions.trainer == 1
     await reader.reach(length + INTERVAL)
-    await done(two.raw, TENSOR, tensors("c", "d"))
+    await two.raw.done(TENSOR, tensors("c", "d"))
     assert two.state.weights.versions.trainer == 2
     # Each engine has had the handles of its own ranks.
     assert key(two.servers[0]) != key(two.servers[1])
@@ -87,21 +75,21 @@ async def test_without_a_pause_the_bucket_that_flushes_is_the_last(two: Front):
 
 
 async def test_a_client_that_begins_and_ends_an_update(two: Front):
-    await done(two.raw, "/begin_weight_update", {})
-    await done(two.raw, TENSOR, tensors("a", "a"))
-    await done(two.raw, TENSOR, tensors("b", "b", weight_version="step-1"))
+    await two.raw.done("/begin_weight_update", {})
+    await two.raw.done(TENSOR, tensors("a", "a"))
+    await two.raw.done(TENSOR, tensors("b", "b", weight_version="step-1"))
     assert two.state.in_flight.counters.updates == 0
-    await done(two.raw, "/end_weight_update", {})
+    await two.raw.done("/end_weight_update", {})
     assert two.state.in_flight.counters.updates == 1
     assert (await two.raw.get("/model_info"))[1]["weight_version"] == "step-1"
-    assert "begin one first" in await refused(two.raw, "/end_weight_update", {})
+    assert "begin one first" in await two.raw.refused("/end_weight_update", {})
     # A label that comes afterwards is that of the same weights.
-    await done(two.raw, "/begin_weight_update", {})
-    await done(two.raw, TENSOR, tensors("c", "c"))
-    await done(two.raw, "/end_weight_update", {})
+    await two.raw.done("/begin_weight_update", {})
+    await two.raw.done(TENSOR, tensors("c", "c"))
+    await two.raw.done("/end_weight_update", {})
     reader = await two.stream(LONG).reach(INTERVAL)
     body = {"new_version": "step-2", "abort_all_requests": False}
-    await done(two.raw, "/update_weight_version", body)
+    await two.raw.done("/update_weight_version", body)
     await reader.end()
     assert spans(reader.last) == [("step-2", 0, LONG)]
     assert reader.last["weight_versions_exact"]
@@ -112,17 +100,17 @@ async def test_a_group_has_a_rank_for_every_rank_of_every_engine(two: Front):
     tp_size = (await two.raw.get("/server_info"))[1]["tp_size"]
     assert tp_size == 2
     group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "group_name": "g"}
-    message = await refused(two.raw, "/init_weights_update_group", {**group, "world_size": 2})
+    message = await two.raw.refused("/init_weights_update_group", {**group, "world_size": 2})
     assert "world_size is 3 and not 2" in message
-    await done(two.raw, "/init_weights_update_group", {**group, "world_size": 1 + tp_size})
+    await two.raw.done("/init_weights_update_group", {**group, "world_size": 1 + tp_size})
     found = [server._served.groups for server in two.servers]  # type: ignore[union-attr]
     assert found == [{"g": (1, 3)}, {"g": (2, 3)}]
     bucket = {"names": ["w"], "dtypes": ["torch.bfloat16"], "shapes": [[2, 2]], "group_name": "g"}
-    await done(two.raw, DISTRIBUTED, {**bucket, "weight_version": "step-1"})
+    await two.raw.done(DISTRIBUTED, {**bucket, "weight_version": "step-1"})
     assert key(two.servers[0]) == key(two.servers[1])
-    assert "0 shapes" in await refused(two.raw, DISTRIBUTED, {**bucket, "shapes": []})
-    await done(two.raw, "/destroy_weights_update_group", {"group_name": "g"})
-    assert "is not in the group g" in await refused(two.raw, DISTRIBUTED, bucket)
+    assert "0 shapes" in await two.raw.refused(DISTRIBUTED, {**bucket, "shapes": []})
+    await two.raw.done("/destroy_weights_update_group", {"group_name": "g"})
+    assert "is not in the group g" in await two.raw.refused(DISTRIBUTED, bucket)
     assert found == [{}, {}]
 
 
@@ -131,33 +119,33 @@ async def test_an_engine_that_does_not_join_makes_the_others_leave(two: Front):
     assert served is not None
     served.groups["g"] = (7, 8)
     group = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "group_name": "g"}
-    message = await refused(two.raw, "/init_weights_update_group", {**group, "world_size": 3})
+    message = await two.raw.refused("/init_weights_update_group", {**group, "world_size": 3})
     assert "not every engine has joined" in message
     assert two.servers[0]._served is not None
     assert two.servers[0]._served.groups == {}
 
 
 async def test_a_wrong_number_of_handles_is_refused_before_anything_is_paused(two: Front):
-    assert "has 3 parts" in await refused(two.raw, TENSOR, tensors("a", "b", "c"))
+    assert "has 3 parts" in await two.raw.refused(TENSOR, tensors("a", "b", "c"))
     assert two.state.weights.update is None
     label = "x" * 1_000_000
     long = tensors("a", "a", weight_version=label)
-    assert "got 1000000" in await refused(two.raw, TENSOR, long)
+    assert "got 1000000" in await two.raw.refused(TENSOR, long)
     body = {"new_version": label, "abort_all_requests": False}
-    assert "got 1000000" in await refused(two.raw, "/update_weight_version", body)
+    assert "got 1000000" in await two.raw.refused("/update_weight_version", body)
     assert two.state.weights.versions.trainer == 0
 
 
 async def test_another_update_is_refused_while_buckets_come(two: Front, tmp_path: Path):
-    await done(two.raw, "/pause_generation", {"mode": "retract"})
-    await done(two.raw, TENSOR, tensors("a", "a"))
+    await two.raw.done("/pause_generation", {"mode": "retract"})
+    await two.raw.done(TENSOR, tensors("a", "a"))
     body = {"model_path": str(two_weights(tmp_path)[0])}
-    assert "Another update is open" in await refused(two.raw, "/update_weights_from_disk", body)
-    assert (await two.raw.post("/pause_generation", {"mode": "retract"}))[0] == 200
-    assert (await two.raw.post("/flush_cache"))[0] == 200
-    await done(two.raw, "/continue_generation", {})
+    assert "Another update is open" in await two.raw.refused("/update_weights_from_disk", body)
+    await two.raw.done("/pause_generation", {"mode": "retract"})
+    await two.raw.done("/flush_cache")
+    await two.raw.done("/continue_generation", {})
     assert two.state.in_flight.counters.updates == 1
-    await done(two.raw, "/update_weights_from_disk", body)
+    await two.raw.done("/update_weights_from_disk", body)
 
 
 async def test_a_client_that_leaves_in_the_middle_of_a_bucket_stops_nothing():
@@ -170,8 +158,8 @@ async def test_a_client_that_leaves_in_the_middle_of_a_bucket_stops_nothing():
             task.cancel()
         await asyncio.wait(tasks)
         await until(lambda: two.state.in_flight.counters.updates > 0)
-        await done(two.raw, TENSOR, tensors("b", "b"))
-        assert (await two.raw.post("/generate", asked(5)))[0] == 200
+        await two.raw.done(TENSOR, tensors("b", "b"))
+        await two.raw.done("/generate", asked(5))
         assert key(two.servers[0]) == key(two.servers[1])
 
 
@@ -185,12 +173,12 @@ async def test_two_clients_that_bring_buckets_at_once_make_whole_updates(two: Fr
 
 async def test_an_engine_that_dies_between_buckets_is_named_and_left_out(two: Front):
     reader = await two.stream(LONG).reach(INTERVAL)
-    await done(two.raw, "/pause_generation", {"mode": "retract"})
-    await done(two.raw, TENSOR, tensors("a", "a"))
+    await two.raw.done("/pause_generation", {"mode": "retract"})
+    await two.raw.done(TENSOR, tensors("a", "a"))
     await two.servers[0].crash()
-    answer = await done(two.raw, TENSOR, tensors("b", "b", weight_version="step-1"))
+    answer = await two.raw.done(TENSOR, tensors("b", "b", weight_version="step-1"))
     assert two.servers[0].url.removeprefix("http://") in answer["message"]
-    await done(two.raw, "/continue_generation", {})
+    await two.raw.done("/continue_generation", {})
     assert two.gateway.service.in_use == [two.servers[1].url.removeprefix("http://")]
     await reader.end()
     assert len(reader.ids) == LONG
@@ -203,26 +191,26 @@ async def test_an_update_that_no_server_takes_says_that_nothing_is_generated(
     """A server that refused a folder may have a part of it, so all of them wait."""
     reports = "Nothing is generated until an update succeeds"
     if paused:
-        await done(two.raw, "/pause_generation", {"mode": "retract"})
+        await two.raw.done("/pause_generation", {"mode": "retract"})
     missing = {"model_path": str(tmp_path / "missing")}
-    assert reports in await refused(two.raw, "/update_weights_from_disk", missing)
+    assert reports in await two.raw.refused("/update_weights_from_disk", missing)
     assert (await two.raw.get("/ready"))[0] == 503
     status, answer = await two.raw.post("/continue_generation", {})
     assert (status, reports in answer["message"]) == (400, True)
     assert not any("continues under" in line for line in caplog.messages)
     body = {"model_path": str(two_weights(tmp_path)[0])}
-    await done(two.raw, "/update_weights_from_disk", body)
-    await done(two.raw, "/continue_generation", {})
-    assert (await two.raw.post("/generate", asked(5)))[0] == 200
+    await two.raw.done("/update_weights_from_disk", body)
+    await two.raw.done("/continue_generation", {})
+    await two.raw.done("/generate", asked(5))
 
 
 async def test_a_trainer_that_goes_away_in_an_update_leaves_it_to_the_next():
     config = SchedulerConfig(timeouts=Timeouts(refit_s=0.5))
     async with front(config=config) as one:
         reader = await one.stream(LONG).reach(INTERVAL)
-        await done(one.raw, TENSOR, tensors("a", flush_cache=False))
+        await one.raw.done(TENSOR, tensors("a", flush_cache=False))
         await until(lambda: not one.gateway.service.in_use)
-        await done(one.raw, TENSOR, tensors("b", weight_version="step-2"))
+        await one.raw.done(TENSOR, tensors("b", weight_version="step-2"))
         await reader.end()
         assert [label for label, _, _ in spans(reader.last)] == ["default", "step-2"]
 
@@ -231,7 +219,7 @@ async def test_stopping_in_the_middle_of_an_update_ends():
     """Also the calls that wait for their turn."""
     async with front() as one:
         await one.stream(LONG).reach(INTERVAL)
-        await done(one.raw, TENSOR, tensors("a", flush_cache=False))
+        await one.raw.done(TENSOR, tensors("a", flush_cache=False))
         controls = one.gateway.service.controls
         async with controls._turn:  # pyright: ignore[reportPrivateUsage]
             waiting = asyncio.create_task(controls.carry_out(controls.resume()))
@@ -243,8 +231,8 @@ async def test_stopping_in_the_middle_of_an_update_ends():
 
 async def test_a_client_that_leaves_while_it_ends_an_update_leaves_none_open(two: Front):
     """An update whose end was cancelled waited for its refit's timeout, and everybody with it."""
-    await done(two.raw, "/pause_generation", {"mode": "retract"})
-    await done(two.raw, TENSOR, tensors("a", "a"))
+    await two.raw.done("/pause_generation", {"mode": "retract"})
+    await two.raw.done(TENSOR, tensors("a", "a"))
     controls = two.gateway.service.controls
     session = controls._open  # pyright: ignore[reportPrivateUsage]
     assert session is not None
@@ -255,20 +243,19 @@ async def test_a_client_that_leaves_while_it_ends_an_update_leaves_none_open(two
     call.cancel()
     await until(session.task.done)
     assert session.task.exception() is None
-    await done(two.raw, "/continue_generation", {})
-    assert (await two.raw.post("/generate", asked(5)))[0] == 200
+    await two.raw.done("/continue_generation", {})
+    await two.raw.done("/generate", asked(5))
 
 
 async def test_only_so_many_control_calls_wait(two: Front):
-    await done(two.raw, "/pause_generation", {"mode": "retract"})
+    await two.raw.done("/pause_generation", {"mode": "retract"})
     controls = two.gateway.service.controls
     async with controls._turn:  # pyright: ignore[reportPrivateUsage]
         pauses = [controls.carry_out(controls.pause("retract")) for _ in range(64)]
         waiting = [asyncio.create_task(each) for each in pauses]
         await until(lambda: len(controls._calls) == 64)  # pyright: ignore[reportPrivateUsage]
         for path, body in ((TENSOR, tensors("a", "a")), ("/flush_cache", None)):
-            status, text = await two.raw.post(path, body)
-            assert (status, "64 control calls" in text["error"]["message"]) == (503, True)
+            assert "64 control calls" in await two.raw.refused(path, body, 503)
     await asyncio.gather(*waiting)
-    await done(two.raw, TENSOR, tensors("a", "a"))
-    await done(two.raw, "/continue_generation", {})
+    await two.raw.done(TENSOR, tensors("a", "a"))
+    await two.raw.done("/continue_generation", {})

@@ -34,7 +34,7 @@ from tests.support.checking import Checking
 from tests.support.harnesses import HARNESSES, SYSTEM, Harness, scripted
 from tests.support.sim_http import two_weights
 from tests.support.tiny_tokenizer import ODD_CALLS, TEMPLATE_TOOLS_FIRST, THOUGHT, bytes_tokenizer
-from tests.virtual.test_sessions import END, printed, prompts, tokens_of
+from tests.virtual.test_sessions import END, by, prompts, tokens_of
 from tests.virtual.test_sessions_http import events_of, posted, received
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "agents.md"
@@ -204,7 +204,7 @@ async def test_an_odd_call_is_content_and_the_next_turn_continues_its_tokens(
     tokenizer: ModelTokenizer, path: str, stream: bool
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
-        messages = [printed("user", "0")]
+        messages = [by("user", "0")]
         for number, answer in enumerate(ODD_ANSWERS):
             body: Any = {"messages": messages, "max_tokens": 300}
             if path == "messages":
@@ -213,9 +213,9 @@ async def test_an_odd_call_is_content_and_the_next_turn_continues_its_tokens(
                 messages.append({"role": "assistant", "content": content})
             else:
                 text = await _content(session, body, stream)
-                messages.append(printed("assistant", text))
+                messages.append(by("assistant", text))
             assert text == answer.removeprefix(THOUGHT)
-            messages.append(printed("user", f"{number + 1}"))
+            messages.append(by("user", f"{number + 1}"))
         return 1.0
 
     def answer(text: str) -> str:

@@ -26,7 +26,7 @@ from aprilsched.errors import EpisodeError
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.types import Rollout
 from tests.support import small
-from tests.support.checking import Checking
+from tests.support.checking import checked
 from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
@@ -47,15 +47,8 @@ def sampling(tokens: int) -> SamplingParams:
 
 
 def opened(settings: SchedulerConfig, count: int = 2, **functions: Any) -> RolloutScheduler:
-    listener = Checking()
-    listener.scheduler = RolloutScheduler(
-        SimFleet(1, stream_interval=8),
-        prompts(count),
-        config=settings,
-        listeners=[listener],
-        **functions,
-    )
-    return listener.scheduler
+    fleet = SimFleet(1, stream_interval=8)
+    return checked(fleet, prompts(count), config=settings, **functions)
 
 
 def dropped(rollouts: RolloutScheduler) -> dict[Reason, int]:

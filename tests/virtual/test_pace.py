@@ -157,7 +157,6 @@ def simulated(
     *,
     train_seconds: float = 20.0,
     batches: int = 20,
-    streamed: bool = False,
     **changes: object,
 ) -> tuple[RunSummary, Facts, float]:
     summary, facts = Summary(trainer_waits=True, burn_in=4), Facts()
@@ -169,7 +168,6 @@ def simulated(
         engines=1,
         costs=costs,
         batches=batches,
-        streamed=streamed,
         planner=planner,
         listeners=[summary, facts],
     )
@@ -202,17 +200,6 @@ def test_a_simulated_trainer_is_measured_on_both_paces_and_hidden_by_one() -> No
         trained = figures.seconds.trainer
         assert trained == pytest.approx(20 * 20.0 if pace == "synchronous" else 0.0, abs=1e-3)
     assert walls["asynchronous"] < 0.9 * walls["synchronous"]
-
-
-@each_row("pace", ["synchronous", "asynchronous"])
-def test_a_simulated_trainer_that_takes_groups_one_by_one_is_measured_as_such(pace: Pace) -> None:
-    planner = Switching([pace])
-    simulated(planner, streamed=True)
-    first, *later = planner.asked
-    assert first.train_early == 0.0
-    for plan in later:
-        assert plan.train_seconds == pytest.approx(20.0)
-        assert plan.train_early == pytest.approx(7 / 8)
 
 
 def test_the_figures_follow_a_pace_that_changes_twice() -> None:

@@ -2,48 +2,76 @@
 
 from __future__ import annotations
 
-from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig, Score, SimFleet
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from aprilsched import Prompt, SamplingParams, SchedulerConfig, Score, SimFleet
 from aprilsched.config import Retries
-from aprilsched.kernel.shell import PromptQueue, Turn
+from aprilsched.errors import RunGivenUp
+from aprilsched.kernel.shell import Turn
 from aprilsched.simulation.engine import run_virtual
-from aprilsched.trainers.pushed import NOT_TOKENIZED, PushedGroups, as_pushed
+from aprilsched.trainers.pushed import NOT_TOKENIZED, PushedRollouts, as_pushed
 
 FOR_ONE = (SamplingParams(max_new_tokens=8),)
 """Parameters for a group of one rollout; groups have two."""
 
 
+async def episode(turn: Turn, prompt: Prompt) -> Score:
+    if prompt.key == "raises":
+        raise ValueError("this episode never works")
+    await turn.generate([5, 6, 7])
+    return Score(reward=1.0)
+
+
+async def push(rollouts: PushedRollouts, found: dict[str, str], keys: Sequence[str]) -> None:
+    """Push prompts with these keys, and wait until all are reported."""
+    await rollouts.open()
+    for key in keys:
+        sampling = FOR_ONE if key == "refused" else None
+        size = 3 if key == "two" else None
+        rollouts.push(Prompt(input_ids=NOT_TOKENIZED, key=key, group_size=size, sampling=sampling))
+    async with asyncio.timeout(1000):
+        while len(found) < len(keys):  # noqa: ASYNC110
+            await asyncio.sleep(1)
+
+
+def with_retries(retries: Retries) -> tuple[PushedRollouts, dict[str, str]]:
+    """A scheduler, and the error of each prompt that it has reported; "" for a complete group."""
+    found: dict[str, str] = {}
+
+    async def ended(prompt: Prompt, error: Exception | None) -> None:
+        assert str(prompt.key) not in found, "each prompt is reported once"
+        found[str(prompt.key)] = "" if error is None else type(error).__name__
+
+    config = as_pushed(SchedulerConfig(retries=retries), group_size=2)
+    return PushedRollouts(
+        SimFleet(1), episode=episode, config=config, listeners=[], ended=ended
+    ), found
+
+
 def test_every_prompt_that_was_pushed_is_delivered_or_has_failed():
-    failed: list[str] = []
-    groups: PushedGroups[str] = PushedGroups(failed.append)
-    prompts = PromptQueue()
+    rollouts, found = with_retries(Retries(member="drop_group"))
 
-    async def episode(turn: Turn, prompt: Prompt) -> Score:
-        if prompt.key == "raises":
-            raise ValueError("this episode never works")
-        await turn.generate([5, 6, 7])
-        return Score(reward=1.0)
+    async def run() -> None:
+        await push(rollouts, found, ["one", "raises", "two", "refused", "three"])
+        await rollouts.evaluate(Prompt(input_ids=NOT_TOKENIZED, key="evaluated"))
+        await rollouts.close()
 
-    async def run() -> dict[str, int]:
-        found: dict[str, int] = {}
-        config = as_pushed(SchedulerConfig(retries=Retries(member="drop_group")), group_size=2)
-        async with RolloutScheduler(
-            SimFleet(1), prompts, episode=episode, config=config, listeners=[groups]
-        ) as rollouts:
-            for key in ("one", "raises", "two", "refused", "three"):
-                prompts.put(
-                    Prompt(
-                        input_ids=NOT_TOKENIZED,
-                        key=key,
-                        group_size=3 if key == "two" else None,
-                        sampling=FOR_ONE if key == "refused" else None,
-                    )
-                )
-                groups.pushed(key)
-            while len(found) < 3:
-                for group in (await rollouts.next_batch()).groups:
-                    found[str(group.prompt.key)] = len(group.rollouts)
-        return found
+    run_virtual(run())
+    complete = dict.fromkeys(("one", "two", "three", "evaluated"), "")
+    assert found == {**complete, "raises": "GroupLost", "refused": "GroupLost"}
 
-    assert run_virtual(run()) == {"one": 2, "two": 3, "three": 2}
-    assert sorted(failed) == ["raises", "refused"]
-    assert groups.open == {"one", "raises", "two", "refused", "three"}
+
+def test_the_error_that_stops_the_scheduler_ends_every_open_group():
+    rollouts, found = with_retries(Retries(member="drop_group", failed_groups=1))
+
+    async def run() -> None:
+        await push(rollouts, found, ["raises", "one"])
+        with pytest.raises(RunGivenUp):
+            await rollouts.open()
+        await rollouts.close()
+
+    run_virtual(run())
+    assert found == {"raises": "GroupLost", "one": "RunGivenUp"}

@@ -35,10 +35,12 @@ from aprilsched.observe.log import EventLog
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.rebuild import rebuilt_summary, remainder_of
 from aprilsched.observe.log.run import read_run
+from aprilsched.observe.log.usage import usage_of
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
 from tests.support.small import config, workload
 from tests.support.table import each_row
+from tests.virtual.test_usage import check
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--over-provision", "2", "--quiet"]
 SHORT = ["--median", "60", "--cap", "600"]
@@ -108,12 +110,15 @@ def equal(rebuilt: Any, own: Any) -> bool:
 
 
 @each_row("name", RUNS)
-def test_every_figure_is_rebuilt(tmp_path: Path, name: str):
+def test_every_figure_is_rebuilt_and_the_time_adds_up(tmp_path: Path, name: str):
     changes, shows = RUNS[name]
     arguments = ["run", *SMALL, *SHORT, "--batches", "7", "--seed", "5", *changes]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     own = read_run(tmp_path).summary
     assert shows(own)
+    usage = usage_of(tmp_path)
+    check(usage)
+    assert usage.seconds.sum() == pytest.approx(usage.wall * len(usage.engines), rel=1e-3)
     (tmp_path / "summary.json").unlink()
     rebuilt = read_run(tmp_path).summary
     assert rebuilt.error is not None

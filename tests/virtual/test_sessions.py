@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from tests.support.tiny_tokenizer import bytes_tokenizer
 
 pytestmark = pytest.mark.virtual_time
 
-_OPTIONS = ("branches", "limits", "remote_images", "reward")
+_OPTIONS = ("branches", "limits", "remote_images", "reward", "secret")
 
 ASCII = 132
 """Tokens of the special ones and of bytes below 127, so that every text comes back as it was."""
@@ -56,7 +57,7 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(input_ids=ids, metadata={"task": f"task {i}"}) for i in range(count)]
 
 
-def printed(role: str, content: str) -> Any:
+def by(role: str, content: str) -> Any:
     return {"role": role, "content": content}
 
 
@@ -96,14 +97,23 @@ def opened(
     return checking.scheduler
 
 
-async def batch_of(
-    harness: Drive, tokenizer: ModelTokenizer, *, refits: int = 0, **more: Any
-) -> Batch:
+@asynccontextmanager
+async def running(
+    tokenizer: ModelTokenizer, harness: Drive | None = None, **more: Any
+) -> AsyncGenerator[tuple[Sessions, RolloutScheduler]]:
+    """Sessions and their scheduler, with the options of both."""
     options = {name: more.pop(name) for name in _OPTIONS if name in more}
     async with (
         Sessions(harness, tokenizer=tokenizer, **options) as sessions,
         opened(sessions, **more) as rollouts,
     ):
+        yield sessions, rollouts
+
+
+async def batch_of(
+    harness: Drive, tokenizer: ModelTokenizer, *, refits: int = 0, **more: Any
+) -> Batch:
+    async with running(tokenizer, harness, **more) as (_, rollouts):
         for _ in range(refits):
             await asyncio.sleep(0.05)
             await rollouts.update_weights(SimPublisher())
@@ -112,10 +122,10 @@ async def batch_of(
 
 async def three_turns(session: Session, prompt: Prompt) -> float:
     """A user asks three times; tools take their time."""
-    messages = [printed("system", "be brief"), printed("user", prompt.metadata["task"])]
+    messages = [by("system", "be brief"), by("user", prompt.metadata["task"])]
     for turn in range(3):
         reply = await session.chat(messages)
-        messages += [reply.message, printed("user", f"and {turn}?")]
+        messages += [reply.message, by("user", f"and {turn}?")]
         await asyncio.sleep(0.03)
     return 1.0
 
@@ -167,7 +177,7 @@ async def test_a_refit_in_the_middle_of_an_answer_is_seen_in_its_versions_alone(
     tokenizer: ModelTokenizer, straggler: str
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
-        reply = await session.chat([printed("user", "go on")])
+        reply = await session.chat([by("user", "go on")])
         assert len(reply.output.token_ids) == 400
         return float(len(set(reply.output.versions.tolist())))
 
@@ -180,12 +190,12 @@ async def test_a_refit_in_the_middle_of_an_answer_is_seen_in_its_versions_alone(
 
 async def two_agents(session: Session, prompt: Prompt) -> None:
     """A main agent asks a second one in between, compacts its history, and goes on with it."""
-    main = [printed("system", "main"), printed("user", "begin")]
+    main = [by("system", "main"), by("user", "begin")]
     for _ in range(2):
         main.append((await session.chat(main, max_tokens=20)).message)
-        main.append(printed("user", "on"))
-        await session.chat([printed("system", "helper"), printed("user", "help")], max_tokens=50)
-    short = [*main[:3], printed("user", "in short")]
+        main.append(by("user", "on"))
+        await session.chat([by("system", "helper"), by("user", "help")], max_tokens=50)
+    short = [*main[:3], by("user", "in short")]
     await session.chat(short, max_tokens=5)
 
 
@@ -195,10 +205,7 @@ async def two_agents(session: Session, prompt: Prompt) -> None:
 async def test_branches_of_a_session_are_kept_by_the_rule(
     tokenizer: ModelTokenizer, rule: Any, sampled: int, others: int
 ):
-    async with (
-        Sessions(two_agents, tokenizer=tokenizer, branches=rule) as sessions,
-        opened(sessions, 1, tokens=100) as rollouts,
-    ):
+    async with running(tokenizer, two_agents, branches=rule, count=1, tokens=100) as (_, rollouts):
         batch = await rollouts.next_batch()
         ledger = rollouts.state.in_flight.ledger
     for rollout in batch.rollouts:
@@ -225,27 +232,24 @@ async def launched(
     **more: Any,
 ) -> tuple[Batch, RolloutScheduler]:
     """A batch whose sessions a launcher takes; it does with each what `act` says."""
-    async with (
-        Sessions(tokenizer=tokenizer, limits=limits) as sessions,
-        opened(sessions, 1, **more) as rollouts,
-    ):
+    async with running(tokenizer, limits=limits, count=1, **more) as (sessions, rollouts):
 
         async def launcher() -> None:
             for number in range(100):
                 session = await sessions.next()
-                running.add(asyncio.ensure_future(act(session, number)))
+                acting.add(asyncio.ensure_future(act(session, number)))
 
-        running: set[asyncio.Future[None]] = set()
-        running.add(asyncio.ensure_future(launcher()))
+        acting: set[asyncio.Future[None]] = set()
+        acting.add(asyncio.ensure_future(launcher()))
         try:
             return await rollouts.next_batch(), rollouts
         finally:
-            for task in running:
+            for task in acting:
                 task.cancel()
 
 
 async def asks_once(session: Session) -> None:
-    await session.chat([printed("user", "go")], max_tokens=5)
+    await session.chat([by("user", "go")], max_tokens=5)
 
 
 @pytest.mark.parametrize("end", ["lost", "vanishes", "too slow", "no score"])
@@ -279,10 +283,7 @@ async def test_a_harness_that_is_gone_costs_one_member(tokenizer: ModelTokenizer
 
 async def test_a_harness_that_fails_drops_its_group(tokenizer: ModelTokenizer):
     config = {"retries": Retries(failed_groups=10)}
-    async with (
-        Sessions(tokenizer=tokenizer) as sessions,
-        opened(sessions, 2, config=config) as rollouts,
-    ):
+    async with running(tokenizer, count=2, config=config) as (sessions, rollouts):
         taken = [await sessions.next() for _ in range(4)]
         for session in taken:
             await asks_once(session)
@@ -335,19 +336,19 @@ async def test_what_a_session_may_take_is_bounded(tokenizer: ModelTokenizer):
         said_so: set[str] = set()
         for number in range(1000):
             try:
-                await session.chat([printed("user", f"another {number}")], max_tokens=1)
+                await session.chat([by("user", f"another {number}")], max_tokens=1)
             except ConfigError as error:
                 said_so.add(str(error))
         assert session.turns == 8
         (sentence,) = said_so
         assert "8 branches" in sentence
         messages = session.messages
-        await session.chat([*messages, printed("user", "on")], max_tokens=1)
+        await session.chat([*messages, by("user", "on")], max_tokens=1)
         # The last answer is cut short, and then there are no tokens left.
-        reply = await session.chat([*session.messages, printed("user", "on")], max_tokens=50)
+        reply = await session.chat([*session.messages, by("user", "on")], max_tokens=50)
         assert len(reply.output.token_ids) == 3
         with pytest.raises(ConfigError, match="has had its"):
-            await session.chat([*session.messages, printed("user", "on")])
+            await session.chat([*session.messages, by("user", "on")])
         return 1.0
 
     limits = Limits(branches=8, turns=10, tokens=12)
@@ -360,7 +361,7 @@ async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: Mode
         answered: list[int] = []
 
         async def ask(number: int) -> None:
-            await session.chat([printed("user", f"number {number}")], max_tokens=30)
+            await session.chat([by("user", f"number {number}")], max_tokens=30)
             answered.append(number)
 
         async with asyncio.TaskGroup() as tasks:
@@ -386,11 +387,11 @@ async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: Mode
 
 async def main_and_helper(session: Session, prompt: Prompt) -> float:
     """Two branches that take turns."""
-    main, helper = [printed("user", prompt.metadata["task"])], [printed("system", "help")]
+    main, helper = [by("user", prompt.metadata["task"])], [by("system", "help")]
     for number in range(3):
         for messages in (main, helper):
             reply = await session.chat(messages)
-            messages += [reply.message, printed("user", f"and {number}?")]
+            messages += [reply.message, by("user", f"and {number}?")]
             await asyncio.sleep(0.02)
     return 1.0
 
@@ -402,10 +403,9 @@ async def test_a_coroutine_goes_on_where_the_process_was_killed(
     expected = tokens_of(await batch_of(harness, tokenizer, branches="all"))
     store = SqliteStore(tmp_path / "store", inline=True)
     copies: list[SqliteStore] = []
-    async with (
-        Sessions(harness, tokenizer=tokenizer, branches="all") as sessions,
-        opened(sessions, store=store, config={"save_interval_s": 0.05}) as rollouts,
-    ):
+    async with running(
+        tokenizer, harness, branches="all", store=store, config={"save_interval_s": 0.05}
+    ) as (_, rollouts):
         waiting = asyncio.ensure_future(rollouts.next_batch())
         while not waiting.done():
             await asyncio.sleep(0.21)
@@ -414,10 +414,7 @@ async def test_a_coroutine_goes_on_where_the_process_was_killed(
     assert len(copies) >= 3
     replayed = 0
     for killed in copies[:-1]:
-        async with (
-            Sessions(harness, tokenizer=tokenizer, branches="all") as sessions,
-            opened(sessions, store=killed) as rollouts,
-        ):
+        async with running(tokenizer, harness, branches="all", store=killed) as (_, rollouts):
             before = rollouts.state.in_flight.counters.tokens_generated
             batch = await rollouts.next_batch()
             counters = rollouts.state.in_flight.counters
@@ -440,29 +437,26 @@ class Outside:
     def __init__(self, task: str) -> None:
         # An answer that nobody has given, as an example.
         self.messages = [
-            printed("user", "1 + 1?"),
-            printed("assistant", "2"),
-            printed("user", task),
+            by("user", "1 + 1?"),
+            by("assistant", "2"),
+            by("user", task),
         ]
         self.answers = 0
 
     async def step(self, session: Session, most: int | None = None) -> None:
         reply = await session.chat(self.messages, max_tokens=most)
-        self.messages += [dict(reply.message), printed("user", f"and {self.answers}?")]
+        self.messages += [dict(reply.message), by("user", f"and {self.answers}?")]
         self.answers += 1
 
 
 async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_member(
     tokenizer: ModelTokenizer, tmp_path: Path
 ):
-    secret, limits = tmp_path / "secret", Limits(idle_s=30)
+    shared: Any = {"count": 1, "secret": tmp_path / "secret", "config": {"save_interval_s": 0.05}}
     store = SqliteStore(tmp_path / "store", inline=True)
     outside: dict[str, Outside] = {}
     keys: dict[str, str] = {}
-    async with (
-        Sessions(tokenizer=tokenizer, secret=secret) as sessions,
-        opened(sessions, 1, store=store, config={"save_interval_s": 0.05}),
-    ):
+    async with running(tokenizer, store=store, **shared) as (sessions, _):
         for _ in range(2):
             session = await sessions.next()
             keys[session.id] = session.key
@@ -472,10 +466,8 @@ async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_m
         await asyncio.sleep(1)
         killed = left_behind(store, tmp_path / "killed")
     back, gone = outside
-    async with (
-        Sessions(tokenizer=tokenizer, secret=secret, limits=limits) as sessions,
-        opened(sessions, 1, store=killed) as rollouts,
-    ):
+    shared["limits"] = Limits(idle_s=30)
+    async with running(tokenizer, store=killed, **shared) as (sessions, rollouts):
         await asyncio.sleep(0.1)
         session, other = sessions.get(back), sessions.get(gone)
         assert session is not None
@@ -504,14 +496,11 @@ async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_m
 async def test_an_answer_that_was_heard_and_saved_in_part_is_text_afterwards(
     tokenizer: ModelTokenizer, tmp_path: Path
 ):
-    secret = tmp_path / "secret"
+    config = {"group_size": 1, "save_interval_s": 0.01}
+    shared: Any = {"count": 1, "secret": tmp_path / "secret", "config": config}
     store = SqliteStore(tmp_path / "store", inline=True)
     harness = Outside("task")
-    one_each: Any = {"group_size": 1, "save_interval_s": 0.01}
-    async with (
-        Sessions(tokenizer=tokenizer, secret=secret) as sessions,
-        opened(sessions, 1, store=store, config=one_each) as rollouts,
-    ):
+    async with running(tokenizer, store=store, **shared) as (sessions, rollouts):
         session = await sessions.next()
         await harness.step(session, 30)
         step = asyncio.ensure_future(harness.step(session, 30))
@@ -520,10 +509,7 @@ async def test_an_answer_that_was_heard_and_saved_in_part_is_text_afterwards(
         await asyncio.sleep(0.02)
         killed = left_behind(store, tmp_path / "killed")
         await step
-    async with (
-        Sessions(tokenizer=tokenizer, secret=secret) as sessions,
-        opened(sessions, 1, store=killed, config=one_each) as rollouts,
-    ):
+    async with running(tokenizer, store=killed, **shared) as (sessions, rollouts):
         await asyncio.sleep(0.1)
         session = sessions.get(session.id)
         assert session is not None
@@ -543,22 +529,16 @@ async def test_an_answer_that_was_heard_and_saved_in_part_is_text_afterwards(
 async def test_a_harness_that_only_reports_after_the_kill_keeps_what_it_was_answered(
     tokenizer: ModelTokenizer, tmp_path: Path
 ):
-    secret = tmp_path / "secret"
+    config = {"group_size": 1, "save_interval_s": 0.01}
+    shared: Any = {"count": 1, "secret": tmp_path / "secret", "config": config, "branches": "all"}
     store = SqliteStore(tmp_path / "store", inline=True)
-    one_each: Any = {"group_size": 1, "save_interval_s": 0.01}
-    async with (
-        Sessions(tokenizer=tokenizer, secret=secret, branches="all") as sessions,
-        opened(sessions, 1, store=store, config=one_each) as rollouts,
-    ):
+    async with running(tokenizer, store=store, **shared) as (sessions, rollouts):
         session = await sessions.next()
         for harness in (Outside("task"), Outside("another"), Outside("task")):
             await harness.step(session)
         await asyncio.sleep(0.1)
         killed = left_behind(store, tmp_path / "killed")
-    async with (
-        Sessions(tokenizer=tokenizer, secret=secret, branches="all") as sessions,
-        opened(sessions, 1, store=killed, config=one_each) as rollouts,
-    ):
+    async with running(tokenizer, store=killed, **shared) as (sessions, rollouts):
         await asyncio.sleep(0.1)
         session = sessions.get(session.id)
         assert session is not None
@@ -581,20 +561,20 @@ async def test_many_sessions_with_slow_tools_through_refits_and_dead_engines(
     async def harness(session: Session, prompt: Prompt) -> float:
         drawn = np.random.default_rng(int(session.id))
         kept = answered[session.id] = []
-        contexts = [[printed("user", prompt.metadata["task"])], [printed("system", "help")]]
+        contexts = [[by("user", prompt.metadata["task"])], [by("system", "help")]]
         for _ in range(int(drawn.integers(2, 20))):
             messages = contexts[int(drawn.random() < 0.2)]
             reply = await session.chat(messages, max_tokens=int(drawn.integers(1, 120)))
             kept.append(reply.output.token_ids.tolist())
-            messages += [reply.message, printed("user", "and?")]
+            messages += [reply.message, by("user", "and?")]
             await asyncio.sleep(float(min(30, drawn.lognormal(-1, 1.5))))
         return float(session.tokens)
 
     fleet = SimFleet(3, stream_interval=4, vocab_size=ASCII)
-    config = {"health": Health(stall_s=60)}
-    async with (
-        Sessions(harness, tokenizer=tokenizer, branches="all") as sessions,
-        opened(sessions, 12, tokens=200, temperature=1.0, fleet=fleet, config=config) as rollouts,
+    more: Any = {"tokens": 200, "temperature": 1.0, "config": {"health": Health(stall_s=60)}}
+    async with running(tokenizer, harness, branches="all", count=12, fleet=fleet, **more) as (
+        _,
+        rollouts,
     ):
         waiting = asyncio.ensure_future(rollouts.next_batch())
         for step in range(10):
@@ -623,13 +603,10 @@ async def test_many_sessions_with_slow_tools_through_refits_and_dead_engines(
 async def test_what_a_launcher_has_seen_survives_a_kill(
     tokenizer: ModelTokenizer, tmp_path: Path, answers: int
 ):
-    secret = tmp_path / "secret"
+    config = {"group_size": 1, "save_interval_s": 3600.0}
+    shared: Any = {"count": 1, "secret": tmp_path / "secret", "config": config}
     store = SqliteStore(tmp_path / "store", inline=True)
-    one_each: Any = {"group_size": 1, "save_interval_s": 3600.0}
-    async with (
-        Sessions(tokenizer=tokenizer, secret=secret) as sessions,
-        opened(sessions, 1, store=store, config=one_each) as rollouts,
-    ):
+    async with running(tokenizer, store=store, **shared) as (sessions, rollouts):
         session = await sessions.next()
         harness = Outside("task")
         for _ in range(answers):
@@ -638,10 +615,7 @@ async def test_what_a_launcher_has_seen_survives_a_kill(
         session.done(1.0)
         await session.recorded()
         reported = left_behind(store, tmp_path / "reported")
-    async with (
-        Sessions(tokenizer=tokenizer, secret=secret) as sessions,
-        opened(sessions, 1, store=killed, config=one_each) as rollouts,
-    ):
+    async with running(tokenizer, store=killed, **shared) as (sessions, rollouts):
         if answers:
             await until(lambda: sessions.get(session.id) is not None)
             again = sessions.get(session.id)
@@ -656,10 +630,7 @@ async def test_what_a_launcher_has_seen_survives_a_kill(
         (rollout,) = (await rollouts.next_batch()).rollouts
     assert (rollout.turns, int(rollout.loss_mask.sum())) == (answers + 1, 60 * (answers + 1))
     if answers:
-        async with (
-            Sessions(tokenizer=tokenizer, secret=secret) as sessions,
-            opened(sessions, 1, store=reported, config=one_each) as rollouts,
-        ):
+        async with running(tokenizer, store=reported, **shared) as (_, rollouts):
             (rollout,) = (await rollouts.next_batch()).rollouts
         assert (rollout.turns, rollout.reward) == (answers, 1.0)
 
@@ -668,10 +639,8 @@ async def test_answers_that_wait_for_the_store_share_its_saves(
     tokenizer: ModelTokenizer, tmp_path: Path
 ):
     store = SlowStore(tmp_path / "store")
-    async with (
-        Sessions(tokenizer=tokenizer) as sessions,
-        opened(sessions, 8, store=store, config={"save_interval_s": 3600.0}) as rollouts,
-    ):
+    more: Any = {"store": store, "config": {"save_interval_s": 3600.0}}
+    async with running(tokenizer, count=8, **more) as (sessions, rollouts):
         taken = await asyncio.gather(*(sessions.next() for _ in range(16)))
         before = store.saves
         await asyncio.gather(*(asks_once(session) for session in taken))
@@ -719,20 +688,17 @@ async def test_a_refused_request_costs_one_answer(tokenizer: ModelTokenizer):
     causes: list[str] = []
 
     async def harness(session: Session, prompt: Prompt) -> float:
-        messages = [printed("user", "go")]
+        messages = [by("user", "go")]
         reply = await session.chat(messages)
         messages.append(dict(reply.message))
         if session.index == 1:
             with pytest.raises(TurnRefused, match="need 7") as refused:
-                await session.chat([*messages, printed("user", "x" * 600)])
+                await session.chat([*messages, by("user", "x" * 600)])
             causes.append(str(refused.value))
-        await session.chat([*messages, printed("user", "on")])
+        await session.chat([*messages, by("user", "on")])
         return float(session.index)
 
-    async with (
-        Sessions(harness, tokenizer=tokenizer) as sessions,
-        opened(sessions, fleet=small()) as rollouts,
-    ):
+    async with running(tokenizer, harness, fleet=small()) as (_, rollouts):
         batch = await rollouts.next_batch()
         evaluated = await rollouts.evaluate(prompts(1), group_size=2)
         counters = rollouts.state.in_flight.counters
@@ -750,20 +716,17 @@ async def test_a_member_that_a_refusal_ends_costs_no_group(
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
         if session.index or not first:
-            await session.chat([printed("user", "go")])
+            await session.chat([by("user", "go")])
         if not session.index:
             try:
-                await session.chat([printed("user", "x" * 600)])
+                await session.chat([by("user", "x" * 600)])
             except TurnRefused as error:
                 if not catches:
                     raise RuntimeError("the agent gives up") from error
         return 1.0
 
     config = {"group_size": 3, "retries": Retries(member="shrink")}
-    async with (
-        Sessions(harness, tokenizer=tokenizer) as sessions,
-        opened(sessions, fleet=small(), config=config) as rollouts,
-    ):
+    async with running(tokenizer, harness, fleet=small(), config=config) as (_, rollouts):
         batch = await rollouts.next_batch()
         ledger = rollouts.state.in_flight.ledger
     kept = catches and not first
@@ -774,14 +737,11 @@ async def test_a_member_that_a_refusal_ends_costs_no_group(
 async def test_a_fleet_that_refuses_everything_ends_the_run(tokenizer: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
         with pytest.raises(TurnRefused):
-            await session.chat([printed("user", "x" * 600)])
+            await session.chat([by("user", "x" * 600)])
         return 0.0
 
     config = {"retries": Retries(failed_groups=2)}
-    async with (
-        Sessions(harness, tokenizer=tokenizer) as sessions,
-        opened(sessions, 4, fleet=small(), config=config) as rollouts,
-    ):
+    async with running(tokenizer, harness, count=4, fleet=small(), config=config) as (_, rollouts):
         with pytest.raises(RunGivenUp, match=r"the engine refuses this request.*need 679"):
             await rollouts.next_batch()
 
@@ -808,7 +768,7 @@ async def test_engines_fetch_images_only_if_they_may(tokenizer: ModelTokenizer, 
 
 async def test_more_requests_than_may_wait_are_refused(tokenizer: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
-        asking = [session.chat([printed("user", f"{n}")], max_tokens=2) for n in range(10)]
+        asking = [session.chat([by("user", f"{n}")], max_tokens=2) for n in range(10)]
         answers = await asyncio.gather(*asking, return_exceptions=True)
         refused = [each for each in answers if isinstance(each, Unavailable)]
         assert "one after the other" in str(refused[0])

@@ -39,7 +39,7 @@ from aprilsched.testing.contract import until
 from aprilsched.types import Batch
 from tests.support.checking import Checking
 from tests.support.tiny_tokenizer import WORDS, bytes_tokenizer, calling_tokenizer
-from tests.virtual.test_sessions import ASCII, END, left_behind, printed, prompts
+from tests.virtual.test_sessions import ASCII, END, by, left_behind, prompts
 
 LOOK = {"type": "object", "properties": {"where": {"type": "string"}}}
 
@@ -95,7 +95,7 @@ async def posted(
     session: Session, path: str, body: Any, *, key: str | None = None, name: str = "x-api-key"
 ) -> tuple[int, Any]:
     headers = {name: session.key if key is None else key}
-    content = io.BytesIO(json.dumps(body).encode())
+    content = io.BytesIO(body if isinstance(body, bytes) else json.dumps(body).encode())
     async with (
         aiohttp.ClientSession(headers=headers) as http,
         http.post(f"{session.url}/{path}", data=content) as answer,
@@ -130,7 +130,7 @@ async def test_openais_client_has_a_chat_of_several_turns(
     plain: ModelTokenizer, path: str, stream: bool
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
-        messages: Any = [printed("user", prompt.metadata["task"])]
+        messages: Any = [by("user", prompt.metadata["task"])]
         async with client(session, path) as api:
             for number in range(3):
                 asked: dict[str, Any] = {"model": "m", "messages": messages, "max_tokens": 20}
@@ -153,7 +153,7 @@ async def test_openais_client_has_a_chat_of_several_turns(
                     assert answer.choices[0].finish_reason == "length"
                     assert answer.usage.completion_tokens == 20
                 assert text == session.messages[-1]["content"]
-                messages = [*messages, printed("assistant", text), printed("user", f"{number}?")]
+                messages = [*messages, by("assistant", text), by("user", f"{number}?")]
         return 1.0
 
     batch = await batch_of(harness, plain)
@@ -191,7 +191,7 @@ async def test_anthropics_messages_call_tools_and_get_their_results(
             "max_tokens": 12,
             "system": [{"type": "text", "text": "be brief", "cache_control": {"type": "x"}}],
             "tools": tools,
-            "messages": [printed("user", "what now")],
+            "messages": [by("user", "what now")],
         }
         calls = 0
         for _ in range(3):
@@ -250,7 +250,7 @@ def received(events: list[tuple[str, Any]]) -> list[dict[str, Any]]:
 async def test_openais_tools_are_called_and_answered(calling: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
         tools: Any = [{"type": "function", "function": {"name": "look", "parameters": LOOK}}]
-        messages: Any = [printed("user", "what now")]
+        messages: Any = [by("user", "what now")]
         calls = 0
         async with client(session) as api:
             for _ in range(3):
@@ -264,7 +264,7 @@ async def test_openais_tools_are_called_and_answered(calling: ModelTokenizer):
                     text += delta.content or ""
                     called += [each.model_dump() for each in delta.tool_calls or ()]
                 calls += len(called)
-                messages.append({**printed("assistant", text), "tool_calls": called})
+                messages.append({**by("assistant", text), "tool_calls": called})
                 messages += [
                     {"role": "tool", "tool_call_id": each["id"], "content": "rain"}
                     for each in called
@@ -329,7 +329,7 @@ async def test_a_refit_and_a_dead_engine_in_the_middle_of_a_stream_are_not_seen(
     async def harness(session: Session, prompt: Prompt) -> float:
         async with client(session) as api:
             stream = await api.chat.completions.create(
-                model="m", messages=[printed("user", "go on")], stream=True
+                model="m", messages=[by("user", "go on")], stream=True
             )
             events = [event async for event in stream]
         assert events[-1].choices[0].finish_reason == "length"
@@ -356,7 +356,7 @@ async def test_a_refit_and_a_dead_engine_in_the_middle_of_a_stream_are_not_seen(
 
 async def test_a_client_that_leaves_takes_its_turn_along_and_nothing_else(plain: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
-        body = {"messages": [printed("user", "go on")]}
+        body = {"messages": [by("user", "go on")]}
         for stream in (False, True):
             leaving = asyncio.ensure_future(
                 events_of(session, "chat/completions", body)
@@ -377,119 +377,100 @@ async def test_a_client_that_leaves_takes_its_turn_along_and_nothing_else(plain:
 
 
 DEEP: Any = functools.reduce(lambda inner, _: [inner], range(900), None)
-REFUSED = [
-    ("chat/completions", {"messages": []}, "$.messages"),
-    ("chat/completions", {"messages": [{"content": "x"}]}, "role"),
-    ("chat/completions", {"messages": [printed("king", "x")]}, "refuses"),
-    ("chat/completions", {"messages": [printed("user", "x")], "n": 3}, "one answer"),
-    ("chat/completions", {"messages": [printed("user", "x")], "logprobs": True}, "logprobs"),
-    ("chat/completions", {"messages": [printed("user", "x")], "sing": 1}, "sing"),
-    ("chat/completions", {"messages": [printed("user", "x")], "max_tokens": -1}, "max_tokens"),
-    ("chat/completions", {"messages": [printed("user", "x")], "stop": ["two"]}, "stop"),
-    ("chat/completions", {"messages": [printed("user", "x")], "stop": ["x"] * 65}, "at most 64"),
-    ("completions", {"prompt": "x", "stop": "x" * 4097}, "at most 4096 characters"),
-    ("chat/completions", {"messages": [printed("user", "x" * (2**23 + 1))]}, "at most 8388608"),
-    ("generate", {"text": "x" * (2**23 + 1)}, "at most 8388608 characters"),
-    ("chat/completions", {"messages": [], "user": [[]] * 2**21}, "quotes and opening brackets"),
-    (
-        "chat/completions",
-        {"messages": [printed("user", "x")], "tool_choice": "look"},
-        "tool_choice",
-    ),
-    (
-        "chat/completions",
-        {
-            "messages": [printed("user", "x")],
-            "tool_choice": "required",
-            "tools": [{"type": "function", "function": {"name": "look"}}],
-        },
-        "nothing makes the policy call",
-    ),
-    ("chat/completions", {"messages": "x"}, "messages"),
-    ("chat/completions", [1], "array"),
-    ("completions", {"prompt": []}, "empty"),
-    ("completions", {"prompt": ["a", "b"]}, "several"),
-    ("completions", {"prompt": [-5, 2**40]}, "token ids"),
-    ("generate", {"sampling_params": {}}, "text, input_ids"),
-    ("generate", {"text": "x", "sampling_params": {"n": 2}}, "n is 2"),
-    ("generate", {"text": "x", "image_data": "data:,"}, "images"),
+CHAT, TEXT, IDS, CLAUDE = "chat/completions", "completions", "generate", "v1/messages"
+LOOKS = [{"type": "function", "function": {"name": "look"}}]
+
+
+def block(role: str, **content: Any) -> dict[str, Any]:
+    """Anthropic's body with one message of one block."""
+    return {"messages": [{"role": role, "content": [content]}]}
+
+
+def calling_with(arguments: Any) -> dict[str, Any]:
+    """OpenAI's body with a call of a tool."""
+    call = {"function": {"name": "a", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    (CHAT, {"messages": []}, "at least one message, got none"),
+    (CHAT, {"messages": [{"content": "x"}]}, "role"),
+    (CHAT, {"messages": [by("king", "x")]}, "refuses"),
+    (CHAT, {"n": 3}, "one answer"),
+    (CHAT, {"logprobs": True}, "logprobs"),
+    (CHAT, {"sing": 1}, "sing"),
+    (CHAT, {"max_tokens": -1}, "max_tokens"),
+    (CHAT, {"stop": ["two"]}, "stop"),
+    (CHAT, {"stop": ["x"] * 65}, "at most 64"),
+    (CHAT, {"messages": [by("user", "x" * (2**23 + 1))]}, "at most 8388608"),
+    (CHAT, {"messages": [], "user": [[]] * 2**21}, "quotes and opening brackets"),
+    (CHAT, {"tool_choice": "look"}, "tool_choice"),
+    (CHAT, {"tool_choice": "required", "tools": LOOKS}, "nothing makes the policy call"),
+    (CHAT, {"messages": "x"}, "messages"),
+    (CHAT, [1], "array"),
+    (CHAT, calling_with(DEEP), "no JSON"),
+    (TEXT, {"prompt": "x", "stop": "x" * 4097}, "at most 4096 characters"),
+    (TEXT, {"prompt": []}, "empty"),
+    (TEXT, {"prompt": ["a", "b"]}, "one text"),
+    (TEXT, {"prompt": [-5, 2**40]}, "token ids"),
+    (IDS, {"text": "x" * (2**23 + 1)}, "at most 8388608 characters"),
+    (IDS, {"sampling_params": {}}, "text, input_ids"),
+    (IDS, {"text": "x", "sampling_params": {"n": 2}}, "must be 1, got 2"),
+    (IDS, {"text": "x", "image_data": "data:,"}, "images"),
+    (IDS, {"text": "x", "lora_path": "x"}, "no adapter is served"),
     *[
-        ("generate", {"text": "x", "sampling_params": {name: value}}, name)
-        for name, value in (
-            ("stop", 5),
-            ("stop", [5]),
-            ("stop", {"a": 1}),
-            ("stop", [["a"]]),
-            ("max_new_tokens", "5"),
-            ("max_new_tokens", [1]),
-            ("max_new_tokens", 1.5),
-            ("n", [1]),
-            ("skip_special_tokens", "x"),
-        )
+        (IDS, {"text": "x", "sampling_params": {name: value}}, name)
+        for name, values in {
+            "stop": (5, [5], {"a": 1}, [["a"]]),
+            "max_new_tokens": ("5", [1], 1.5),
+            "n": ([1],),
+            "skip_special_tokens": ("x",),
+        }.items()
+        for value in values
     ],
+    (CLAUDE, {"messages": [by("user", "x"), by("assistant", "I th")]}, "of the user"),
+    (CLAUDE, {"messages": []}, "must end with a message of the user"),
+    (CLAUDE, {"max_tokens": None}, "max_tokens"),
+    (CLAUDE, {"messages": [by("tool", "x")]}, "role"),
+    (CLAUDE, {"thread": {"type": "create"}}, "thread"),
+    (CLAUDE, block("user", type="song"), "'song' - at `$.messages[0].content[0].type`"),
+    (CLAUDE, {"tools": [{"type": "bash"}]}, "tool"),
+    (CLAUDE, {"tools": [{"name": "x", "input_schema": {}, "description": 5}]}, "description"),
     (
-        "chat/completions",
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"function": {"name": "a", "arguments": DEEP}}],
-                }
-            ]
-        },
-        "no JSON",
-    ),
-    (
-        "v1/messages",
-        {"messages": [printed("user", "x"), printed("assistant", "I th")], "max_tokens": 5},
-        "ends with one of the assistant",
-    ),
-    ("v1/messages", {"messages": [], "max_tokens": 5}, "$.messages"),
-    ("v1/messages", {"messages": [printed("user", "x")]}, "max_tokens"),
-    ("v1/messages", {"messages": [printed("tool", "x")], "max_tokens": 5}, "role"),
-    (
-        "v1/messages",
-        {"messages": [printed("user", "x")], "max_tokens": 5, "thread": {"type": "create"}},
-        "thread",
-    ),
-    (
-        "v1/messages",
-        {"messages": [{"role": "user", "content": [{"type": "song"}]}], "max_tokens": 5},
-        "'song' - at `$.messages[0].content[0].type`",
-    ),
-    (
-        "v1/messages",
-        {"messages": [printed("user", "x")], "max_tokens": 5, "tools": [{"type": "bash"}]},
-        "tool",
-    ),
-    (
-        "v1/messages",
-        {
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{}]}],
-                }
-            ],
-            "max_tokens": 5,
-        },
+        CLAUDE,
+        block("user", type="tool_result", tool_use_id="a", content=[{}]),
         "`type` - at `$.messages[0].content[0].content[0]`",
     ),
 ]
+"""Bodies that are refused, and what the refusal contains. A chat without messages gets one."""
+TWICE = b'{"messages": [], "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}'
+ANSWERED: list[tuple[str, Any]] = [
+    (CHAT, TWICE),
+    (CLAUDE, TWICE),
+    (IDS, {"text": ["x"]}),
+    (IDS, {"input_ids": [[5]]}),
+]
+"""Unusual bodies that the servers of these APIs answer: a name twice, a list of one prompt."""
 
 
 async def test_what_cannot_be_answered_is_refused_in_a_sentence(plain: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
+        usual = {CHAT: {"messages": [by("user", "x")]}, TEXT: {}, IDS: {}}
+        usual[CLAUDE] = usual[CHAT] | {"max_tokens": 5}
         for path, body, part in REFUSED:
+            body = usual[path] | body if isinstance(body, dict) else body
             status, answer = await posted(session, path, body)
             assert status == 400, (path, body, answer)
-            message = answer["error"]["message"]
-            assert any(each in message for each in part.split("|")), message
-            assert (answer.get("type") == "error") == path.endswith("messages")
+            assert part in answer["error"]["message"]
+            assert (answer.get("type") == "error") == (path == CLAUDE)
+        for path, body in ANSWERED:
+            status, answer = await posted(session, path, body)
+            assert status == 200, (path, body, answer)
+            assert isinstance(answer, list) == (path == IDS)
         async with client(session) as api:
             with pytest.raises(openai.BadRequestError, match="one answer"):
-                await api.chat.completions.create(model="m", messages=[printed("user", "x")], n=2)
-            await api.chat.completions.create(model="m", messages=[printed("user", "x")])
+                await api.chat.completions.create(model="m", messages=[by("user", "x")], n=2)
+            await api.chat.completions.create(model="m", messages=[by("user", "x")])
         return 1.0
 
     batch = await batch_of(harness, plain)
@@ -513,10 +494,8 @@ async def test_what_takes_long_is_done_beside_the_loop(
 
     async def harness(session: Session, prompt: Prompt) -> float:
         tools = [{"type": "function", "function": {"name": "look", "description": "x" * 20_000}}]
-        reply = await session.chat(
-            [printed("user", "x")], tools=tools if large == "tools" else None
-        )
-        await session.chat([printed("user", "x"), reply.message, printed("user", "y")])
+        reply = await session.chat([by("user", "x")], tools=tools if large == "tools" else None)
+        await session.chat([by("user", "x"), reply.message, by("user", "y")])
         return 1.0
 
     if large == "answers":
@@ -532,7 +511,7 @@ async def test_a_key_is_good_for_its_session_alone(plain: ModelTokenizer):
     async with Sessions(tokenizer=plain) as sessions, scheduler(sessions) as rollouts:
         one, two = await sessions.next(), await sessions.next()
         assert one.key != two.key
-        body = {"messages": [printed("user", "x")]}
+        body = {"messages": [by("user", "x")]}
         for key in ("", "none", two.key, sessions.launcher_key, one.key[:-1], "ü" + one.key):
             for name in ("x-api-key", "Authorization"):
                 given = key if name == "x-api-key" else f"Bearer {key}"
@@ -550,7 +529,7 @@ async def test_a_key_is_good_for_its_session_alone(plain: ModelTokenizer):
             async with http.post("/sessions/x/y", json={}) as answer:
                 assert answer.status == 404
         for session in (one, two):
-            await session.chat([printed("user", "x")])
+            await session.chat([by("user", "x")])
             session.done(1.0)
         await rollouts.next_batch()
         status, answer = await posted(one, "chat/completions", body)
@@ -575,7 +554,7 @@ async def test_a_launcher_elsewhere_takes_sessions_and_reports(plain: ModelToken
                 assert status == 200
                 assert session["prompt"]["metadata"] == {"task": "task 0"}
                 async with AsyncOpenAI(base_url=session["url"], api_key=session["key"]) as api:
-                    await api.chat.completions.create(model="m", messages=[printed("user", "x")])
+                    await api.chat.completions.create(model="m", messages=[by("user", "x")])
                 return session
 
             first, second = await taken(), await taken()
@@ -606,13 +585,13 @@ async def test_a_harness_finds_its_session_again_at_the_same_address(
     async def step(url: str, key: str, messages: list[Any]) -> None:
         async with AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as api:
             answer = await api.chat.completions.create(model="m", messages=messages)
-        messages += [answer.choices[0].message.model_dump(exclude_none=True), printed("user", "on")]
+        messages += [answer.choices[0].message.model_dump(exclude_none=True), by("user", "on")]
 
     async with Sessions(**fixed) as sessions, scheduler(sessions, store=store):
         port = int(sessions.url.rpartition(":")[2])
         for _ in range(2):
             session = await sessions.next()
-            messages = found[session.key] = [session.url, printed("user", "go")]
+            messages = found[session.key] = [session.url, by("user", "go")]
             await step(session.url, session.key, messages[1:])
             url, *said_so = messages
             for _ in range(2):
@@ -645,7 +624,7 @@ async def test_a_session_may_go_on_later_while_no_scheduler_is_open(
     plain: ModelTokenizer, tmp_path: Path, stored: bool
 ):
     store = SqliteStore(tmp_path / "store", inline=True) if stored else None
-    body = {"messages": [printed("user", "x")]}
+    body = {"messages": [by("user", "x")]}
 
     async def heard(session: Session, http: aiohttp.ClientSession) -> set[tuple[int, str | None]]:
         """What an agent is answered, and a launcher that reports."""
@@ -685,7 +664,7 @@ async def test_a_session_may_go_on_later_while_no_scheduler_is_open(
 
 async def test_a_refusal_of_an_engine_is_an_answer_with_its_status(plain: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
-        long = [printed("user", "x" * 600)]
+        long = [by("user", "x" * 600)]
         for path in ("chat/completions", "v1/messages"):
             for stream in (False, True):
                 body = {"messages": long, "max_tokens": 5, "stream": stream}
@@ -695,7 +674,7 @@ async def test_a_refusal_of_an_engine_is_an_answer_with_its_status(plain: ModelT
         async with client(session) as api:
             with pytest.raises(openai.BadRequestError, match="KV cache"):
                 await api.chat.completions.create(model="m", messages=long, stream=True)
-            await api.chat.completions.create(model="m", messages=[printed("user", "x")])
+            await api.chat.completions.create(model="m", messages=[by("user", "x")])
         return 1.0
 
     fleet = SimFleet(2, kv_tokens=500, vocab_size=ASCII, eos_token_id=END, time_scale=0.2)
@@ -730,7 +709,7 @@ async def test_a_session_that_its_launcher_has_not_got_is_offered_again(
                 await until(lambda: held[0].taken)
                 await asyncio.sleep(0.1)
             if how == "has asked":
-                await held[0].chat([printed("user", "x")])
+                await held[0].chat([by("user", "x")])
             # An answer in the buffer that nobody has read resets the connection.
             broken.close()
         if how == "has asked":
@@ -738,8 +717,8 @@ async def test_a_session_that_its_launcher_has_not_got_is_offered_again(
                 await sessions.next(0.3)
         else:
             assert await sessions.next(30) is held[0]
-            await held[0].chat([printed("user", "x")])
-        await held[1].chat([printed("user", "x")])
+            await held[0].chat([by("user", "x")])
+        await held[1].chat([by("user", "x")])
         for session in held:
             session.done(1.0)
         await rollouts.next_batch()

@@ -15,11 +15,11 @@ from aprilsched.cli.runs.config_file import as_toml
 from aprilsched.cli.runs.settings import RunSettings
 from aprilsched.config import Retries
 from aprilsched.errors import MemberLost
+from aprilsched.observe.figures.figures import Figures
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.observe.figures.table import FIGURES, Moment, values_at
-from aprilsched.observe.live.live_model import LiveModel, RunFacts
-from aprilsched.observe.live.view import figure_texts
+from aprilsched.observe.live import figure_texts, phases
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.run_folder import RunFolder
 from aprilsched.observe.log.writing import EventLog
@@ -54,7 +54,6 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
     folder = tmp_path / "run"
     log, summary = EventLog(folder / "events.jsonl", patient=True), Summary(trainer_waits=True)
     figures = LiveFigures(meter=summary.meter, batch_groups=1, clock=None)
-    model = LiveModel(RunFacts(title="agents", batches=1, batch_groups=1), figures)
     config = SchedulerConfig(
         batch_groups=1,
         group_size=MEMBERS,
@@ -73,17 +72,17 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
             [Prompt(input_ids=np.array([1]), metadata={"gone": {}})],
             episode=sessions,
             config=config,
-            listeners=[log, summary, figures, model],
+            listeners=[log, summary, figures],
         ) as rollouts,
     ):
         waiting = asyncio.create_task(rollouts.next_batch())
-        phases: set[str] = set()
+        seen: set[str] = set()
         while not waiting.done():
             await asyncio.sleep(0.1)
-            snapshot = model.snapshot()
-            assert sum(snapshot.in_flight.values()) <= MEMBERS
-            phases |= snapshot.in_flight.keys()
-        assert {"decoding", "using tools", "scoring"} <= phases
+            found = phases(figures)
+            assert sum(found.values()) <= MEMBERS
+            seen |= found.keys()
+        assert {"decoding", "using tools", "scoring"} <= seen
         batch = await waiting
     log.close()
 
@@ -103,9 +102,7 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
         part for (part,) in values_at(FIGURES["batch/rollout_seconds"], Moment(figures=figures))
     }
     assert received == parts.keys()
-    recent = model.snapshot().recent
-    assert recent is not None
-    assert "turns 3.00" in figure_texts(recent)
+    assert "turns 3.00" in figure_texts(Figures.over(figures.recent))
 
     assert read_run(folder).summary.rollout_seconds == pytest.approx(
         {part: spent / MEMBERS for part, spent in parts.items()}, abs=1e-4
@@ -121,7 +118,6 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
 async def test_a_session_that_no_launcher_has_taken_is_seen(tmp_path: Path):
     tokenizer = load_tokenizer(bytes_tokenizer(tmp_path / "tokenizer"))
     figures = LiveFigures(clock=None)
-    model = LiveModel(RunFacts(title="agents", batches=1, batch_groups=1), figures)
     config = SchedulerConfig(batch_groups=1, group_size=2, over_provision=1.0)
     async with (
         Sessions(tokenizer=tokenizer) as sessions,
@@ -130,20 +126,20 @@ async def test_a_session_that_no_launcher_has_taken_is_seen(tmp_path: Path):
             [Prompt(input_ids=np.array([1]))],
             episode=sessions,
             config=config,
-            listeners=[figures, model],
+            listeners=[figures],
         ) as rollouts,
     ):
         waiting = asyncio.create_task(rollouts.next_batch())
         await asyncio.sleep(1)
-        assert model.snapshot().in_flight == {"waiting for an agent": 2}
+        assert phases(figures) == {"waiting for an agent": 2}
         first, second = await sessions.next(), await sessions.next()
         await asyncio.sleep(1)
-        assert model.snapshot().in_flight == {"using tools": 2}
+        assert phases(figures) == {"using tools": 2}
         for session in (first, second):
             await session.complete([7, 8], max_tokens=5)
         first.done(later=True)
         second.done(1.0)
         await asyncio.sleep(1)
-        assert model.snapshot().in_flight == {"scoring": 1}
+        assert phases(figures) == {"scoring": 1}
         first.score(2.0)
         await waiting

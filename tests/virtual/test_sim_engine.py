@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
-from aprilsched.kernel.engines.base import Chunk, Engine, Fleet, GenerationRequest
-from aprilsched.kernel.engines.refit import RefitFromDisk
-from aprilsched.kernel.weights.publisher import WeightPublisher
+from aprilsched.kernel.engines.base import Chunk, Engine, GenerationRequest
 from aprilsched.simulation.engine import SimEngine, SimFleet, SimPublisher, run_virtual
 from aprilsched.simulation.workload import LongTailWorkload
 from tests.support.loop import PatientLoop
@@ -43,41 +41,6 @@ async def collect(engine: Engine, sent: GenerationRequest) -> Outcome:
     return outcome
 
 
-def test_the_parts_satisfy_their_protocols() -> None:
-    fleet: Fleet = SimFleet(engines=2)
-    engine: Engine = fleet.engines[0]
-    publisher: WeightPublisher = SimPublisher()
-    assert isinstance(engine, RefitFromDisk)
-    assert [e.name for e in fleet.engines] == ["sim-0", "sim-1"]
-    assert engine.capabilities.version_spans
-    assert engine.capabilities.flush_while_paused
-    assert publisher is not None
-
-
-@each_row("flush", [True, False])
-async def test_pause_refit_resume_inside_a_stream(flush: bool) -> None:
-    async with opened() as (fleet, engine):
-        loop = asyncio.get_running_loop()
-        task = asyncio.create_task(collect(engine, request("a", 300)))
-        await asyncio.sleep(0.5)
-        asked = loop.time()
-        await engine.pause("retract")
-        assert 2e-3 <= loop.time() - asked <= 6e-3
-        await engine.pause("retract")
-        if flush:
-            await engine.flush()
-        published = await SimPublisher().publish(5, fleet.engines)
-        assert published == {"sim-0": None}
-        assert await engine.version() == 5
-        await asyncio.sleep(10)
-        assert not task.done()
-        await engine.resume()
-        await engine.resume()
-        outcome = await task
-        assert [version for version, _, _ in outcome.spans] == [0, 5]
-        assert outcome.spans[-1][2] == 300
-
-
 async def test_refit_takes_its_time_and_wants_a_pause() -> None:
     async with opened(refit_seconds=0.25) as (_, engine):
         loop = asyncio.get_running_loop()
@@ -95,18 +58,6 @@ async def test_refit_takes_its_time_and_wants_a_pause() -> None:
         assert loop.time() - asked == pytest.approx(0.25)
         await engine.resume()
         await task
-
-
-async def test_bad_requests_are_refused_and_leave_the_first_alone() -> None:
-    async with opened(kv_tokens=5000) as (_, engine):
-        task = asyncio.create_task(collect(engine, request("a", 100)))
-        await asyncio.sleep(0.1)
-        with pytest.raises(EngineRejected, match="in use") as refused:
-            await collect(engine, request("a", 100))
-        assert refused.value.status == 400
-        with pytest.raises(EngineRejected, match="fewer tokens"):
-            await collect(engine, request("b", 10_000))
-        assert (await task).last.finish == "length"
 
 
 async def test_weights_from_disk_are_known_by_their_content(tmp_path: Path) -> None:
@@ -183,16 +134,6 @@ async def test_a_crash_breaks_streams_and_a_restart_begins_again() -> None:
         await engine.restart()
         assert await engine.version() == 0
         assert (await collect(engine, request("a", 10))).last.finish == "length"
-
-
-async def test_publishing_reports_each_engine() -> None:
-    fleet = SimFleet(engines=2)
-    await fleet.open()
-    fleet.engines[1].crash()
-    results = await SimPublisher(lambda version: 0).publish(4, fleet.engines)
-    assert results["sim-0"] is None
-    assert isinstance(results["sim-1"], EngineUnreachable)
-    await fleet.close()
 
 
 @each_row(

@@ -9,10 +9,8 @@ from pathlib import Path
 import pytest
 
 from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
-from aprilsched.kernel.engines.refit import SleepingEngine, TakesAdapters
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.weights.lora import LoraPublisher
-from aprilsched.kernel.weights.publisher import AdapterPublisher, RepublishingPublisher
 from aprilsched.simulation.engine import SimAdapterPublisher, SimEngine, run_virtual
 from aprilsched.testing.contract import Stream, whole
 from tests.sglang.adapter_contract import (
@@ -52,16 +50,6 @@ async def test_updates_in_parts_have_a_beginning_and_an_end():
         await engine.close()
 
 
-async def test_memory_calls_in_a_wrong_order_fail_and_change_nothing():
-    async with served() as server, Raw(server.url) as raw:
-        body = {"tags": ["weights"]}
-        assert (await raw.post("/release_memory_occupation", body))[0] == 500
-        await raw.post("/pause_generation", {"mode": "retract"})
-        assert (await raw.post("/resume_memory_occupation", body))[0] == 500
-        assert (await raw.post("/release_memory_occupation", {}))[0] == 200
-        assert (await raw.post("/resume_memory_occupation", {}))[0] == 200
-
-
 async def test_an_engine_that_is_started_again_has_all_its_memory():
     """A new server has all its memory, whatever the one before it had released."""
     async with served() as server:
@@ -78,17 +66,6 @@ async def test_an_engine_that_is_started_again_has_all_its_memory():
         await engine.resume()
         assert len(await whole(engine, adapted(None, 8))) == 8
         await engine.close()
-
-
-def test_the_parts_satisfy_their_protocols(tmp_path: Path):
-    engine = SimEngine()
-    assert isinstance(engine, TakesAdapters)
-    assert isinstance(engine, SleepingEngine)
-    assert isinstance(SimAdapterPublisher(), AdapterPublisher)
-    publisher = LoraPublisher(tmp_path, lambda path: None)
-    assert isinstance(publisher, AdapterPublisher)
-    assert isinstance(publisher, RepublishingPublisher)
-    assert publisher.adapter_name(7) == "policy-v7"
 
 
 async def test_what_cannot_be_published_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

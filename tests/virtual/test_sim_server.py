@@ -75,43 +75,6 @@ async def test_memory_calls_in_a_wrong_order_say_what_is_wrong(engine: SGLangEng
         await engine.resume()
 
 
-@each_row("straggler", ["retract", "in_place", "abort"])
-async def test_a_scheduler_runs_on_two_of_them(tmp_path: Path, straggler: StragglerRule):
-    weights = two_weights(tmp_path)
-    config = SchedulerConfig(
-        batch_groups=3, group_size=2, over_provision=2.0, straggler=straggler, max_staleness=8
-    )
-    prompts = LongTailWorkload(
-        median=60, sigma=0.9, cap=600, group_size=2, count=24, vocab_size=512, seed=5
-    )
-    seen: list[int] = []
-    segments: set[int] = set()
-    async with served(admin_key=KEY) as first, served(admin_key=KEY) as second:
-        fleet = SGLangFleet([first.url, second.url], admin_key=KEY, stream_interval=INTERVAL)
-        async with RolloutScheduler(fleet, prompts, config=config) as rollouts:
-            for index in range(4):
-                batch = await rollouts.next_batch()
-                assert batch.version == index
-                for rollout in batch.rollouts:
-                    seen.append(rollout.rollout_id)
-                    segments.add(len(rollout.segments))
-                    assert rollout.versions_exact
-                    assert len(rollout.token_ids) == len(rollout.versions) > 0
-                await rollouts.update_weights(DiskPublisher(weights[index % 2]))
-            counters = rollouts.state.in_flight.counters
-        assert len(seen) == len(set(seen)) == 4 * 6
-        assert max(segments) > 1, "a straggler of several versions was delivered"
-        assert counters.launched >= len(seen)
-        for server in (first, second):
-            assert server.engine.batcher.running + server.engine.batcher.waiting == 0
-
-
-async def test_a_wrong_admin_key_is_named():
-    async with served(admin_key=KEY) as server:
-        with pytest.raises(EngineRejected, match="as admin_key"):
-            await SGLangEngine(server.url, admin_key="wrong").open()
-
-
 async def test_stopping_breaks_open_streams(tmp_path: Path):
     server = served()
     await server.start()

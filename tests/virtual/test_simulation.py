@@ -20,7 +20,7 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import Event, Opened
 from aprilsched.kernel.shell import RolloutScheduler
-from aprilsched.planning.presets import april, auto, copris, sync
+from aprilsched.planning.presets import april, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
 from aprilsched.simulation.engine import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.simulation.workload import Empirical, LongTailWorkload
@@ -203,7 +203,7 @@ def test_batches_of_like_length_are_far_from_the_law_and_others_are_not() -> Non
     assert buckets.length_distance > 1.8 * buckets.iid_length_distance
 
 
-def test_a_result_has_the_arrays_and_the_picture_of_its_run() -> None:
+def test_a_result_has_the_arrays_of_its_run() -> None:
     config = april(SchedulerConfig(batch_groups=8, group_size=4))
     result = simulate(LongTailWorkload(median=60, cap=600), config, engines=2, batches=12, seed=3)
     summary = result.summary
@@ -214,28 +214,6 @@ def test_a_result_has_the_arrays_and_the_picture_of_its_run() -> None:
     assert result.step_s.sum() == pytest.approx(summary.seconds.wall, rel=0.05)
     assert result.usage is not None
     assert result.usage.seconds.sum() == pytest.approx(2 * result.usage.wall)
-    (axes,) = result.plot(title="what engines do").axes
-    assert axes.get_xlabel() == "seconds"
-    with pytest.raises(ValueError, match="usage=False"):
-        simulate(LongTailWorkload(median=60), config, batches=1, usage=False).plot()
-
-
-def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[str]) -> None:
-    config = SchedulerConfig(batch_groups=8, group_size=4)
-    workload = LongTailWorkload(median=200, cap=2000)
-    recipes = {"sync": sync, "april": april, "auto": auto}
-    results = {
-        name: simulate(workload, recipe(config), batches=16, seed=1, progress=True)
-        for name, recipe in recipes.items()
-    }
-    found = compare(results)
-    assert [row.policy for row in found.policies] == list(recipes)
-    assert found.baseline == "sync"
-    assert found.fastest in ("april", "auto")
-    assert found.policies[0].speedup == 1.0 < (found.policies[1].speedup or 0.0)
-    assert found.policies[2].schedule
-    first = [results[name].lengths for name in ("sync", "april")]
-    assert set(first[1].tolist()) & set(first[0].tolist())
 
 
 @each_row(
@@ -249,13 +227,7 @@ def test_recipes_are_compared_on_the_same_lengths(capsys: pytest.CaptureFixture[
         ({"seed": 0.5}, "seed is 0.5 (float); give a whole number."),
         ({"config": april}, "config is april; give april(config), which is a SchedulerConfig."),
         ({"config": "slime"}, "config is 'slime' (str); give slime(config)"),
-        ({"costs": 3.0}, "costs is 3.0 (float); give Costs(train_seconds=…)."),
-        ({"engine": "h200"}, "engine is 'h200' (str); give a SimConfig, or a list"),
-        ({"engine": [MODEL, None], "engines": 2}, "give a SimConfig, or a list"),
         ({"engine": [MODEL, MODEL], "engines": 3}, "3 engines and settings for 2; give one"),
-        ({"workload": 7}, "the workload is 7 (int); give prompts"),
-        ({"workload": LongTailWorkload}, "give prompts, such as LongTailWorkload()."),
-        ({"workload": [[1, 2]]}, "the workload gave [1, 2] (list); let it give a Prompt each."),
         ({"train_seconds": "one"}, "train_seconds is 'one'; give a finite number, 0 or more."),
         ({"train_seconds": -1.0}, "train_seconds is -1.0; give a finite number, 0 or more."),
     ],
@@ -296,6 +268,7 @@ def test_a_step_is_whole_whoever_waits_for_the_trainer() -> None:
     }
     found = compare(results)
     assert found.fastest == found.best == "apart"
+    assert found.baseline == "sync"
     rows = {row.policy: row for row in found.policies}
     assert (rows["april"].efficiency or 0.0) > (rows["apart"].efficiency or 0.0)
     assert (rows["apart"].step_efficiency or 0.0) > (rows["april"].step_efficiency or 0.0)

@@ -9,7 +9,7 @@ import pytest
 from aprilsched import Batch, RolloutScheduler, SimFleet, SimPublisher
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.engine import run_virtual
-from tests.support.checking import Checking
+from tests.support.checking import checked
 from tests.support.small import config, workload
 from tests.support.table import each_row
 
@@ -20,22 +20,18 @@ async def streamed(rollouts: RolloutScheduler) -> list[Batch]:
     return [part async for part in rollouts.stream()]
 
 
-@each_row("pace", ["synchronous", "asynchronous"])
-@each_row("straggler", ["retract", "abort", "in_place"])
+@each_row(
+    ("pace", "straggler"),
+    [("synchronous", "retract"), ("asynchronous", "abort"), ("asynchronous", "in_place")],
+)
 def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(
     pace: str, straggler: str
 ):
     """The trainer does nothing in between, so every batch has the same groups and tokens."""
 
     async def run(by_group: bool) -> list[dict[int, bytes]]:
-        listener = Checking()
-        scheduler = RolloutScheduler(
-            SimFleet(2, stream_interval=16),
-            workload(),
-            config=config(pace=pace, straggler=straggler),
-            listeners=[listener],
-        )
-        listener.scheduler = scheduler
+        settings = config(pace=pace, straggler=straggler)
+        scheduler = checked(SimFleet(2, stream_interval=16), workload(), config=settings)
         found: list[dict[int, bytes]] = []
         async with scheduler as rollouts:
             for number in range(5):

@@ -75,30 +75,24 @@ def test_a_step_has_every_figure():
     assert kept.steps[3]["run/rollouts_dropped"] > 0
 
 
-def test_without_figures_it_keeps_its_own():
-    kept = Kept()
-    with StepTracker(kept, LiveFigures(clock=None)) as given:
-        driven([given])
-    assert kept.steps == {}  # nobody feeds the figures that were given
-    with StepTracker(kept) as tracker:
-        driven([tracker])
-    assert set(kept.steps[3]) == KNOWN
-
-
 def test_a_tracker_that_fails_does_not_end_the_run(caplog: pytest.LogCaptureFixture):
     class Refusing(Kept):
         def write(self, step: int, figures: Mapping[str, float]) -> None:
             raise OSError("no route")
 
-    with caplog.at_level(logging.ERROR, logger="aprilsched"), StepTracker(Refusing()) as tracker:
-        assert len(driven([tracker])) == 4
+    figures = LiveFigures(clock=None)
+    with (
+        caplog.at_level(logging.ERROR, logger="aprilsched"),
+        StepTracker(Refusing(), figures) as tracker,
+    ):
+        assert len(driven([figures, tracker])) == 4
     assert isinstance(tracker.error, OSError)
     assert "the tracker test_a_tracker" in caplog.text
 
 
 def test_a_tracker_is_closed_though_no_batch_came():
     kept = Kept()
-    with StepTracker(kept):
+    with StepTracker(kept, LiveFigures(clock=None)):
         pass
     assert (kept.steps, kept.closed) == ({}, 1)
 
@@ -111,7 +105,7 @@ def test_a_tracker_whose_closing_hangs_does_not_hold_up_the_end(caplog: pytest.L
 
     may_go_on, hanging = threading.Event(), Hanging()
     with caplog.at_level(logging.WARNING, logger="aprilsched"):
-        with StepTracker(hanging, close_seconds=0.01):
+        with StepTracker(hanging, LiveFigures(clock=None), close_seconds=0.01):
             pass
         assert hanging.closed == 0
     assert "not done after 0.01 s" in caplog.text

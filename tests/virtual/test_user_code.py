@@ -33,7 +33,7 @@ from aprilsched.errors import (
     SchedulerClosed,
 )
 from aprilsched.fronts import blocking
-from aprilsched.fronts.remote import Raised
+from aprilsched.fronts.process import Raised
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.tasks import Tasks
@@ -547,7 +547,7 @@ def judged(rollout: Any, prompt: Any) -> float:
 
 
 @each_row(
-    ("arguments", "said"),
+    ("arguments", "printed"),
     [
         ({"reward": 1.0}, r"reward is a float; give .*\(rollout, prompt\)"),
         (
@@ -626,7 +626,7 @@ async def test_a_reward_that_always_fails_is_an_error_at_the_end_with_its_own_tr
 
 
 @each_row(
-    ("value", "said"),
+    ("value", "printed"),
     [
         (None, "None; return a number or a Score"),
         ("1.0", "'1.0'; return a number"),
@@ -669,7 +669,7 @@ async def never(group: Any) -> bool:
 
 
 @each_row(
-    ("functions", "failed", "said"),
+    ("functions", "failed", "printed"),
     [
         ({"reward": lies}, 9, "raised Lies, which cannot be printed"),
         ({"accept": forgets}, 9, "the accept function returned None; return True or False"),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from aprilsched import VLLMFleet
 from aprilsched.kernel.engines.vllm import VLLMEngine
 from tests.sglang.server import write_model
 from tests.vllm.server import ENVIRONMENT, VLLMServer, server_python
 
 KEY = "an-api-key-of-the-tests"
 INTERVAL = 16
+fleet = partial(VLLMFleet, api_key=KEY, stream_interval=INTERVAL)
 
 
 async def reset(url: str, weights: Path) -> None:

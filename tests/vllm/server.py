@@ -7,8 +7,6 @@ from pathlib import Path
 
 from tests.sglang.server import CpuServer
 
-__all__ = ["ENVIRONMENT", "VLLMServer", "server_python"]
-
 HERE = Path(__file__).parent
 ENVIRONMENT = "APRILSCHED_VLLM_PYTHON"
 

@@ -11,8 +11,7 @@ from aprilsched import Prompt
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from tests.sglang.recorded import Run, record
 from tests.sglang.seeing import check_seen, write_seeing
-from tests.vllm.conftest import reset
-from tests.vllm.held import fleet
+from tests.vllm.conftest import fleet, reset
 from tests.vllm.server import VLLMServer
 
 KIND = "idefics3"

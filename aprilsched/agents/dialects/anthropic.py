@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import msgspec
-from msgspec import Meta
 
 from aprilsched.agents.dialects.values import (
     Asked,
     Chat,
     Dialect,
     End,
-    Names,
     Part,
     Question,
     TextOptions,
@@ -103,7 +101,7 @@ class _Choice(msgspec.Struct, frozen=True):
 class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /v1/messages."""
 
-    messages: Annotated[list[_Message], Meta(min_length=1)]
+    messages: list[_Message]
     max_tokens: int
     model: str = ""
     system: _Parts = None
@@ -115,11 +113,8 @@ class MessagesBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _ask(body: MessagesBody) -> Asked:
-    if body.messages[-1].role == "assistant":
-        raise ConfigError(
-            "messages ends with one of the assistant, whose text a session does not continue; end "
-            "with one of the user."
-        )
+    if not body.messages or body.messages[-1].role == "assistant":
+        raise ConfigError("`messages` must end with a message of the user, which is answered.")
     if body.thread:
         raise ConfigError(_NO_THREAD)
     choice = "auto" if body.tool_choice is None else body.tool_choice.type
@@ -186,17 +181,27 @@ def _joined(content: str | Sequence[_Text | _Image] | None) -> str | list[Event]
     return [p.in_openai_form() for p in parts] if len(texts) < len(parts) else "\n".join(texts)
 
 
-class _Answer:
-    survives_failure: ClassVar[bool] = False
+def _frame(event: Event) -> bytes:
+    """Return a frame with the name of its event."""
+    return f"event: {event['type']}\n".encode() + frame_item(event)
 
-    def __init__(self, _: Asked, names: Names) -> None:
-        self._names = names
 
-    def first(self) -> Iterable[Event]:
-        return ()
+def _error(message: str, status: int) -> Event:
+    kind = _TYPES.get(status, "api_error")
+    details = {"details": _DETAILS[message]} if message in _DETAILS else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
-    def last(self, wholes: Sequence[Part]) -> Iterable[Event]:
-        return ()
+
+class Messages(Dialect):
+    """POST /v1/messages."""
+
+    body = MessagesBody
+    parse = staticmethod(_ask)
+    done = b""
+    ping = _frame({"type": "ping"})
+    frame = staticmethod(_frame)
+    error = staticmethod(_error)
+    stream_error = staticmethod(_error)
 
     def whole(self, wholes: Sequence[Part]) -> Event:
         (part,) = wholes
@@ -254,26 +259,3 @@ def _blocks(message: Event) -> list[Event]:
             {"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments}
         )
     return blocks
-
-
-def _frame(event: Event) -> bytes:
-    """Return a frame with the name of its event."""
-    return f"event: {event['type']}\n".encode() + frame_item(event)
-
-
-def _error(message: str, status: int) -> Event:
-    kind = _TYPES.get(status, "api_error")
-    details = {"details": _DETAILS[message]} if message in _DETAILS else {}
-    return {"type": "error", "error": {"type": kind, "message": message, **details}}
-
-
-ANTHROPIC = Dialect(
-    body=MessagesBody,
-    parse=_ask,
-    answer=_Answer,
-    error=_error,
-    stream_error=_error,
-    frame=_frame,
-    done=b"",
-    ping=_frame({"type": "ping"}),
-)

@@ -14,7 +14,6 @@ import msgspec
 from msgspec import Meta
 
 from aprilsched.agents.dialects.values import (
-    PING,
     Asked,
     Chat,
     Dialect,
@@ -26,16 +25,13 @@ from aprilsched.agents.dialects.values import (
     TextOptions,
     prompts_of,
 )
-from aprilsched.agents.serving.refusals import error_content
-from aprilsched.agents.serving.streams import DONE, Event, frame_item
+from aprilsched.agents.serving.streams import Event
 from aprilsched.errors import ConfigError
 
 _Count = Annotated[int, Meta(ge=1)]
 _MOST_CHOICES = 128
 _LEAST_LOGPROB = -9999.0
 """OpenAI's logprob of a token with probability 0."""
-_NEW_TOKENS = 16
-"""OpenAI's default of max_tokens for a completion."""
 
 
 class _StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -136,7 +132,7 @@ class CompletionBody(_Body, frozen=True, kw_only=True):
 class ChatBody(_Body, frozen=True, kw_only=True):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    messages: list[dict[str, Any]]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -152,6 +148,9 @@ class ChatBody(_Body, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        # Not a constraint of the field, which would also refuse an earlier value of a repeated one.
+        if not self.messages:
+            raise ConfigError("`messages` must have at least one message, got none.")
         if self.top_logprobs and not self.logprobs:
             raise ConfigError("top_logprobs needs logprobs; set it to true.")
 
@@ -249,19 +248,20 @@ def _ask(
     )
 
 
-class _CompletionAnswer:
-    survives_failure: ClassVar[bool] = False
+class Completions(Dialect):
+    """POST /v1/completions."""
+
+    body = CompletionBody
+    parse = staticmethod(_ask_completion)
+    default_tokens = 16  # OpenAI's default of max_tokens.
     kinds: ClassVar[tuple[str, str]] = ("text_completion", "text_completion")
     """The field ``object`` of a whole answer and of an event."""
 
     def __init__(self, asked: Asked, names: Names) -> None:
-        self._asked, self._names = asked, names
+        super().__init__(asked, names)
         self._created = int(time.time())
         self._offsets: dict[int, int] = {}
         """Characters of the tokens of each choice so far."""
-
-    def first(self) -> Iterable[Event]:
-        return ()
 
     def events(self, part: Part) -> Iterable[Event]:
         yield self._frame([self._choice(part, {"text": part.text})], self.kinds[1])
@@ -345,7 +345,12 @@ class _CompletionAnswer:
         }
 
 
-class _ChatAnswer(_CompletionAnswer):
+class Chats(Completions):
+    """POST /v1/chat/completions."""
+
+    body = ChatBody
+    parse = staticmethod(_ask_chat)
+    default_tokens = None
     kinds: ClassVar[tuple[str, str]] = ("chat.completion", "chat.completion.chunk")
 
     def first(self) -> Iterable[Event]:
@@ -386,26 +391,3 @@ class _ChatAnswer(_CompletionAnswer):
 
 def _entry(token: str, logprob: float) -> Event:
     return {"token": token, "bytes": list(token.encode()), "logprob": logprob}
-
-
-CHAT = Dialect(
-    body=ChatBody,
-    parse=_ask_chat,
-    answer=_ChatAnswer,
-    error=error_content,
-    stream_error=error_content,
-    frame=frame_item,
-    done=DONE,
-    ping=PING,
-)
-COMPLETIONS = Dialect(
-    body=CompletionBody,
-    parse=_ask_completion,
-    answer=_CompletionAnswer,
-    error=error_content,
-    stream_error=error_content,
-    frame=frame_item,
-    done=DONE,
-    ping=PING,
-    default_tokens=_NEW_TOKENS,
-)

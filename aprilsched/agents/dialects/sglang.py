@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from aprilsched.agents.dialects.values import (
-    PING,
     Asked,
     Dialect,
-    Names,
     Part,
     Question,
     TextOptions,
     prompts_of,
 )
-from aprilsched.agents.serving.refusals import error_content, error_event
-from aprilsched.agents.serving.streams import DONE, Event, frame_item
+from aprilsched.agents.serving.refusals import Refused, error_event
+from aprilsched.agents.serving.streams import Event
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.companions import Rows
-from aprilsched.types import MEDIA, Media
-
-_NEW_TOKENS = 128
-"""SGLang's default of max_new_tokens."""
+from aprilsched.types import MEDIA, Media, SamplingParams
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
@@ -130,20 +125,18 @@ def _ask(body: PromptsBody) -> Asked:
     )
 
 
-class _Answer:
-    survives_failure: ClassVar[bool] = True
+class Generate(Dialect):
+    """SGLang's /generate, for one or more prompts."""
 
-    def __init__(self, asked: Asked, names: Names) -> None:
-        self._asked, self._names = asked, names
-
-    def first(self) -> Iterable[Event]:
-        return ()
+    body = PromptsBody
+    parse = staticmethod(_ask)
+    default_tokens = 128  # SGLang's default of max_new_tokens.
+    is_native = True
+    survives_failure = True
+    stream_error = staticmethod(error_event)
 
     def events(self, part: Part) -> Iterable[Event]:
         yield self._event(part)
-
-    def last(self, wholes: Sequence[Part]) -> Iterable[Event]:
-        return ()
 
     def whole(self, wholes: Sequence[Part]) -> Event | list[Event]:
         events = [self._event(part) for part in wholes]
@@ -176,6 +169,23 @@ class _Answer:
         text = {} if part.text is None else {"text": part.text}
         index = {"index": part.index} if self._asked.is_listed else {}
         return {**text, "output_ids": part.token_ids, "meta_info": meta, **index}
+
+
+def check_vocabulary(size: int, input_ids: Sequence[int], sampling: SamplingParams) -> None:
+    """Refuse token ids that would kill the scheduler of an engine, in SGLang's words.
+
+    Raises:
+        Refused: if one is not from 0 to `size` - 1.
+    """
+    given: Mapping[str, Iterable[int | str]] = {
+        "input_ids must be": (min(input_ids), max(input_ids)),
+        "stop_token_ids must be": sampling.stop_token_ids,
+        "logit_bias must has keys": sampling.extra.get("logit_bias", ()),
+    }
+    for must_be, token_ids in given.items():
+        for each in token_ids:
+            if not (str(each).isdecimal() and int(each) < size):
+                raise Refused(f"{must_be} in [0, {size - 1}], got {each}.")
 
 
 def finish_reason(reason: str | None, *, tokens: int, last: int | str) -> dict[str, Any] | None:
@@ -228,17 +238,3 @@ def labelled(
         elif start < end:
             found.append({"version": label, "start": start, "end": end})
     return found
-
-
-GENERATE = Dialect(
-    body=PromptsBody,
-    parse=_ask,
-    answer=_Answer,
-    error=error_content,
-    stream_error=error_event,
-    frame=frame_item,
-    done=DONE,
-    ping=PING,
-    default_tokens=_NEW_TOKENS,
-    is_native=True,
-)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import msgspec
 
-from aprilsched.agents.serving.streams import Event
+from aprilsched.agents.serving.refusals import error_content
+from aprilsched.agents.serving.streams import DONE, Event, frame_item
 from aprilsched.errors import ConfigError
 from aprilsched.types import FinishReason, Int32Array
-
-B = TypeVar("B")
-
-PING = b": the policy is at work\n\n"
-"""A comment that keeps an SSE stream open; clients see no event."""
 
 _MOST_STOPS = 64
 _STOP_CHARACTERS = 4096
@@ -227,56 +224,55 @@ class Names:
     label: Callable[[], str]
 
 
-class Answer(Protocol):
-    """Renders the answer to one request.
-
-    Attributes:
-        survives_failure: whether an answer continues when one of its responses fails.
-    """
-
-    survives_failure: ClassVar[bool]
-
-    def first(self) -> Iterable[Event]:
-        """Return the first events of a stream."""
-        ...
-
-    def events(self, part: Part) -> Iterable[Event]:
-        """Return the events of a part."""
-        ...
-
-    def last(self, wholes: Sequence[Part]) -> Iterable[Event]:
-        """Return the events after the last part of each response; `wholes` are the responses."""
-        ...
-
-    def whole(self, wholes: Sequence[Part]) -> Any:
-        """Return the answer as a whole."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Dialect(Generic[B]):
-    """One API: how it parses requests and renders answers.
+class Dialect(ABC):
+    """One API: the class parses requests, and an instance renders the answer to one of them.
 
     Attributes:
         body: the type of a request body.
-        parse: parses a body; raises ConfigError if no server could answer it.
-        answer: the class that renders the answer.
-        error: the content of an error with its status.
-        stream_error: the event for an error after a stream has started.
-        frame: encodes an event for the wire.
-        done: ends a stream on the wire.
-        ping: keeps a stream open on the wire.
         default_tokens: max tokens of a request that sets none; None for what fits the context.
         is_native: whether it is the engines' own API, which checks lengths and needs no text.
+        survives_failure: whether an answer continues when one of its responses fails.
+        done: ends a stream on the wire.
+        ping: keeps a stream open on the wire; clients see no event.
+        frame: encodes an event for the wire.
+        error: returns the content of an error with its status.
+        stream_error: returns the event for an error after a stream has started.
     """
 
-    body: type[B]
-    parse: Callable[[B], Asked]
-    answer: Callable[[Asked, Names], Answer]
-    error: Callable[[str, int], Event]
-    stream_error: Callable[[str, int], Event]
-    frame: Callable[[Event], bytes]
-    done: bytes
-    ping: bytes
-    default_tokens: int | None = None
-    is_native: bool = False
+    body: ClassVar[type[Any]]
+    default_tokens: ClassVar[int | None] = None
+    is_native: ClassVar[bool] = False
+    survives_failure: ClassVar[bool] = False
+    done: ClassVar[bytes] = DONE
+    ping: ClassVar[bytes] = b": the policy is at work\n\n"
+    frame: ClassVar[Callable[[Event], bytes]] = staticmethod(frame_item)
+    error: ClassVar[Callable[[str, int], Event]] = staticmethod(error_content)
+    stream_error: ClassVar[Callable[[str, int], Event]] = staticmethod(error_content)
+
+    def __init__(self, asked: Asked, names: Names) -> None:
+        self._asked, self._names = asked, names
+
+    @staticmethod
+    @abstractmethod
+    def parse(body: Any) -> Asked:
+        """Parse a body.
+
+        Raises:
+            ConfigError: if no server could answer it.
+        """
+
+    @abstractmethod
+    def whole(self, wholes: Sequence[Part]) -> Any:
+        """Return the answer as a whole."""
+
+    @abstractmethod
+    def events(self, part: Part) -> Iterable[Event]:
+        """Return the events of a part."""
+
+    def first(self) -> Iterable[Event]:
+        """Return the first events of a stream."""
+        return ()
+
+    def last(self, wholes: Sequence[Part]) -> Iterable[Event]:
+        """Return the events after the last part of each response; `wholes` are the responses."""
+        return ()

@@ -20,9 +20,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from aprilsched.agents.chat.openai_bodies import ForcedCalls, Message, for_template
-from aprilsched.agents.chat.tokenizer import ModelTokenizer
+from aprilsched.agents.dialects.sglang import check_vocabulary
 from aprilsched.agents.dialects.values import (
-    Answer,
     Asked,
     Chat,
     Dialect,
@@ -39,7 +38,7 @@ from aprilsched.agents.serving.refusals import Refused, as_json
 from aprilsched.agents.serving.streams import Item, send_stream
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.sampling import sampling_params
-from aprilsched.types import Media, Prompt, SamplingParams
+from aprilsched.types import Media, Prompt
 
 GROUP_HEADER = "X-Aprilsched-Group"
 """Header that names the group of a request's responses."""
@@ -49,7 +48,7 @@ _UNCHECKED = ("extra", "request", "keep")
 """Sampling parameters that pass other fields on unchecked."""
 
 
-def answer_in(dialect: Dialect[Any]) -> Handler:
+def answer_in(dialect: type[Dialect]) -> Handler:
     """Return the handler for the requests of a dialect."""
 
     async def handle(request: web.Request) -> web.StreamResponse:
@@ -70,20 +69,19 @@ def answer_in(dialect: Dialect[Any]) -> Handler:
         group = request.headers.get(GROUP_HEADER)
         asked_for = _new_responses(service, asked, inputs, fields, group, name)
         with service.admission.open(asked_for) as responses:
+            repeated = [each for each in inputs for _ in range(asked.n)]
             readings = [
                 Reading(
                     responses=service.responses,
                     response=response,
                     rules=each.rules,
                     detokenizer=service.texts.detokenizer(response.prompt, each.rules.skip_special),
-                    message=None if each.message is None else each.message(),
+                    message=None if each.parser is None else Message(each.parser()),
                     index=index,
                     likely=likely,
                     label_of=service.labels.__getitem__,
                 )
-                for index, (response, each) in enumerate(
-                    zip(responses, _repeated(inputs, asked.n), strict=True)
-                )
+                for index, (response, each) in enumerate(zip(responses, repeated, strict=True))
             ]
             names = Names(
                 answer=name,
@@ -91,11 +89,11 @@ def answer_in(dialect: Dialect[Any]) -> Handler:
                 token=service.texts.text_of,
                 label=lambda: service.label,
             )
-            answer = dialect.answer(asked, names)
+            answer = dialect(asked, names)
             if asked.stream:
                 service.clients.streams += 1
                 try:
-                    items = _items(service, dialect, asked, answer, readings)
+                    items = _items(service, asked, answer, readings)
                     return await send_stream(request, items)
                 finally:
                     service.clients.streams -= 1
@@ -110,11 +108,11 @@ def answer_in(dialect: Dialect[Any]) -> Handler:
 
 async def _items(
     service: Service,
-    dialect: Dialect[Any],
     asked: Asked,
-    answer: Answer,
+    answer: Dialect,
     readings: Sequence[Reading],
 ) -> AsyncGenerator[Item]:
+    dialect = type(answer)
     for event in answer.first():
         yield event
     try:
@@ -146,21 +144,17 @@ class _Input:
         ids: its token ids.
         rules: the text options of the response.
         new_tokens: max tokens of the response; None if its parameters set them.
-        message: makes the parser of the response's text; None if this is not a chat.
+        parser: makes the parser of the response's text; None if this is not a chat.
     """
 
     ids: Sequence[int]
     rules: TextRules
     new_tokens: int | None
-    message: Callable[[], Message] | None
-
-
-def _repeated(inputs: Sequence[_Input], n: int) -> list[_Input]:
-    return [each for each in inputs for _ in range(n)]
+    parser: Callable[[], Any] | None
 
 
 async def _inputs(
-    service: Service, dialect: Dialect[Any], asked: Asked, fields: dict[str, Any], size: int
+    service: Service, dialect: type[Dialect], asked: Asked, fields: dict[str, Any], size: int
 ) -> list[_Input]:
     """Return the tokens of each prompt; the prompts of a body have the same kind.
 
@@ -171,14 +165,13 @@ async def _inputs(
     """
     prompts = [each.prompt for each in asked.questions]
     first, skip_special = prompts[0], None
-    message: Callable[[], Message] | None = None
+    parser: Callable[[], Any] | None = None
     if isinstance(first, Chat):
         text = await _render(service, first, fields, size)
         tokenizer = service.texts.tokenizer
         # The delimiters of regions may be special tokens.
         skip_special = False if tokenizer.parses else None
-
-        message = partial(_message, tokenizer, first, text)
+        parser = ForcedCalls if first.forced else partial(tokenizer.parser, text, first.tools)
         # The template has already written the special tokens.
         several = await service.texts.encode_texts([text], service.context_tokens, special=False)
     elif isinstance(first, str):
@@ -195,14 +188,10 @@ async def _inputs(
             ids=ids,
             rules=_text_rules(service, question.text, skip_special),
             new_tokens=_new_tokens(service, dialect, question, ids),
-            message=message,
+            parser=parser,
         )
         for ids, question in zip(several, asked.questions, strict=True)
     ]
-
-
-def _message(tokenizer: ModelTokenizer, chat: Chat, text: str) -> Message:
-    return Message(ForcedCalls() if chat.forced else tokenizer.parser(text, chat.tools))
 
 
 async def _render(service: Service, chat: Chat, fields: dict[str, Any], size: int) -> str:
@@ -248,7 +237,7 @@ def _text_rules(service: Service, options: TextOptions, skip_special: bool | Non
 
 
 def _new_tokens(
-    service: Service, dialect: Dialect[Any], question: Question, ids: Sequence[int]
+    service: Service, dialect: type[Dialect], question: Question, ids: Sequence[int]
 ) -> int | None:
     wanted = question.max_tokens
     wanted = dialect.default_tokens if wanted is None else wanted
@@ -349,7 +338,8 @@ def _prompt_of(
     plain = fields.keys() - MEDIA_FIELDS.keys() - companions.keys() - {TOP_FIELD}
     params["request"] = {name: fields[name] for name in plain}
     sampling = sampling_params(params)
-    _check_vocabulary(service.vocab_size, input_ids, sampling)
+    if (size := service.vocab_size) is not None:
+        check_vocabulary(size, input_ids, sampling)
     ids: Any = input_ids
     return Prompt(
         input_ids=ids,
@@ -402,19 +392,3 @@ def _check_likely(service: Service, wanted: Any, name: str) -> None:
             f"{name} is {wanted!r}; give a number from 0 to {most}, or start the gateway with a "
             "larger --top-logprobs."
         )
-
-
-def _check_vocabulary(size: int | None, input_ids: Sequence[int], sampling: SamplingParams) -> None:
-    """Refuse, as SGLang does, token ids that would kill the scheduler of an engine."""
-    if size is None:
-        return
-    smallest, largest = min(input_ids), max(input_ids)
-    if smallest < 0 or largest >= size:
-        wrong = smallest if smallest < 0 else largest
-        raise Refused(f"input_ids must be in [0, {size - 1}], got {wrong}.")
-    for key in sampling.extra.get("logit_bias", ()):
-        if not (key.isdecimal() and int(key) < size):
-            raise Refused(f"logit_bias must has keys in [0, {size - 1}], got {key}.")
-    for token_id in sampling.stop_token_ids:
-        if not 0 <= token_id < size:
-            raise Refused(f"stop_token_ids must be in [0, {size - 1}], got {token_id}.")

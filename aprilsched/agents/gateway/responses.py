@@ -21,7 +21,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -76,52 +76,47 @@ class Kept:
             self.batch.acknowledge()
 
 
+@dataclass(eq=False)
 class Response:
-    """One response that a client waits for.
+    """One response that a client waits for."""
 
-    Attributes:
-        rid: the client's request id.
-        key: its name in the run, which is unique.
-        prompt: its prompt.
-        group: name shared by the responses that belong together; empty for none.
-        token_ids: the tokens that have arrived, in order.
-        logprobs: the log-probability of each of them.
-        group_id: the group of its rollout; None before launch.
-        member: its rollout; None before launch.
-        finish: why it ended; None while it is open.
-        message: why it was aborted, as the client reads it.
-        segments: the versions of its tokens; known at its end.
-        companions: the companion rows that it requested; known at its end.
-        versions_exact: whether the engines reported the version of every token.
-        failure: the cause, if it has failed.
-        status: the HTTP status of a failure.
-    """
-
-    def __init__(self, rid: str, key: str, prompt: Prompt, group: str = "") -> None:
-        self.rid = rid
-        self.key = key
-        self.prompt = prompt
-        self.group = group
-        self.token_ids: list[int] = []
-        self.logprobs: list[float] = []
-        self.group_id: int | None = None
-        self.member: RolloutRecord | None = None
-        self.unwanted = ""
-        """Why no client wants it; empty while a client does."""
-        self.finish: FinishReason | str | None = None
-        self.message = "Aborted"
-        self.segments: tuple[Segment, ...] = ()
-        self.companions: Mapping[str, CompanionRows] = {}
-        self.versions_exact = True
-        self.failure = ""
-        self.status = _FAILED
-        self.asked_at: float | None = None
-        """Time of the client's request, in seconds of the monotonic clock; None before."""
-        self.left = False
-        """Whether its client will read no more of it."""
-        self.kept: Kept | None = None
-        """Its batch in the store, until the client has left."""
-        self._news = asyncio.Event()
+    rid: str
+    """The client's request id."""
+    key: str
+    """Its name in the run, which is unique."""
+    prompt: Prompt
+    group: str = ""
+    """Name shared by the responses that belong together; empty for none."""
+    token_ids: list[int] = field(default_factory=list[int])
+    """The tokens that have arrived, in order."""
+    logprobs: list[float] = field(default_factory=list[float])
+    group_id: int | None = None
+    """The group of its rollout; None before launch."""
+    member: RolloutRecord | None = None
+    """Its rollout; None before launch."""
+    unwanted: str = ""
+    """Why no client wants it; empty while a client does."""
+    finish: FinishReason | str | None = None
+    """Why it ended; None while it is open."""
+    message: str = "Aborted"
+    """Why it was aborted, as the client reads it."""
+    segments: tuple[Segment, ...] = ()
+    """The versions of its tokens; known at its end."""
+    companions: Mapping[str, CompanionRows] = field(default_factory=dict[str, CompanionRows])
+    """The companion rows that it requested; known at its end."""
+    versions_exact: bool = True
+    """Whether the engines reported the version of every token."""
+    failure: str = ""
+    """The cause, if it has failed."""
+    status: int = _FAILED
+    """The HTTP status of a failure."""
+    asked_at: float | None = None
+    """Time of the client's request, in seconds of the monotonic clock; None before."""
+    left: bool = False
+    """Whether its client will read no more of it."""
+    kept: Kept | None = None
+    """Its batch in the store, until the client has left."""
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def prompt_tokens(self) -> int:

@@ -10,8 +10,8 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from aprilsched.agents.dialects.openai import CHAT, COMPLETIONS
-from aprilsched.agents.dialects.sglang import GENERATE
+from aprilsched.agents.dialects.openai import Chats, Completions
+from aprilsched.agents.dialects.sglang import Generate
 from aprilsched.agents.gateway.requests import answer_in
 from aprilsched.agents.gateway.service import SERVICE, Service
 from aprilsched.agents.gateway.settings import GatewaySettings
@@ -219,13 +219,13 @@ async def workers(request: web.Request) -> web.Response:
 
 
 _REQUESTS: Sequence[Route] = (
-    ("POST", "/generate", answer_in(GENERATE)),
+    ("POST", "/generate", answer_in(Generate)),
     ("POST", "/tokenize", tokenize),
     ("POST", "/v1/tokenize", tokenize),
     ("POST", "/detokenize", detokenize),
     ("POST", "/v1/detokenize", detokenize),
-    ("POST", "/v1/completions", answer_in(COMPLETIONS)),
-    ("POST", "/v1/chat/completions", answer_in(CHAT)),
+    ("POST", "/v1/completions", answer_in(Completions)),
+    ("POST", "/v1/chat/completions", answer_in(Chats)),
     ("GET", "/workers", workers),
     ("GET", "/metrics", metrics),
 )

@@ -33,6 +33,7 @@ from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.prompt_queue import PromptQueue
 from aprilsched.kernel.shell.rollouts import RolloutScheduler
 from aprilsched.kernel.store.sqlite import SqliteStore
+from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.figures.metrics import Metrics
 from aprilsched.observe.figures.table import Clients
 
@@ -86,7 +87,8 @@ class Service:
         self.settings = settings
         self.fleet = fleet
         self.clients = Clients(responses=lambda: len(self.responses))
-        self.metrics = Metrics(clients=self.clients)
+        figures = LiveFigures()
+        self.metrics = Metrics(figures, self.clients)
         self.responses = Responses(
             withdraw=lambda group_id, why: self._scheduler.withdraw(group_id, why),
             state=lambda: self._scheduler.state,
@@ -102,7 +104,7 @@ class Service:
             fleet,
             prompts,
             config=config,
-            listeners=[self.responses, self.metrics, *listeners],
+            listeners=[self.responses, figures, self.metrics, *listeners],
             store=None if store is None else SqliteStore(store),
         )
         # Clients get the label with each response, and can check it themselves.

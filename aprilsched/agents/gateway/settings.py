@@ -8,13 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from aprilsched.agents.serving.listener import check_port
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.config import Dispatch, Retries, SchedulerConfig
 from aprilsched.kernel.core.policies.staleness import Staleness
 from aprilsched.kernel.core.policies.stop import Groups, GroupSize
 from aprilsched.kernel.core.policies.tail_batching import OnDemand
-from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, check_settings
+from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, PORT, check_settings
 from aprilsched.kernel.values.checks import request_fields
 from aprilsched.kernel.values.companions import KINDS, Companion, top_logprobs
 from aprilsched.types import MEDIA, MediaKind
@@ -77,7 +76,7 @@ class GatewaySettings:
 
     host: str = "127.0.0.1"
     """Address to listen at; any address but loopback lets other machines connect."""
-    port: int = 31000
+    port: Annotated[int, PORT] = 31000
     """Port to listen at; 0 for any free one. It differs from SGLang's default, so both can run on
     one machine."""
     served_model_name: str | None = None
@@ -125,7 +124,6 @@ class GatewaySettings:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        check_port(self.port)
         request_fields({name: None for name in self.passed_on if name not in MEDIA_FIELDS})
         if self.per_version is not None and self.max_staleness is None:
             raise ConfigError(

@@ -21,10 +21,10 @@ from aiohttp import web
 
 from aprilsched.agents.serving.refusals import Crashed, as_json
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.bounds import PORT, check_range
 
 log = logging.getLogger("aprilsched")
 
-_LARGEST_PORT = 2**16 - 1
 _BACKLOG = 4096
 """Connections that may wait to be accepted: Linux's default limit. With asyncio's 100, a burst of
 1,000 clients waited for their second and third try."""
@@ -42,16 +42,6 @@ _MOST_DESCRIPTORS = 2**20
 """The limit of file descriptors if the system sets none."""
 _SPARE_DESCRIPTORS = 16
 """File descriptors that are reserved for the log, the store and control calls."""
-
-
-def check_port(port: int) -> None:
-    """Refuse an invalid port.
-
-    Raises:
-        ConfigError: if `port` is not from 0 (any) to 65535.
-    """
-    if not 0 <= port <= _LARGEST_PORT:
-        raise ConfigError(f"port is {port}; give one from 0 (any) to {_LARGEST_PORT}.")
 
 
 class _Connection(web.RequestHandler):
@@ -239,7 +229,7 @@ class Listener:
     """
 
     def __init__(self, host: str, port: int, *, descriptors: int = 2) -> None:
-        check_port(port)
+        check_range(PORT, port=port)
         self._host = host
         self._port = port
         self._descriptors = descriptors

@@ -123,8 +123,5 @@ async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamR
         name = "" if route is None else route.canonical
         log.exception("the call %s %s failed", request.method, name)
         status, message, answer = Crashed.status, "Internal server error.", Crashed().answer()
-    return as_json(error_content(message, status), status) if _of_openai(request) else answer
-
-
-def _of_openai(request: web.Request) -> bool:
-    return request.path.startswith("/v1/")
+    is_openai = request.path.startswith("/v1/")
+    return as_json(error_content(message, status), status) if is_openai else answer

@@ -16,12 +16,19 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from aprilsched.agents.dialects.anthropic import ANTHROPIC
-from aprilsched.agents.dialects.openai import CHAT, COMPLETIONS
-from aprilsched.agents.dialects.sglang import GENERATE
+from aprilsched.agents.dialects.anthropic import Messages
+from aprilsched.agents.dialects.openai import Chats, Completions
+from aprilsched.agents.dialects.sglang import Generate
 from aprilsched.agents.dialects.values import Asked, Dialect
 from aprilsched.agents.serving.bodies import Bodies, decode, expect_later
-from aprilsched.agents.serving.refusals import Refusal, Refused, Unavailable, as_json
+from aprilsched.agents.serving.refusals import (
+    Refusal,
+    Refused,
+    Unauthorized,
+    Unavailable,
+    answer_refusals,
+    as_json,
+)
 from aprilsched.agents.serving.streams import STREAM_HEADERS
 from aprilsched.agents.sessions.asking import ask, render_events, render_whole
 from aprilsched.errors import AprilschedError, ConfigError, EpisodeError, TurnRefused
@@ -51,12 +58,6 @@ class _Ended(Refusal):
     status = _GONE
 
 
-class _NoKey(Refusal):
-    """The key is missing or wrong."""
-
-    status = 401
-
-
 class Keys:
     """The keys derived from a secret: one per session, and one for launchers."""
 
@@ -84,17 +85,17 @@ def _has_key(request: web.Request, key: str, given: str = "") -> bool:
 
 def make_session_app(sessions: Sessions, keys: Keys) -> web.Application:
     """Return the web application of all sessions."""
-    app = web.Application(middlewares=[_say_when, _in_json])
+    app = web.Application(middlewares=[_say_when, answer_refusals])
     bodies = Bodies(largest=_LARGEST_BODY, together=_ALL_BODIES)
 
     def add(method: str, path: str, handler: Handler) -> None:
         app.router.add_route(method, path, handler, expect_handler=expect_later)
 
     for dialect, path in (
-        (CHAT, "chat/completions"),
-        (COMPLETIONS, "completions"),
-        (ANTHROPIC, "messages"),
-        (GENERATE, "generate"),
+        (Chats, "chat/completions"),
+        (Completions, "completions"),
+        (Messages, "messages"),
+        (Generate, "generate"),
     ):
         handler = _call(sessions, keys, bodies, dialect)
         # OpenAI's clients have the v1 in their base URL; Anthropic's add it.
@@ -117,24 +118,11 @@ async def _say_when(request: web.Request, handler: Handler) -> web.StreamRespons
     return answer
 
 
-@web.middleware
-async def _in_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer refusals that no dialect handles."""
-    try:
-        return await handler(request)
-    except Refusal as refusal:
-        return refusal.answer()
-    except ConfigError as error:
-        return Refused(str(error)).answer()
-    except web.HTTPException as error:
-        return as_json({"error": {"message": error.reason}}, error.status)
-
-
 async def _models(_: web.Request) -> web.Response:
     return as_json({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
 
-def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: Dialect[Any]) -> Handler:
+def _call(sessions: Sessions, keys: Keys, bodies: Bodies, dialect: type[Dialect]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         name, _, key = request.match_info["id"].partition(".")
         # Only a client with the session's key may learn whether it exists.
@@ -201,7 +189,7 @@ def _explained(error: Exception, sessions: Sessions) -> tuple[int, str]:
 async def _stream(
     request: web.Request,
     sessions: Sessions,
-    dialect: Dialect[Any],
+    dialect: type[Dialect],
     asked: Asked,
     answer: Awaitable[Reply],
 ) -> web.StreamResponse:
@@ -370,6 +358,6 @@ class _Launcher:
     async def _body(self, request: web.Request, kind: type[T]) -> T:
         """Return the body of a call that has the key."""
         if not _has_key(request, self._keys.launcher):
-            raise _NoKey("this is not the launchers' key.")
+            raise Unauthorized("The launchers' key is missing or wrong.")
         async with self._bodies.read(request) as content:
             return decode(content or b"{}", kind)

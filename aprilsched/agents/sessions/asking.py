@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from aprilsched.agents.sessions.harness import Reply, Session
 
 
-def ask(dialect: Dialect[Any], session: Session, asked: Asked) -> Awaitable[Reply]:
+def ask(dialect: type[Dialect], session: Session, asked: Asked) -> Awaitable[Reply]:
     """Send a request to a session.
 
     Raises:
         ConfigError: if it requests what a session does not support.
     """
-    if asked.n != 1:
-        raise ConfigError(
-            f"n is {asked.n}, and a session gives one answer at a time; leave it out."
-        )
-    if len(asked.questions) > 1:
-        raise ConfigError("prompt has several texts, and a session answers one; send one.")
-    if asked.logprobs and not dialect.is_native:
-        raise ConfigError("logprobs are for the trainer, which has them; leave logprobs out.")
-    if asked.is_constrained:
-        raise ConfigError("response_format must be text, because nothing constrains the policy.")
-    if asked.has_media:
-        raise ConfigError("a prompt of a session's /generate has no images; leave them out.")
+    for is_wrong, why in (
+        (asked.n != 1, f"`n` must be 1, got {asked.n}: a session gives one answer at a time."),
+        (len(asked.questions) > 1, "`prompt` must be one text: a session answers one at a time."),
+        (
+            asked.logprobs and not dialect.is_native,
+            "`logprobs` must be left out: the trainer has them.",
+        ),
+        (asked.is_constrained, "`response_format` must be text: nothing constrains the policy."),
+        (asked.has_media, "images must be in the messages of a chat, got some with a prompt."),
+    ):
+        if is_wrong:
+            raise ConfigError(why)
     (question,) = asked.questions
     prompt, text, most = question.prompt, question.text, question.max_tokens
     if not isinstance(prompt, Chat):
@@ -57,36 +57,32 @@ def ask(dialect: Dialect[Any], session: Session, asked: Asked) -> Awaitable[Repl
     )
 
 
-def render_whole(dialect: Dialect[Any], asked: Asked, reply: Reply) -> Any:
+def render_whole(dialect: type[Dialect], asked: Asked, reply: Reply) -> Any:
     """Return the answer as a whole."""
-    return dialect.answer(asked, _names_of(asked, reply)).whole([_part_of(asked, reply)])
+    answer, part = _answer_of(dialect, asked, reply)
+    return answer.whole([part])
 
 
-def render_events(dialect: Dialect[Any], asked: Asked, reply: Reply) -> list[bytes]:
+def render_events(dialect: type[Dialect], asked: Asked, reply: Reply) -> list[bytes]:
     """Return the answer as the frames of a stream."""
-    answer, part = dialect.answer(asked, _names_of(asked, reply)), _part_of(asked, reply)
+    answer, part = _answer_of(dialect, asked, reply)
     events = [*answer.first(), *answer.events(part), *answer.last([part])]
     return [*map(dialect.frame, events), dialect.done]
 
 
-def _names_of(asked: Asked, reply: Reply) -> Names:
-    name = asked.name if isinstance(asked.name, str) else uuid.uuid4().hex
-    versions = reply.output.versions
-    label = str(versions[-1]) if len(versions) else ""
-    return Names(answer=name, model=asked.model, token=str, label=lambda: label)
-
-
-def _part_of(asked: Asked, reply: Reply) -> Part:
-    """Return the only part of a reply."""
+def _answer_of(dialect: type[Dialect], asked: Asked, reply: Reply) -> tuple[Dialect, Part]:
+    """Return the renderer of a reply, and its only part."""
     output, message = reply.output, reply.message
+    name = asked.name if isinstance(asked.name, str) else uuid.uuid4().hex
+    label = str(output.versions[-1]) if len(output.versions) else ""
     changes: list[Event] = [
-        {name: message[name]} for name in ("reasoning_content", "content") if message.get(name)
+        {field: message[field]} for field in ("reasoning_content", "content") if message.get(field)
     ]
     for place, call in enumerate(message.get("tool_calls") or ()):
         changes.append({"tool_calls": [{"index": place, **call}]})
     ids: list[int] = output.token_ids.tolist()
-    return Part(
-        name=asked.name if isinstance(asked.name, str) else uuid.uuid4().hex,
+    part = Part(
+        name=name,
         prompt_ids=reply.question.ids,
         token_ids=ids,
         logprobs=output.logprobs.tolist(),
@@ -99,3 +95,5 @@ def _part_of(asked: Asked, reply: Reply) -> Part:
             versions={"versions": output.versions.tolist()} if asked.token_ids else {},
         ),
     )
+    names = Names(answer=name, model=asked.model, token=str, label=lambda: label)
+    return dialect(asked, names), part

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Map
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.agents.dialects.values import check_stops
@@ -23,6 +23,7 @@ from aprilsched.agents.sessions.address import Keys, make_session_app
 from aprilsched.agents.sessions.history import History, JsonObject, Mark, Question
 from aprilsched.errors import ConfigError, EpisodeError, MemberLost
 from aprilsched.kernel.shell.episodes import Turn, TurnOutput
+from aprilsched.kernel.values.bounds import ABOVE_0, AT_LEAST_1, check_range, check_settings
 from aprilsched.kernel.values.files import open_private, read_regular
 from aprilsched.types import (
     BranchRule,
@@ -53,19 +54,16 @@ class Limits:
         waiting: requests of a session that may wait for an earlier one; more are refused.
     """
 
-    time_s: float = 3600.0
-    idle_s: float = 600.0
-    score_s: float = 7200.0
-    turns: int = 500
-    tokens: int | None = None
-    branches: int = 64
-    waiting: int = 64
+    time_s: Annotated[float, ABOVE_0] = 3600.0
+    idle_s: Annotated[float, ABOVE_0] = 600.0
+    score_s: Annotated[float, ABOVE_0] = 7200.0
+    turns: Annotated[int, AT_LEAST_1] = 500
+    tokens: Annotated[int, AT_LEAST_1] | None = None
+    branches: Annotated[int, AT_LEAST_1] = 64
+    waiting: Annotated[int, AT_LEAST_1] = 64
 
     def __post_init__(self) -> None:
-        for name in self.__dataclass_fields__:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value}; give more than 0.")
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,9 +305,8 @@ class Session:
                 if self.tokens >= limits.tokens:
                     raise ConfigError(f"the session has had its {limits.tokens} tokens; end it.")
                 most = min(most, limits.tokens - self.tokens)
+        check_range(AT_LEAST_1, max_tokens=max_tokens)
         if max_tokens is not None:
-            if max_tokens < 1:
-                raise ConfigError(f"max_tokens is {max_tokens}; give 1 or more.")
             most = min(most, max_tokens)
         ends = set(sampling.stop_token_ids)
         if not sampling.ignore_eos:

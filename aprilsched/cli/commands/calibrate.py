@@ -18,11 +18,10 @@ from rich.table import Table
 
 from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.kernel.values.extras import extra
 from aprilsched.planning.step_times import (
-    Bucket,
     Fit,
-    Residuals,
     Windows,
     fit,
     predicted_seconds,
@@ -78,8 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         AprilschedError: if the log cannot be read, or has too few lines for a fit.
     """
     command = parsed(CalibrateCommand, arguments, "aprilsched calibrate")
-    if command.steps < 1:
-        raise ConfigError(f"steps is {command.steps}; give at least 1.")
+    check_range(AT_LEAST_1, steps=command.steps)
     windows = windows_of(read_log(command.log), steps=command.steps)
     found = fit(windows, linear=command.linear)
     if command.json:
@@ -105,9 +103,6 @@ def _print(found: Fit) -> None:
     console = Console(highlight=False)
     console.print(_parameters(found))
     console.print(_summary(found))
-    for title, residuals in (("decoding", found.steady), ("with prefill", found.stalled)):
-        if residuals is not None:
-            console.print(_buckets(title, residuals))
     console.print(f"{found.ignored} windows ignored: their batch changed by too much.")
 
 
@@ -135,26 +130,6 @@ def _summary(found: Fit) -> Table:
                 name, str(of.windows), f"{of.median:.1%}", f"{of.p90:.1%}", f"{of.total:.3f}"
             )
     return table
-
-
-def _buckets(title: str, residuals: Residuals) -> Table:
-    table = Table("bucket", title=f"residuals, {title}")
-    for name in ("windows", "median bias", "median error"):
-        table.add_column(name, justify="right")
-    for what, buckets in (("running", residuals.by_batch), ("context", residuals.by_kv)):
-        for bucket in buckets:
-            table.add_row(
-                f"{what} {_range(bucket)}",
-                str(bucket.windows),
-                f"{bucket.bias:+.1%}",
-                f"{bucket.error:.1%}",
-            )
-    return table
-
-
-def _range(bucket: Bucket) -> str:
-    upto = "more" if bucket.upto is None else f"{bucket.upto:,}"
-    return f"{bucket.above:,} to {upto}"
 
 
 def _draw(model: StepTimeModel, windows: Windows, path: Path) -> None:

@@ -21,8 +21,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.addresses import fleet_at
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.observe.figures.live_figures import LiveFigures
-from aprilsched.observe.live.live_model import RunFacts
-from aprilsched.observe.live.view import LiveView
+from aprilsched.observe.live import LiveView, RunFacts
 
 _STREAM_INTERVAL = 8
 _WAIT_S = 600.0

@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from typing import Literal
 
 from aprilsched.cli import told_to_end
 from aprilsched.cli.arguments import parsed
 from aprilsched.cli.runs.keys import key_from
 from aprilsched.cli.runs.settings import SimSettings, WorkloadSettings
-from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.simulation.workload import LengthLaw
 from aprilsched.testing import DrawnLengths, SimServer
 
 
@@ -30,9 +30,9 @@ class ServeSimCommand:
     """Name of the environment variable with a key that control calls must then carry."""
     time_scale: float = 1.0
     """Wall seconds for each modelled second: 0.1 is ten times faster than the modelled machine."""
-    law: LengthLaw | None = None
-    """Let responses end by themselves, at lengths that this law draws: lognormal or log_t. If not
-    given, every response has max_new_tokens."""
+    law: Literal["lognormal"] | None = None
+    """Let responses end by themselves, at lengths that this law draws. If not given, every response
+    has max_new_tokens."""
     median: float = 700.0
     """Median of the lengths, in tokens."""
     sigma: float = 0.9
@@ -54,7 +54,7 @@ class ServeSimCommand:
         if self.law is None and self.lengths is None:
             return None
         workload = WorkloadSettings(
-            median=self.median, sigma=self.sigma, cap=self.cap, law=self.law, lengths=self.lengths
+            median=self.median, sigma=self.sigma, cap=self.cap, lengths=self.lengths
         )
         return DrawnLengths(workload.checked(seed=self.seed, group_size=1))
 
@@ -65,8 +65,7 @@ class ServeSimCommand:
             ConfigError: if a setting is wrong.
         """
         sim = self.sim
-        if sim.engines < 1:
-            raise ConfigError(f"sim.engines is {sim.engines}; give at least 1.")
+        check_range(AT_LEAST_1, **{"sim.engines": sim.engines})
         config = SimConfig(
             max_running=sim.max_running,
             kv_tokens=sim.kv_tokens,

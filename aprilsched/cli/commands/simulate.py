@@ -70,7 +70,7 @@ class SimulateCommand:
     """The folder for the results; runs/TIME-SEED if not given. It must be new or empty."""
     json: bool = False
     """Print a list of objects as JSON on stdout, one for each policy; everything else goes to
-    stderr. The only picture is then the comparison."""
+    stderr. There is no report then."""
     quiet: bool = False
     """Show no progress, only the figures at the end."""
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)
@@ -118,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     comparison = compare(outcomes)
     write_json(root / "comparison.json", comparison)
     folders = {policy.name: policy.folder for policy in policies}
-    draw_comparison(root, folders, messages, each=not command.json)
+    draw_comparison(root, folders, messages)
     if command.json:
         sys.stdout.write(msgspec.json.encode(comparison.policies).decode() + "\n")
     else:

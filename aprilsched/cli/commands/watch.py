@@ -18,8 +18,7 @@ from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.values.files import read_text
 from aprilsched.observe.figures.batch_figures import BatchMeter
 from aprilsched.observe.figures.live_figures import LiveFigures
-from aprilsched.observe.live.live_model import RunFacts
-from aprilsched.observe.live.view import LiveView, clock_time
+from aprilsched.observe.live import LiveView, RunFacts, clock_time
 from aprilsched.observe.log.basis import basis_of
 from aprilsched.observe.log.follow import Follower
 from aprilsched.observe.log.reading import LogReader
@@ -55,32 +54,24 @@ def main(arguments: Sequence[str]) -> int:
     console = Console()
     with readable(command.run):
         if command.once:
-            _once(command.run, console)
+            watched = Watched(command.run, console)
+            watched.read()
+            watched.view.note = ""
+            console.print(watched.view.frame())
         else:
             _follow(command.run, console)
     return 0
 
 
-def _once(folder: Path, console: Console) -> None:
-    watched = Watched(folder, console)
-    while watched.read():
-        pass
-    watched.view.model.note = ""
-    console.print(watched.view.frame())
-
-
 def _follow(folder: Path, console: Console) -> None:
     watched = Watched(folder, console)
     with watched.view:
-        ended = False
-        while not ended:
-            # Checked before the last read, because a run writes its summary after everything else.
-            ended = (folder / SUMMARY).exists()
-            while watched.read():
-                pass
-            if not ended:
-                time.sleep(_POLL_SECONDS)
-        watched.view.model.note = ""
+        # A run writes its summary after everything else.
+        while not (folder / SUMMARY).exists():
+            watched.read()
+            time.sleep(_POLL_SECONDS)
+        watched.read()
+        watched.view.note = ""
     summary = summary_of_run(folder)
     outcome = "The run has ended"
     if summary.interrupted:
@@ -114,27 +105,33 @@ class Watched:
         self.view = LiveView(console, facts, figures)
         self._reader = LogReader()
 
-    def read(self) -> bool:
-        """Read new lines of the log, and return whether there were any.
+    def read(self) -> None:
+        """Read the new lines of the log.
 
         Raises:
             OSError, ValueError, MsgspecError: if the log cannot be read or understood.
             RunFolderError: if the log is damaged.
         """
-        news = self._follower.poll(_MAX_LINES)
-        if news.from_start:
-            # A process that resumes the run may have other settings.
-            facts, self._meter, figures = self._configured()
-            self.view.restart(facts, figures)
-            self._reader = LogReader()
-        for raw in news.lines:
-            self._show(self._reader.read(raw))
-        now = time.monotonic()
-        if news.lines:
+        while True:
+            news = self._follower.poll(_MAX_LINES)
+            if news.from_start:
+                # A process that resumes the run may have other settings.
+                facts, self._meter, figures = self._configured()
+                self.view.restart(facts, figures)
+                self._reader = LogReader()
+            if not news.lines:
+                break
+            for raw in news.lines:
+                self._show(self._reader.read(raw))
             self._show(self._reader.rest())
-            self._read_at = now
-        self.view.model.note = self._note(now - self._read_at)
-        return bool(news.lines)
+            self._read_at = time.monotonic()
+            self.view.note = f"reading, {self._follower.caught_up:.0%}"
+        silent = time.monotonic() - self._read_at
+        self.view.note = f"no new lines for {clock_time(silent)}"
+        if silent < _SILENT_SECONDS:
+            self.view.note = ""
+        elif silent >= _LONG_SECONDS:
+            self.view.note += ": it waits, or was killed"
 
     def _show(self, parts: Sequence[tuple[Sequence[Fact], float]]) -> None:
         for facts, at in parts:
@@ -153,11 +150,3 @@ class Watched:
         )
         meter = BatchMeter(trainer_waits=basis.trainer_waits, bound=basis.bound)
         return facts, meter, LiveFigures(meter=meter, batch_groups=facts.batch_groups, clock=None)
-
-    def _note(self, silent: float) -> str:
-        if self._follower.caught_up < 1.0:
-            return f"reading, {self._follower.caught_up:.0%}"
-        if silent < _SILENT_SECONDS:
-            return ""
-        note = f"no new lines for {clock_time(silent)}"
-        return f"{note}: it waits, or was killed" if silent >= _LONG_SECONDS else note

@@ -15,27 +15,16 @@ from aprilsched.errors import AprilschedError, MissingExtra
 from aprilsched.observe.log.run import read_run
 
 
-def draw_comparison(
-    root: Path, folders: Mapping[str, str], messages: Console, *, each: bool = True
-) -> None:
-    """Draw comparison.png in `root`.
-
-    With `each`, also draw timeline.png and bias.png in the folder of each policy,
-    which takes about two seconds for each policy.
-    """
+def draw_comparison(root: Path, folders: Mapping[str, str], messages: Console) -> None:
+    """Draw the policies, whose runs are in these folders of `root`, in comparison.png there."""
     try:
         from aprilsched.observe import plots
+        from aprilsched.observe.report.style import save
     except MissingExtra as error:
         messages.print(f"No pictures: {error}", soft_wrap=True, highlight=False, markup=False)
         return
     runs = {name: read_run(root / folder) for name, folder in folders.items()}
-    plots.save(plots.comparison(runs), root / "comparison.png")
-    if not each:
-        return
-    for name, run in runs.items():
-        folder = root / folders[name]
-        plots.save(plots.timeline(run, title=name), folder / "timeline.png")
-        plots.save(plots.bias(run.summary.bias, title=name), folder / "bias.png")
+    save(plots.comparison(runs), root / "comparison.png")
 
 
 def leave_report(

@@ -16,7 +16,7 @@ from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.observe.exports.tracker_writers import tracker_names
 from aprilsched.observe.log.lengths_of_run import known_lengths, law_of
-from aprilsched.simulation.workload import Empirical, LengthLaw, LongTailWorkload
+from aprilsched.simulation.workload import Empirical, LongTailWorkload
 
 CAP = 6000
 COMMAS = "a list with commas"
@@ -39,14 +39,9 @@ class WorkloadSettings:
     of the servers."""
     within_group: float = 0.5
     """Share of the variance of the log length that the responses to one prompt share."""
-    law: LengthLaw | None = None
-    """Law of the log length: "lognormal" (the default) is a normal law, and "log_t" has a heavier
-    tail."""
     lengths: str | None = None
     """A file of lengths in tokens, each equally likely, or a run folder whose responses give the
-    distribution. Replaces `law`, `median` and `sigma`."""
-    dof: float = 4.0
-    """Degrees of freedom, for law "log_t"."""
+    distribution. Replaces `median` and `sigma`."""
     prompt_tokens: int = 8
     """Number of tokens of each prompt."""
     vocab_size: int | None = None

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from aprilsched.cli.runs.setup import Setup
 from aprilsched.observe.figures.live_figures import LiveFigures
-from aprilsched.observe.live.live_model import RunFacts
-from aprilsched.observe.live.view import LiveView
+from aprilsched.observe.live import LiveView, RunFacts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

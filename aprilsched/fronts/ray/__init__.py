@@ -11,9 +11,13 @@ Invariant: the death of any actor, and of the trainer, loses no rollout and deli
 the scheduler has a store.
 """
 
-from aprilsched.fronts.ray.actor import start_scheduler, stop_scheduler
 from aprilsched.fronts.ray.fleet import RayFleet
-from aprilsched.fronts.ray.scheduler import ActorScheduler, RolloutScheduler
+from aprilsched.fronts.ray.scheduler import (
+    ActorScheduler,
+    RolloutScheduler,
+    start_scheduler,
+    stop_scheduler,
+)
 from aprilsched.fronts.ray.servers import SGLangServers
 from aprilsched.kernel.weights.from_trainer import FromTrainer
 

@@ -10,13 +10,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
-from aprilsched.errors import ConfigError
 from aprilsched.fronts.ray.library import exceptions, named
 from aprilsched.kernel.engines.fleet import ServerSettings
 from aprilsched.kernel.engines.sglang.http_engine import SGLangListedFleet
 
-ADDRESS_METHODS = ("get_url", "get_server_address")
-"""Methods that return the address of an actor's server: slime's, and verl's."""
 FIRST_ANSWER_S = 600.0
 """Seconds that actors have for their answers when the fleet is opened: they may be starting their
 servers."""
@@ -48,13 +45,12 @@ class RayFleet(SGLangListedFleet):
             URL, ``"host:port"``, or a pair of host and port; None if the actor has no server, as
             on the other nodes of a server that spans several. If the actor raises, :meth:`open`
             raises the same error; after that, the fleet retries.
-        namespace: Ray namespace of the names; None for this process's namespace.
         model_path: reject servers that serve another model; None accepts any one model.
         poll_s: interval at which addresses are polled, in seconds.
         settings: as of :class:`~aprilsched.SGLangFleet`.
 
     Raises:
-        ConfigError: if `actors` is empty, or if `poll_s` is not above 0.
+        ConfigError: if `poll_s` is not above 0.
     """
 
     def __init__(
@@ -62,18 +58,12 @@ class RayFleet(SGLangListedFleet):
         actors: Sequence[Any],
         *,
         address: Callable[[Any], Any] | None = None,
-        namespace: str | None = None,
         model_path: str | None = None,
         poll_s: float = 5.0,
         **settings: Unpack[ServerSettings],
     ) -> None:
-        if isinstance(actors, str):
-            raise ConfigError(f"actors is the string {actors!r}; give a list of names or handles.")
-        if not actors:
-            raise ConfigError("The list of actors is empty; give at least one.")
         self._actors = tuple(actors)
         self._address = address or _address
-        self._namespace = namespace
         self._known: dict[int, str | None] = {}
         """Address that each actor gave last, by its position; None if it has no server."""
         self._opening = False
@@ -102,7 +92,7 @@ class RayFleet(SGLangListedFleet):
         try:
             async with asyncio.timeout(FIRST_ANSWER_S if self._opening else ANSWER_S):
                 if isinstance(actor, str):
-                    actor = await asyncio.to_thread(named, actor, self._namespace)
+                    actor = await asyncio.to_thread(named, actor)
                 if actor is None:
                     self._known.pop(number, None)
                 else:
@@ -116,15 +106,9 @@ class RayFleet(SGLangListedFleet):
 
 
 def _address(actor: Any) -> Any:
-    """Ask the actor by the method that it has."""
-    for name in ADDRESS_METHODS:
-        method = getattr(actor, name, None)
-        if method is not None:
-            return method.remote()
-    raise ConfigError(
-        f"{actor} has neither {' nor '.join(ADDRESS_METHODS)}; say by address= how to ask it for "
-        "the address of its server."
-    )
+    """Call slime's method, or else verl's."""
+    method = getattr(actor, "get_url", None) or actor.get_server_address
+    return method.remote()
 
 
 def _url(answer: Any) -> str | None:
@@ -132,12 +116,6 @@ def _url(answer: Any) -> str | None:
     if answer is None:
         return None
     if not isinstance(answer, str):
-        try:
-            host, port = answer
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"an actor gave {answer!r} as the address of its server; let address= ask for a "
-                "URL, or for host and port."
-            ) from None
+        host, port = answer
         answer = f"[{host}]:{port}" if ":" in host and "[" not in host else f"{host}:{port}"
     return answer if "://" in answer else f"http://{answer}"

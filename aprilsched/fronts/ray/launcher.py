@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
+import subprocess  # noqa: TID251 (a command of `ray.servers`)
 import sys
 
 if __name__ == "__main__":

@@ -14,14 +14,9 @@ ray: Any = _ray
 exceptions: Any = _exceptions
 
 
-def named(name: str, namespace: str | None) -> Any:
+def named(name: str) -> Any:
     """Return the actor of this name, or None."""
     try:
-        return ray.get_actor(name, namespace=namespace)
+        return ray.get_actor(name)
     except ValueError:
         return None
-
-
-def last_line(error: Exception) -> str:
-    """Return the last line of an error of Ray, whose texts end with the cause."""
-    return str(error).strip().splitlines()[-1].strip()

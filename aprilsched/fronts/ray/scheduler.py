@@ -1,4 +1,4 @@
-"""What a trainer has of a scheduler that is a Ray actor.
+"""The scheduler as a named Ray actor, and what a trainer on any node has of it.
 
 ::
 
@@ -17,11 +17,13 @@
 
 Batches come through Ray's object store: their arrays are read-only views of its memory.
 
-If the actor dies during a call, Ray restarts the actor and repeats the call. Each call states what
-the trainer has, so the scheduler opens its store and delivers the other batches again.
+Ray restarts the actor when it dies, and repeats the requests in flight. Each request states what
+its trainer has, so the first one can open the scheduler from its store, which delivers the other
+batches again.
 
 Invariants:
 
+- One trainer is attached at a time. The latest one wins, and the others get SchedulerClosed.
 - A batch that a trainer's call has returned is not returned by it again, and one that was
   acknowledged is never delivered again.
 - After an update that a death has cut short, no engine generates before the update was repeated:
@@ -33,35 +35,246 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from aprilsched.errors import AprilschedError, ConfigError, SchedulerClosed
-from aprilsched.fronts.ray.actor import Possessions, TrainerId
-from aprilsched.fronts.ray.library import exceptions, last_line, named
-from aprilsched.fronts.remote import (
+from aprilsched.errors import (
+    AprilschedError,
+    ConfigError,
+    EngineError,
+    RefitError,
+    SchedulerClosed,
+    StoreError,
+)
+from aprilsched.fronts.process import (
     NOTICES,
     PING,
     BlockingRemote,
+    Order,
     Raised,
     RemoteScheduler,
     Reply,
     Request,
+    Served,
     UpdateLost,
+    absolute,
     unsendable,
 )
+from aprilsched.fronts.ray.library import exceptions, named, ray
 from aprilsched.kernel.shell import RefitReport
+from aprilsched.kernel.shell import RolloutScheduler as AsyncRolloutScheduler
 from aprilsched.kernel.weights.publisher import AdapterPublisher, WeightPublisher
 
-WAIT_S = 300.0
-"""Default of `wait_s`."""
 POLL_S = 0.2
 """Seconds between two looks for an actor of the name."""
 DETACH_S = 10.0
 """Seconds for notifying the actor that the trainer leaves; otherwise the next one replaces it."""
+CLOSE_S = 120.0
+"""Seconds that a scheduler has to close."""
+ENGINES_S = 300.0
+"""Seconds that engines have to answer after a restart of the actor."""
+
+_started: dict[str, Any] = {}
+"""The actors that this process has started: Ray ends an actor that has no handle."""
+
+
+def start_scheduler(
+    name: str,
+    make: Callable[[], AsyncRolloutScheduler],
+    *,
+    restore: Path | str | None = None,
+    **options: Any,
+) -> None:
+    """Start a scheduler as an actor of this name. It is opened when a trainer attaches to it.
+
+    Ray restarts the actor when it dies. It is then opened from its store, so its
+    :class:`aprilsched.RolloutScheduler` needs one, on a disk that every node has on which the actor
+    may be restarted. Without a store, a scheduler whose actor has died is lost: every call raises
+    SchedulerClosed.
+
+    Args:
+        name: name of the actor, by which trainers find it, in the Ray namespace of this process
+            (``ray.init(namespace=...)``).
+        make: returns the :class:`aprilsched.RolloutScheduler`, which is not opened yet. It is
+            called in the actor, again after each restart. Ray must be able to send it;
+            ``functools.partial`` adds arguments.
+        restore: a checkpoint to start from, see :meth:`aprilsched.RolloutScheduler.restore`. A
+            restart of the actor continues from the store.
+        options: Ray's options of an actor, such as ``num_cpus`` (1), ``resources``,
+            ``scheduling_strategy``, ``runtime_env`` and ``lifetime``. The actor ends with the
+            process that started it, unless it has ``lifetime="detached"``.
+
+    Raises:
+        ValueError: from Ray, if there is an actor of this name; :func:`stop_scheduler` ends it.
+    """
+    options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": -1, **options, "name": name}
+    order = Order(make=make, checkpoint=None if restore is None else absolute(restore))
+    _started[name] = ray.remote(SchedulerActor).options(**options).remote(name, order)
+
+
+def stop_scheduler(name: str) -> None:
+    """Close the scheduler of this name and end its actor, if there is one.
+
+    Requests are aborted, every engine continues, and the store has the last state.
+    """
+    actor = named(name)
+    if actor is not None:
+        with suppress(exceptions.RayActorError, exceptions.GetTimeoutError):
+            ray.get(actor.close.remote(), timeout=CLOSE_S)
+        ray.kill(actor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Possessions:
+    """What a trainer's side has, which it sends with each request."""
+
+    trainer: tuple[int, str] = (0, "")
+    """When the trainer's side was made, in ns, and a random name; the default if none is attached.
+    The greater one is the later one."""
+    last: int = -1
+    """The last whole batch; batches come in the order of their numbers."""
+    streamed: frozenset[int] = frozenset()
+    """Groups of batch ``last + 1``, which it takes group by group."""
+    is_updating: bool = False
+    """Whether an update has not ended, so that engines may have different versions."""
+    is_asleep: bool = False
+    """Whether it is in a block of asleep()."""
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Increases with everything that the trainer takes."""
+        return self.last, len(self.streamed)
+
+
+class SchedulerActor(Served):
+    """The actor; each start of its process makes a new object."""
+
+    def __init__(self, name: str, order: Order) -> None:
+        super().__init__()
+        self._name = name
+        self._order = order
+        self._is_restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._has = Possessions()
+        """What the trainer that is attached has."""
+        self._admitting = asyncio.Lock()
+
+    async def request(self, has: Possessions, request: Request) -> Reply:
+        """Carry out a request of a trainer, which is attached by its first one."""
+        try:
+            async with self._admitting:
+                await self._admit(has, is_notice=request.name in NOTICES)
+            if request.name == "update_weights" and self._has_version(request, has):
+                report = RefitReport(version=self.opened.version, quarantined={}, seconds=0.0)
+                return self.reply(report)
+            reply = await self.answer(request)
+            if request.name == "acknowledge":
+                # Ray repeats the request unless it is answered.
+                await self.opened.saved()
+            self._check_attached(has)
+            return reply
+        except BaseException as error:
+            return self.refusal(error)
+
+    async def detach(self, has: Possessions) -> None:
+        """Let a trainer leave."""
+        async with self._admitting:
+            if has.trainer == self._has.trainer:
+                self._has = Possessions()
+                await self._end_session()
+
+    async def _admit(self, has: Possessions, *, is_notice: bool) -> None:
+        """Attach a trainer, and open the scheduler if it is not open.
+
+        Raises:
+            SchedulerClosed: if another trainer has attached, or if the scheduler cannot be resumed.
+            Exception: from opening the scheduler.
+        """
+        self._check_attached(has)
+        before = self._has
+        is_same = has.trainer == before.trainer
+        if is_same and self.scheduler is not None and has.progress <= before.progress:
+            return
+        self._has = has
+        if is_same and is_notice and self._in_transit is not None:
+            # It is the notice "take".
+            return
+        if not is_same:
+            await self._end_session()
+        until = time.monotonic() + ENGINES_S
+        while self.scheduler is None:
+            try:
+                self.scheduler = await self._resumed(has)
+            except EngineError:
+                # The engines may have died with the actor, and restart too.
+                if not self._is_restarted or time.monotonic() > until:
+                    raise
+                await asyncio.sleep(1.0)
+        # An older request, which Ray has repeated, may have opened it for a trainer that had less.
+        known = self.scheduler.state.delivery.unacknowledged
+        self.scheduler.trainer_has([each for each in known if each <= has.last], has.streamed)
+
+    def _check_attached(self, has: Possessions) -> None:
+        """Raise SchedulerClosed for a trainer that another one has replaced."""
+        if has.trainer < self._has.trainer:
+            raise SchedulerClosed(
+                f"another trainer has attached to the scheduler actor {self._name!r}; one "
+                "scheduler has one trainer."
+            )
+
+    def _has_version(self, request: Request, has: Possessions) -> bool:
+        """Return whether an update, which Ray repeats after a restart, was complete before."""
+        is_complete = request.named["version"] == self.opened.version
+        return self._is_restarted and is_complete and not has.is_updating
+
+    async def _end_session(self) -> None:
+        """End the calls, updates and blocks of the trainer that was attached."""
+        await self.end_calls()
+        if self._in_transit is not None:
+            # With a store it is delivered again; without one it would be lost.
+            if self.opened.stored:
+                self.take(self._in_transit.index)
+            else:
+                self.hand_back()
+        gone = Raised.of(RefitError("the trainer that was loading weights is gone."))
+        while self._blocks:
+            with suppress(Exception):
+                await self.leave(gone)
+
+    async def _resumed(self, has: Possessions) -> AsyncRolloutScheduler:
+        """Open the scheduler, from its store after a restart."""
+        if has.is_asleep:
+            raise SchedulerClosed(
+                f"the scheduler actor {self._name!r} died inside of an asleep() block, and the "
+                "memory of the engines is unknown; restart the servers."
+            )
+        made = self.made(self._order)
+        if made.restores:
+            raise ConfigError(
+                "the scheduler's function restores a checkpoint, and would do so again after each "
+                "restart of the actor; give start_scheduler() the checkpoint, as restore=path."
+            )
+        if self._is_restarted and not made.stored:
+            raise SchedulerClosed(
+                f"the scheduler actor {self._name!r} has died, and its scheduler has no store to "
+                "go on from; give it store=SqliteStore(path) on a disk that every node has."
+            )
+        if self._order.checkpoint is not None and not self._is_restarted:
+            made.restore(self._order.checkpoint)
+        if has.is_updating:
+            made.suspect_weights()
+        await made.__aenter__()
+        batches = made.state.in_flight.counters.batches
+        if has.last >= batches:
+            await made.close()
+            raise StoreError(
+                f"the trainer has batch {has.last}, and the store of the scheduler actor "
+                f"{self._name!r} has no more than {batches} batches; give its scheduler a store "
+                "that outlives the actor, on a disk that every node has."
+            )
+        return made
 
 
 class ActorScheduler(RemoteScheduler):
@@ -73,17 +286,16 @@ class ActorScheduler(RemoteScheduler):
             async for batch in rollouts:
                 ...
 
-    Every method is a coroutine, :meth:`state` and :meth:`bias` too. Any number of these objects
+    Every method is a coroutine, `state` too. Any number of these objects
     may be open in one event loop, each with another actor. One actor has one trainer: if another
     object attaches to it, this one's calls raise SchedulerClosed, and the batches that this one did
     not acknowledge are delivered to the other.
 
     A call waits while Ray restarts the actor, and is then repeated. Leaving the ``async with``
-    block leaves the scheduler as it is, for the next trainer; :func:`stop_scheduler` ends it.
+    block leaves the scheduler as it is, for the next trainer; `stop_scheduler` ends it.
 
     Args:
         name: name of the actor.
-        namespace: Ray namespace of the name; None for that of this process.
         wait_s: seconds until the first attachment within which the actor must have started.
 
     Raises:
@@ -91,42 +303,31 @@ class ActorScheduler(RemoteScheduler):
             store, or if another trainer has attached to it.
     """
 
-    def __init__(self, name: str, *, namespace: str | None = None, wait_s: float = WAIT_S) -> None:
-        if not wait_s > 0:
-            raise ConfigError(f"wait_s is {wait_s}; give a number of seconds above 0.")
+    def __init__(self, name: str, *, wait_s: float = 300.0) -> None:
         super().__init__()
         self._name = name
-        self._namespace = namespace
         self._wait_s = wait_s
-        self._has = Possessions(trainer=TrainerId(time.time_ns(), uuid.uuid4().hex))
+        self._has = Possessions(trainer=(time.time_ns(), uuid.uuid4().hex))
         self._actor: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._failure: Exception | None = None
-        """The error because of which calls can no longer be answered; None while they can."""
         self._last_notice: asyncio.Future[Reply] | None = None
 
     async def __aenter__(self) -> Self:
-        if self._loop is not None:
-            raise SchedulerClosed("an ActorScheduler is entered once; make a new one.")
         self._loop = asyncio.get_running_loop()
-        cause = "there is no actor of this name"
-        limit = asyncio.timeout(self._wait_s)
         try:
-            async with limit:
-                while (actor := named(self._name, self._namespace)) is None:  # noqa: ASYNC110
+            async with asyncio.timeout(self._wait_s):
+                while (actor := named(self._name)) is None:  # noqa: ASYNC110
                     await asyncio.sleep(POLL_S)
-                cause = "it does not answer"
                 self._actor = actor
-                reply = await self.send(Request(PING, "withdraw", (PING,)))
+                reply = await self._transmit(Request(PING, "withdraw", (PING,)))
         except TimeoutError:
-            if not limit.expired():
-                raise
             raise SchedulerClosed(
-                f"the scheduler actor {self._name!r} could not be used for {self._wait_s:g} s "
-                f"({cause}); look at `ray status` and `ray list actors`, and start it again."
+                f"the scheduler actor {self._name!r} was not there, or did not answer, within "
+                f"{self._wait_s:g} s; look at `ray status` and `ray list actors`, and start it "
+                "again."
             ) from None
         reply.get()
-        self._version = reply.version
+        self._version, self._failure = reply.version, None
         return self
 
     async def close(self) -> None:
@@ -135,14 +336,13 @@ class ActorScheduler(RemoteScheduler):
         The next trainer gets the batches that this one has not acknowledged.
         """
         await self._end_updates()
-        if self._actor is not None and self._failure is None:
+        if self._failure is None:
             with suppress(Exception):
                 async with asyncio.timeout(DETACH_S):
                     # Notices arrive before it.
                     await self.notify("withdraw", PING)
                     await self._actor.detach.remote(self._has)
-        closed = SchedulerClosed("use the scheduler inside its `async with` block.")
-        self._failure = self._failure or closed
+            self._failure = SchedulerClosed("use the scheduler inside its `async with` block.")
 
     def restore(self, path: Path | str) -> None:
         """Refused, because the actor restores itself.
@@ -152,15 +352,7 @@ class ActorScheduler(RemoteScheduler):
         """
         raise ConfigError("give start_scheduler() the checkpoint, as restore=path.")
 
-    def _connection(self) -> Self:
-        if self._failure is not None:
-            raise self._failure
-        if self._actor is None:
-            raise SchedulerClosed("use the scheduler inside its `async with` block.")
-        return self
-
-    def send(self, request: Request) -> asyncio.Future[Reply]:
-        """Send a request; see :class:`~aprilsched.fronts.remote.Transport`."""
+    def _transmit(self, request: Request) -> asyncio.Future[Reply]:
         reply = asyncio.ensure_future(self._reply(request, self._last_notice))
         if request.name in NOTICES:
             self._last_notice = reply
@@ -171,34 +363,26 @@ class ActorScheduler(RemoteScheduler):
             # Ray does not keep the order of calls.
             await asyncio.wait([before])
         try:
-            reply: Reply = await self._actor.request.remote(self._has, request)
+            return await self._actor.request.remote(self._has, request)
         except TypeError as error:
             raise unsendable(f"an argument of {request.name}()", error) from error
         except exceptions.RayActorError as error:
             if error.actor_init_failed:
-                reason = AprilschedError(last_line(error))
+                reason = AprilschedError(str(error).strip().splitlines()[-1])
                 raise unsendable("the function that makes the scheduler", reason) from error
             raise SchedulerClosed(
                 f"the scheduler actor {self._name!r} has ended; start it again."
             ) from error
-        except exceptions.RayTaskError as error:
-            raise ConfigError(
-                f"what the scheduler returned cannot be sent to the trainer ({error.cause}); give "
-                "prompts only metadata that pickle can take."
-            ) from error
-        return reply
 
     def take(self) -> None:
         part, has = self._offered, self._has
-        if part is not None:
+        if part is not None and part.complete:
+            self._has = replace(has, last=part.index, streamed=frozenset())
+        elif part is not None:
             groups = frozenset(unit.unit_id for unit in part.units)
-            if part.complete:
-                self._has = replace(has, last=part.index, streamed=frozenset())
-            elif has.last == part.index - 1:
-                self._has = replace(has, streamed=has.streamed | groups)
-            else:
-                # A call for a whole batch, or an update, has ended the batch of the groups before.
-                self._has = replace(has, last=part.index - 1, streamed=groups)
+            # A call for a whole batch, or an update, may have ended the batch of earlier groups.
+            before = has.streamed if has.last == part.index - 1 else frozenset[int]()
+            self._has = replace(has, last=part.index - 1, streamed=before | groups)
         super().take()
 
     def _acknowledge(self, index: int) -> None:
@@ -217,55 +401,32 @@ class ActorScheduler(RemoteScheduler):
         """Bring new weights into every engine.
 
         The publisher is sent to the actor and runs there, or here if it is a
-        :class:`~aprilsched.fronts.ray.FromTrainer`. If the actor dies in the update, that is
+        `FromTrainer`. If the actor dies in the update, that is
         repeated as a whole.
         """
         # Ray may repeat the call after the scheduler has the version.
         number = self.version + 1 if version is None else version
-        return await super().update_weights(publisher, version=number, acknowledge=acknowledge)
-
-    async def _carried_out(
-        self, publisher: WeightPublisher, update: Callable[[], Awaitable[RefitReport]]
-    ) -> RefitReport:
-        before = self._has
-        if not isinstance(publisher, AdapterPublisher):
-            self._has = replace(before, is_unsure=True)
-        while True:
-            try:
-                report = await update()
-            except UpdateLost:
-                continue
-            except ConfigError:
-                # The update was refused before anything was loaded.
-                self._has = replace(self._has, is_unsure=before.is_unsure)
-                raise
-            if not isinstance(publisher, AdapterPublisher):
-                self._has = replace(self._has, is_unsure=False)
-            return report
+        self._has = replace(self._has, is_updating=not isinstance(publisher, AdapterPublisher))
+        try:
+            while True:
+                with suppress(UpdateLost):
+                    return await super().update_weights(
+                        publisher, version=number, acknowledge=acknowledge
+                    )
+        finally:
+            self._has = replace(self._has, is_updating=False)
 
     @asynccontextmanager
-    async def _block(self, name: str, **named: object) -> AsyncGenerator[Any]:
-        moves_weights = name == "paused_for_weights"
-        async with super()._block(name, **named) as entered:
-            has = self._has
-            is_unsure = has.is_unsure or moves_weights
-            self._has = replace(has, blocks=(*has.blocks, name), is_unsure=is_unsure)
-            yield entered
-        if moves_weights:
-            self._has = replace(self._has, is_unsure=False)
-
-    async def _left(self, raised: Raised | None) -> None:
-        *outer, name = self._has.blocks
-        if name == "asleep":
-            try:
-                await super()._left(raised)
-            except SchedulerClosed as error:
-                # The memory of the engines is unknown.
-                self._failure = error
-                raise
-        self._has = replace(self._has, blocks=tuple(outer))
-        if name != "asleep":
-            await super()._left(raised)
+    async def asleep(
+        self, *, tags: Sequence[str] = ("kv_cache", "weights")
+    ) -> AsyncGenerator[None]:
+        """Release the engines' memory; a restarted actor does not know what they have of it."""
+        try:
+            async with super().asleep(tags=tags):
+                self._has = replace(self._has, is_asleep=True)
+                yield
+        finally:
+            self._has = replace(self._has, is_asleep=False)
 
 
 class RolloutScheduler(BlockingRemote):
@@ -276,5 +437,5 @@ class RolloutScheduler(BlockingRemote):
     Leaving the ``with`` block leaves the scheduler as it is, for the next trainer.
     """
 
-    def __init__(self, name: str, *, namespace: str | None = None, wait_s: float = WAIT_S) -> None:
-        super().__init__(ActorScheduler(name, namespace=namespace, wait_s=wait_s))
+    def __init__(self, name: str, *, wait_s: float = 300.0) -> None:
+        super().__init__(ActorScheduler(name, wait_s=wait_s))

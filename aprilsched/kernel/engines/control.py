@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 import msgspec
 
 from aprilsched.errors import (
-    ConfigError,
     EngineProtocolError,
     EngineRejected,
     EngineRestarted,
@@ -22,6 +21,7 @@ from aprilsched.kernel.engines.failures import UNREADABLE, Answer, quote
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.stream import version_number
 from aprilsched.kernel.engines.transport import Transport
+from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 
 T = TypeVar("T")
 
@@ -132,8 +132,7 @@ class Control(Generic[FactsT]):
         stream_interval: int,
         first_version: int,
     ) -> None:
-        if stream_interval < 1:
-            raise ConfigError(f"stream_interval is {stream_interval}; give 1 token or more.")
+        check_range(AT_LEAST_1, stream_interval=stream_interval)
         self._name = name
         self._server = server
         self._limits = limits

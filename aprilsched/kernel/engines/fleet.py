@@ -23,6 +23,7 @@ from aprilsched.kernel.engines.control import Facts
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.server import HttpEngine
 from aprilsched.kernel.engines.stream import version_number
+from aprilsched.kernel.values.bounds import ABOVE_0, AT_LEAST_0, check_range
 
 _log = logging.getLogger(__name__)
 _LISTINGS_UNTIL_GONE = 2
@@ -218,8 +219,7 @@ class UrlFleet(HttpFleet[EngineT]):
         wait_s: float | None = None,
         **settings: Unpack[ServerSettings],
     ) -> None:
-        if wait_s is not None and not wait_s >= 0:
-            raise ConfigError(f"wait_s is {wait_s}; give 0 or more.")
+        check_range(AT_LEAST_0, wait_s=wait_s)
         if isinstance(urls, str):
             raise ConfigError(f"urls is the string {urls!r}; give a list of URLs.")
         if not urls:
@@ -311,8 +311,7 @@ class ListedFleet(HttpFleet[EngineT]):
         poll_s: float = 5.0,
         **settings: Unpack[ServerSettings],
     ) -> None:
-        if not poll_s > 0:
-            raise ConfigError(f"poll_s is {poll_s}; give a number of seconds above 0.")
+        check_range(ABOVE_0, poll_s=poll_s)
         super().__init__(model_path)
         self._poll_s = poll_s
         self._list_urls = list_urls

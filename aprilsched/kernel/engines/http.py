@@ -14,9 +14,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Annotated
 
-from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.bounds import ABOVE_0, AT_LEAST_0, AT_LEAST_1, check_settings
 
 _log = logging.getLogger(__name__)
 
@@ -38,20 +39,14 @@ class HttpLimits:
         max_unfinished_bytes: bytes of incomplete events in all streams of the server.
     """
 
-    connect_timeout: float = 10.0
-    control_timeout: float = 30.0
-    flush_timeout: float = 60.0
-    update_timeout: float = 900.0
-    abort_timeout: float = 2.0
-    max_connections: int = 0
-    max_answer_bytes: int = 64 * 2**20
-    max_unfinished_bytes: int = 2**30
+    connect_timeout: Annotated[float, ABOVE_0] = 10.0
+    control_timeout: Annotated[float, ABOVE_0] = 30.0
+    flush_timeout: Annotated[float, ABOVE_0] = 60.0
+    update_timeout: Annotated[float, ABOVE_0] = 900.0
+    abort_timeout: Annotated[float, ABOVE_0] = 2.0
+    max_connections: Annotated[int, AT_LEAST_0] = 0
+    max_answer_bytes: Annotated[int, AT_LEAST_1] = 64 * 2**20
+    max_unfinished_bytes: Annotated[int, AT_LEAST_1] = 2**30
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "max_connections":
-                if value < 0:
-                    raise ConfigError(f"max_connections is {value}; give 0 (any number) or more.")
-            elif not value > 0:
-                raise ConfigError(f"{field.name} is {value}; give a number above 0.")
+        check_settings(self)

@@ -2,14 +2,12 @@
 
 from aprilsched.kernel.shell.callbacks import Accept, GroupReward, Reward
 from aprilsched.kernel.shell.episodes import Episode, Turn, TurnOutput
-from aprilsched.kernel.shell.live_bias import BiasNow
 from aprilsched.kernel.shell.prompt_queue import PromptQueue
 from aprilsched.kernel.shell.refits import RefitReport
 from aprilsched.kernel.shell.rollouts import RolloutScheduler
 
 __all__ = [
     "Accept",
-    "BiasNow",
     "Episode",
     "GroupReward",
     "PromptQueue",

@@ -18,9 +18,9 @@ import json
 import logging
 import multiprocessing.spawn
 import os
-import pickle
+import pickle  # noqa: TID251 (an own child process)
 import signal
-import subprocess
+import subprocess  # noqa: TID251 (an own child process)
 import sys
 
 from aprilsched.kernel.core.config import SchedulerConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
+import pickle  # noqa: TID251 (from the parent process)
 import signal
 import sys
 import threading

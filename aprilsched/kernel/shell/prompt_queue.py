@@ -9,6 +9,7 @@ from typing import Self
 
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.shell.prompts import TOGETHER_S
+from aprilsched.kernel.values.bounds import AT_LEAST_0, check_range
 from aprilsched.types import Prompt
 
 
@@ -35,8 +36,7 @@ class PromptQueue:
     """
 
     def __init__(self, *, together_s: float = TOGETHER_S) -> None:
-        if not together_s >= 0:
-            raise ConfigError(f"together_s is {together_s}; give seconds, 0 or more.")
+        check_range(AT_LEAST_0, together_s=together_s)
         self.together_s = together_s
         self._prompts: deque[Prompt] = deque()
         self._closed = False

@@ -8,6 +8,7 @@ from typing import Any
 
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.store.codec import check_storable
+from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.kernel.values.companions import Companion, of_prompt
 from aprilsched.kernel.values.sampling import check_sampling
 from aprilsched.types import Media, Prompt, RefusedPrompt
@@ -191,8 +192,7 @@ def checked_evaluation(
     Raises:
         ConfigError: if `prompts` is empty, if a prompt cannot be used, or if `group_size` is 0.
     """
-    if group_size < 1:
-        raise ConfigError(f"group_size is {group_size}; give 1 or more.")
+    check_range(AT_LEAST_1, group_size=group_size)
     chosen = tuple(checked(prompt, group_size, companions) for prompt in prompts)
     if not chosen:
         raise ConfigError("evaluate() got no prompts; give at least one.")

@@ -145,7 +145,7 @@ class AsyncScheduler(ABC):
 
     @abstractmethod
     def paused_for_weights(
-        self, *, version: int | None = None, label: bool = False
+        self, *, version: int | None = None, label: bool = False, acknowledge: bool = True
     ) -> AbstractAsyncContextManager[tuple[str, ...]]:
         """Pause the engines while the trainer loads new weights with its own calls."""
 

@@ -19,7 +19,6 @@ from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell.callbacks import Accept, GroupReward, Reward
 from aprilsched.kernel.shell.episodes import Episode
 from aprilsched.kernel.shell.listener import AnyListener
-from aprilsched.kernel.shell.live_bias import BiasNow
 from aprilsched.kernel.shell.logprob_comparison import OTHER_WEIGHTS_K3, compared
 from aprilsched.kernel.shell.prompts import PromptSource, checked_evaluation
 from aprilsched.kernel.shell.protocol import AsyncScheduler, waited
@@ -151,13 +150,6 @@ class RolloutScheduler(AsyncScheduler):
     def state(self) -> SchedulerState:
         """The scheduler's state, to be read only (telemetry, tests); only the core changes it."""
         return self._session.state
-
-    def bias(self) -> BiasNow:
-        """Return the mean delivered and launched lengths, and which part of the difference passes.
-
-        The call takes a few milliseconds. Drops that select long responses are also logged, once.
-        """
-        return self._session.bias.now()
 
     def _check_open(self) -> None:
         self._session.check_open()
@@ -390,7 +382,7 @@ class RolloutScheduler(AsyncScheduler):
         return await self._updates.update(publisher, version, acknowledge=acknowledge)
 
     def paused_for_weights(
-        self, *, version: int | None = None, label: bool = False
+        self, *, version: int | None = None, label: bool = False, acknowledge: bool = True
     ) -> AbstractAsyncContextManager[tuple[str, ...]]:
         """Pause the engines while the trainer loads new weights with its own calls.
 
@@ -409,13 +401,19 @@ class RolloutScheduler(AsyncScheduler):
             version: number of the new version; by default one more than the last.
             label: True if the trainer does not label the weights with the decimal version. The
                 label is then set on the engines at the end of the block.
+            acknowledge: as of :meth:`update_weights`.
 
         Raises:
             RefitError: at the end of the block, if no engine has the version.
             ConfigError: as :meth:`update_weights`, and if an engine does not let others load
                 weights.
         """
-        return self._updates.paused_for_weights(version, label=label)
+        return self._updates.paused_for_weights(version, label=label, acknowledge=acknowledge)
+
+    @property
+    def last_refit(self) -> RefitReport | None:
+        """The report of the last update, such as one by :meth:`paused_for_weights`."""
+        return self._updates.last
 
     def asleep(
         self, *, tags: Sequence[str] = ("kv_cache", "weights")

@@ -27,7 +27,6 @@ from aprilsched.kernel.shell.controls import EngineControls
 from aprilsched.kernel.shell.durability import Durability
 from aprilsched.kernel.shell.handback import HandBack
 from aprilsched.kernel.shell.listener import AnyListener
-from aprilsched.kernel.shell.live_bias import LiveBias
 from aprilsched.kernel.shell.loop import EventLoop
 from aprilsched.kernel.shell.membership import Membership, Readmission
 from aprilsched.kernel.shell.opening import check_engines
@@ -48,7 +47,6 @@ from aprilsched.kernel.shell.watches import Claims, Watch, ask_load, ask_version
 from aprilsched.kernel.shell.work import Work
 from aprilsched.kernel.store.in_memory import Store
 from aprilsched.planning import Planner
-from aprilsched.planning.forecasts import ForecastErrors
 
 log = logging.getLogger("aprilsched")
 
@@ -77,13 +75,10 @@ class Session:
         self._fleet = fleet
         self._claim = Claim(run_id)
         self._work = work
-        if config.automatic:
-            learning = [] if planner.inline else [StepTimes(planner)]
-            errors = ForecastErrors(planner, trainer_waits=config.trainer_waits)
-            listeners = [*listeners, *learning, errors]
+        if config.automatic and not planner.inline:
+            listeners = [*listeners, StepTimes(planner)]
         core = Scheduler(config, caller)
-        self.bias = LiveBias(core.state)
-        self._loop = EventLoop(core, [self.bias, *listeners], clock=_now)
+        self._loop = EventLoop(core, listeners, clock=_now)
         self._tasks = Tasks()
         shell = Shell(config=config, engines=self.engines, feed=self.feed, tasks=self._tasks)
         self.durability = Durability(shell, core=core, store=store, waits=self.waits, work=work)

@@ -41,6 +41,8 @@ class Updates:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._lock = asyncio.Lock()
+        self.last: RefitReport | None = None
+        """The report of the last update."""
 
     def check_whole(self) -> None:
         """Raise RefitError if no engine can generate before the next update."""
@@ -59,7 +61,8 @@ class Updates:
     ) -> RefitReport:
         """See :meth:`RolloutScheduler.update_weights`."""
         try:
-            return await self._update(publisher, version, acknowledge)
+            self.last = await self._update(publisher, version, acknowledge)
+            return self.last
         finally:
             if isinstance(publisher, ConcludingPublisher):
                 await self._session.refits.conclude(publisher)
@@ -205,11 +208,11 @@ class Updates:
 
     @asynccontextmanager
     async def paused_for_weights(
-        self, version: int | None, *, label: bool
+        self, version: int | None, *, label: bool, acknowledge: bool
     ) -> AsyncGenerator[tuple[str, ...]]:
         """See :meth:`RolloutScheduler.paused_for_weights`."""
         handshake = Handshake(label=label)
-        update = asyncio.create_task(self.update(handshake, version, acknowledge=True))
+        update = asyncio.create_task(self.update(handshake, version, acknowledge=acknowledge))
         try:
             engines = await handshake.paused()
         except RefitError:

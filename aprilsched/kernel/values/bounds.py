@@ -48,8 +48,20 @@ ABOVE_0 = Bound(above=0, words="a number above 0")
 NOT_NEGATIVE = Bound(least=0, below=math.inf, words="a finite number, 0 or more")
 POSITIVE = Bound(above=0, below=math.inf, words="a finite number above 0")
 COUNT_32_BITS = Bound(least=1, most=2**31 - 1, words="1 to 2**31 - 1")
+PORT = Bound(least=0, most=2**16 - 1, words="0 (any free port) to 65535")
 SHARE = Bound(above=0, most=1, words="a share above 0 and at most 1")
 SHARE_OR_0 = Bound(least=0, below=1, words="a share below 1, or 0")
+
+
+def check_range(bound: Bound, **values: float | None) -> None:
+    """Check arguments, by their names; None is in every range.
+
+    Raises:
+        ConfigError: if a value is out of the range.
+    """
+    for name, value in values.items():
+        if value is not None and not bound.holds(value):
+            raise ConfigError(f"{name} is {value}; give {bound.words}.")
 
 
 def check_settings(settings: Any, path: str = "") -> None:
@@ -67,8 +79,8 @@ def check_settings(settings: Any, path: str = "") -> None:
     for field in fields(settings):
         value, name, hint = getattr(settings, field.name), f"{path}{field.name}", hints[field.name]
         bound = next((found for found in _leaves(hint) if isinstance(found, Bound)), None)
-        if bound is not None and _is_number(value, Real) and not bound.holds(value):
-            raise ConfigError(f"{name} is {value}; give {bound.words}.")
+        if bound is not None and _is_number(value, Real):
+            check_range(bound, **{name: value})
         bounded = bound is not None and not (bound.most is bound.below is None)
         if _is_number(value, Integral) and not bounded and abs(value) > MAX_WHOLE:
             raise ConfigError(f"{name} must be at most 2**53, got a larger number.")

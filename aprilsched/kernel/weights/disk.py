@@ -21,6 +21,7 @@ from typing import Protocol
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.refit import RefitFromDisk
+from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.kernel.weights.threads import Takers, in_thread
 
 # A directory of versions that the trainer writes and the engines read.
@@ -49,8 +50,7 @@ class VersionsOnDisk:
     def __init__(
         self, directory: str | os.PathLike[str], *, check: Callable[[Path], None], keep: int
     ) -> None:
-        if keep < 1:
-            raise ConfigError(f"keep is {keep}; the engines need at least the version they load.")
+        check_range(AT_LEAST_1, keep=keep)
         # The path is absolute, because a server resolves it in its own working directory.
         self.directory = Path(os.path.abspath(directory))
         self._check = check

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.refit import RefitFromGroup, TensorMeta
+from aprilsched.kernel.values.bounds import ABOVE_0, PORT, check_range
 from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.weights.collective import BrokenOff, GroupEngine, each, leave, together
 from aprilsched.kernel.weights.process_group import DEVICES, TrainerGroup, address_towards
@@ -91,10 +92,8 @@ class DistributedPublisher(ReadingPublisher):
         super().__init__(weights, bucket_bytes=bucket_bytes, once=once)
         if backend not in DEVICES:
             raise ConfigError(f"backend is {backend!r}; give one of {', '.join(sorted(DEVICES))}.")
-        if not 0 <= port < 2**16:
-            raise ConfigError(f"port is {port}; give 0 (any that is free) to {2**16 - 1}.")
-        if not timeout_s > 0:
-            raise ConfigError(f"timeout_s is {timeout_s}; give a number above 0.")
+        check_range(PORT, port=port)
+        check_range(ABOVE_0, timeout_s=timeout_s)
         self._backend = backend
         self._address = address
         self._port = port

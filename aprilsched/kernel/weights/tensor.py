@@ -166,9 +166,9 @@ class _SGLang:
 
 def _sglang() -> _SGLang:
     try:
-        buckets = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")
-        patches = importlib.import_module("sglang.srt.utils.patch_torch")
-        utils = importlib.import_module("sglang.srt.utils.common")
+        buckets = importlib.import_module("sglang.srt.weight_sync.tensor_bucket")  # noqa: TID251 (a module of SGLang)
+        patches = importlib.import_module("sglang.srt.utils.patch_torch")  # noqa: TID251 (a module of SGLang)
+        utils = importlib.import_module("sglang.srt.utils.common")  # noqa: TID251 (a module of SGLang)
     except (ImportError, RuntimeError, OSError) as error:  # It is missing or for another torch.
         raise ConfigError(
             f"TensorPublisher needs SGLang in the trainer's environment ({error}); install the "

@@ -24,6 +24,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.kernel.weights.threads import in_thread
 
 if TYPE_CHECKING:
@@ -41,8 +42,7 @@ class Buckets:
     """
 
     def __init__(self, bucket_bytes: int) -> None:
-        if bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes is {bucket_bytes}; give 1 or more.")
+        check_range(AT_LEAST_1, bucket_bytes=bucket_bytes)
         self._limit = bucket_bytes
         self._open: list[tuple[str, Tensor]] = []
         self._bytes = 0
@@ -180,8 +180,7 @@ class ReadingPublisher:
 
     def __init__(self, weights: Weights, *, bucket_bytes: int, once: bool) -> None:
         check_weights(weights)
-        if bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes is {bucket_bytes}; give 1 or more.")
+        check_range(AT_LEAST_1, bucket_bytes=bucket_bytes)
         self._weights = weights
         self._bucket_bytes = bucket_bytes
         self._once = once

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import math
-import pickle
+import pickle  # noqa: TID251 (only dumps, for vLLM)
 import socket
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from aprilsched.errors import ConfigError, ControlTimeout
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.refit import RefitByTransfer
+from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.kernel.weights.process_group import address_towards
 from aprilsched.kernel.weights.tensor_buckets import check_weights
 from aprilsched.kernel.weights.threads import Takers, call_each, in_daemon, in_thread
@@ -77,8 +78,7 @@ class VLLMPublisher:
         check_weights(weights)
         if backend not in ("nccl", "ipc"):
             raise ConfigError(f'backend is {backend!r}; give "nccl" or "ipc".')
-        if bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes is {bucket_bytes}; give 1 or more.")
+        check_range(AT_LEAST_1, bucket_bytes=bucket_bytes)
         self._weights = weights
         self._backend = backend
         self._address = address
@@ -295,7 +295,7 @@ def _source(weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> Any:
 
 def _vllm(module: str) -> Any:
     try:
-        return importlib.import_module(f"{_PACKAGE}.{module}")
+        return importlib.import_module(f"{_PACKAGE}.{module}")  # noqa: TID251 (a module of vLLM)
     except (ImportError, RuntimeError, OSError) as error:  # It is missing or for another torch.
         raise ConfigError(
             f"VLLMPublisher needs vLLM in the trainer's environment ({error}); install the version "

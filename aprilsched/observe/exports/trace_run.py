@@ -40,9 +40,10 @@ class TraceBuilder(DispatchingListener):
         """The engine of each open attempt, by the id of its request."""
         self._first_versions: dict[int, int | None] = {}
         """First version of each open rollout, see :attr:`Attempt.first_version`."""
-        self._changed: set[EngineTracks] = set()
+        self._changed: dict[EngineTracks, None] = {}
         """Engines whose counters may have changed at the time `_at`. The counters are written when
-        time advances, because many requests are sent at the same moment."""
+        time advances, because many requests are sent at the same moment. A dict keeps their order,
+        so that the same log gives the same trace."""
         self._at = 0
         self._began = False
         file.name("trainer", _TRAINER)
@@ -103,7 +104,7 @@ class TraceBuilder(DispatchingListener):
         if engine is None:
             pid = _TRAINER + 1 + len(self._engines)
             engine = self._engines[name] = EngineTracks(self._file, pid=pid, name=name)
-        self._changed.add(engine)
+        self._changed[engine] = None
         return engine
 
     # --- the trainer ---------------------------------------------------------------------------
@@ -152,13 +153,13 @@ class TraceBuilder(DispatchingListener):
         engine = self._where.get(fact.request_id)
         if engine is not None:
             engine.progress(fact.request_id, fact.tokens)
-            self._changed.add(engine)
+            self._changed[engine] = None
 
     def _ended(self, fact: of.AttemptEnded) -> None:
         engine = self._where.pop(fact.request_id, None)
         if engine is not None:
             engine.close(fact.request_id, fact.outcome, self._at)
-            self._changed.add(engine)
+            self._changed[engine] = None
 
     def _forget(self, rollout_ids: Iterable[int]) -> None:
         for rollout_id in rollout_ids:

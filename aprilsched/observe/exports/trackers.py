@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from typing import Protocol, Self
 
 from aprilsched.kernel.core.messages.facts import BatchDelivered
+from aprilsched.kernel.shell.listener import DispatchingListener
 from aprilsched.observe.figures.engine_time import PARTS, Part
-from aprilsched.observe.figures.live_figures import FiguresListener, LiveFigures
+from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.figures.table import FIGURES, Moment, values_at
 from aprilsched.observe.worker import Worker
 
@@ -40,15 +41,15 @@ class Writer(Protocol):
         ...
 
 
-class StepTracker(FiguresListener):
+class StepTracker(DispatchingListener):
     """Sends the figures of each batch to `writer` and closes it at the end, both in a worker
     thread. The step is the number of the delivered batch.
 
-    Use it as ``with StepTracker(writer) as tracker:`` around the scheduler, and pass it to the
-    scheduler as a listener.
+    Use it as ``with StepTracker(writer, figures) as tracker:`` around the scheduler, and pass both
+    to the scheduler as listeners.
 
     Args:
-        figures: LiveFigures that are an earlier listener of the run. None creates private figures.
+        figures: the figures of the run, an earlier listener.
         close_seconds: longest time that the end of the block waits for pending writes and for the
             writer to close.
     """
@@ -56,11 +57,12 @@ class StepTracker(FiguresListener):
     def __init__(
         self,
         writer: Writer,
-        figures: LiveFigures | None = None,
+        figures: LiveFigures,
         *,
         close_seconds: float = _CLOSE_SECONDS,
     ) -> None:
-        super().__init__(figures)
+        super().__init__()
+        self._figures = figures
         self._handlers = {BatchDelivered: self._step}
         self._writer = writer
         self._seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)

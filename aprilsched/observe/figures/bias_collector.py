@@ -27,11 +27,10 @@ from aprilsched.kernel.core.lengths.laws import KaplanMeier, kaplan_meier
 from aprilsched.kernel.core.lengths.observed import GroupLengths, pooled
 from aprilsched.kernel.core.messages.facts import DeliveredRollout, DroppedRollout
 from aprilsched.kernel.core.state.ledger import Ledger, Reason
-from aprilsched.observe.figures.figures import Ages, Figures, Measured
+from aprilsched.observe.figures.figures import Figures, Measured
 from aprilsched.observe.figures.run_figures import (
     BiasFigures,
     CensoringFigures,
-    DecileFigures,
     LawFigures,
     TransientFigures,
 )
@@ -56,15 +55,7 @@ def expected_lengths(
     return np.where(finished, tokens, tokens + law.residual_mean(tokens))
 
 
-def transient(final: NDArray[np.float64], delivered: int, mean: float) -> tuple[float, float]:
-    """Return the mean of the `final` lengths float64 [n] of the responses in flight (`mean` if
-    there are none), and the bias of the `delivered` responses caused by their absence."""
-    expected = float(final.mean()) if final.size else mean
-    return expected, bias_without(final.size, expected, delivered, mean)
-
-
 _CURVE_POINTS = 240
-_DECILES = 10
 
 
 def law_figures(law: KaplanMeier) -> LawFigures:
@@ -105,23 +96,6 @@ def sample_law(lengths: NDArray[np.int64]) -> LawFigures | None:
     if not lengths.size:
         return None
     return law_figures(kaplan_meier(np.maximum(lengths, 1), np.zeros(lengths.size, dtype=np.bool_)))
-
-
-def deciles(lengths: NDArray[np.int64], ages: NDArray[np.int64]) -> DecileFigures | None:
-    """Staleness by length; None for fewer than 10 responses.
-
-    Both arguments have one entry for each response: its length, int64 [n], and the ages of its
-    tokens, int64 [n, 6], with the columns of :class:`~aprilsched.observe.figures.figures.Ages`.
-    """
-    if lengths.size < _DECILES:
-        return None
-    parts = np.array_split(np.argsort(lengths, kind="stable"), _DECILES)
-    sums = [Ages(*ages[part].sum(axis=0).tolist()) for part in parts]
-    return DecileFigures(
-        mean_length=[float(lengths[part].mean()) for part in parts],
-        staleness_mean=[each.total / max(1, each.sampled) for each in sums],
-        off_policy_token_share=[each.off_policy / max(1, each.sampled) for each in sums],
-    )
 
 
 CENSORS = frozenset(
@@ -263,9 +237,6 @@ class BiasCollector:
             drawn=None if law is None else law_figures(law),
             delivered=sample_law(lengths),
             transient=self._transient(law, workload_mean, batches, open_groups),
-            by_length_decile=None
-            if not batches
-            else deciles(lengths, np.concatenate([batch.ages for batch in batches])),
             dropped_tokens={str(reason): n for reason, n in sorted(ledger.tokens.items())},
             censoring=censoring(ledger, lengths.size, int(lengths.sum())),
         )
@@ -295,7 +266,8 @@ class BiasCollector:
         final = expected_lengths(law, *pooled(open_groups))
         lengths = [batch.lengths for batch in batches]
         delivered = sum(each.size for each in lengths)
-        _, predicted = transient(final, delivered, mean)
+        expected = float(final.mean()) if final.size else mean
+        predicted = bias_without(final.size, expected, delivered, mean)
         measured = running_bias(lengths, mean)
         owners = [np.full(len(group.tokens), group.launched) for group in open_groups]
         # At a constant number of requests in flight, the transient falls as 1 / batches.

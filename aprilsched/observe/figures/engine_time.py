@@ -17,7 +17,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.events import EngineInfo
+from aprilsched.kernel.shell.listener import DispatchingListener
 
 Part: TypeAlias = Literal[
     "decode",
@@ -310,8 +312,8 @@ class AttemptNow:
     watched: bool = True
 
 
-class EngineTime:
-    """Adds up the time of each engine.
+class EngineTime(DispatchingListener):
+    """Adds up the time of each engine, from the facts about engines and requests.
 
     Args:
         recording: receives each stretch of each engine.
@@ -322,20 +324,30 @@ class EngineTime:
     """
 
     def __init__(self, recording: Recording | None = None) -> None:
+        super().__init__()
         self.engines: dict[str, EngineUsage] = {}
         self.attempts: dict[int, AttemptNow] = {}
         self._attempts_on: dict[str, dict[int, AttemptNow]] = {}
         self._in_use = 0
         """Number of engines that are not lost."""
-        self.now = 0.0
         self._recording = recording
         self._free: Cause = "trainer"
         self._paused: Literal["pause", "trainer"] = "trainer"
         self._outside = 0
+        self._handlers = {
+            of.RunOpened: self._run_opened,
+            of.AttemptSent: self._attempt_sent,
+            of.AttemptEnded: lambda fact: self._close(fact.request_id),
+            of.EngineJoined: self._engine_joined,
+            of.EngineAdmitted: self._engine_admitted,
+            of.EngineLost: self._engine_lost,
+            of.EngineModeChanged: self._engine_mode_changed,
+            of.EngineRefitted: self._engine_refitted,
+        }
 
     def advance(self, now: float) -> None:
         """End the current stretch of each engine at `now`, and start a new one."""
-        self.now = now
+        self._now = now
         for engine in self.engines.values():
             self._end_stretch(engine)
 
@@ -348,7 +360,7 @@ class EngineTime:
             outside: number of episodes that use their tools.
         """
         if (free, paused, outside) != (self._free, self._paused, self._outside):
-            self.advance(self.now)
+            self.advance(self._now)
             self._free, self._paused, self._outside = free, paused, outside
 
     def decoding(self) -> Iterator[int]:
@@ -357,28 +369,9 @@ class EngineTime:
             if attempt.phase == "decode" and attempt.engine.state == "generating":
                 yield attempt.rollout_id
 
-    # --- engines -------------------------------------------------------------------------------
-
-    def enlist(self, info: EngineInfo) -> EngineUsage:
-        """Add an engine that opens or joins, for the first time or again."""
-        engine = self.engines.get(info.name)
-        if engine is None:
-            engine = EngineUsage(info=info, version=info.version, since=self.now)
-            self.engines[info.name] = engine
-            self._in_use += 1
-        engine.info, engine.version = info, info.version
-        return engine
-
-    def enter(self, engine: EngineUsage, state: EngineState) -> None:
-        """Set the state of an engine from now on."""
-        if engine.state != state:
-            self._end_stretch(engine)
-            self._in_use += (state != "lost") - (engine.state != "lost")
-            engine.state = state
-
-    def forget_requests(self) -> None:
+    def _run_opened(self, fact: of.RunOpened) -> None:
         """Forget all requests, because the process that sent them has ended."""
-        self.advance(self.now)
+        self.advance(self._now)
         self.attempts.clear()
         self._attempts_on.clear()
         self._in_use = 0
@@ -386,25 +379,102 @@ class EngineTime:
             engine.state = "lost"
             engine.decode = engine.prefill = engine.re_prefill = engine.timed = 0
             engine.beyond = -engine.tokens
+        for info in fact.engines:
+            self._enter(self._enlist(info), "generating")
 
-    def go_on(self, engine: EngineUsage) -> None:
+    def _enlist(self, info: EngineInfo) -> EngineUsage:
+        """Add an engine that opens or joins, for the first time or again."""
+        engine = self.engines.get(info.name)
+        if engine is None:
+            engine = EngineUsage(info=info, version=info.version, since=self._now)
+            self.engines[info.name] = engine
+            self._in_use += 1
+        engine.info, engine.version = info, info.version
+        return engine
+
+    def _enter(self, engine: EngineUsage, state: EngineState) -> None:
+        """Set the state of an engine from now on."""
+        if engine.state != state:
+            self._end_stretch(engine)
+            self._in_use += (state != "lost") - (engine.state != "lost")
+            engine.state = state
+
+    def _engine_joined(self, fact: of.EngineJoined) -> None:
+        """Count an engine that joins as lost until it is admitted."""
+        self._enter(self._enlist(fact.info), "lost")
+
+    def _engine_admitted(self, fact: of.EngineAdmitted) -> None:
+        if (engine := self.engines.get(fact.engine)) is not None:
+            engine.version = fact.version
+            self._enter(engine, "generating")
+
+    def _engine_lost(self, fact: of.EngineLost) -> None:
+        if (engine := self.engines.get(fact.engine)) is not None:
+            engine.losses += 1
+            engine.released = frozenset()
+            self._enter(engine, "lost")
+
+    def _engine_refitted(self, fact: of.EngineRefitted) -> None:
+        if (engine := self.engines.get(fact.engine)) is not None:
+            engine.version = fact.version
+
+    def _engine_mode_changed(self, fact: of.EngineModeChanged) -> None:
+        """Enter the state that follows from a change of mode; a lost engine stays lost until it is
+        admitted."""
+        engine = self.engines.get(fact.engine)
+        if engine is None:
+            return
+        lost = engine.state == "lost"
+        match fact.finish:
+            case "pausing":
+                engine.drops_kv = fact.pause == "retract"
+                if not lost:
+                    self._enter(engine, "paused")
+            case "flushing":
+                engine.drops_kv = True
+            case "refitting" if engine.state == "paused":
+                self._enter(engine, "refitting")
+            case "releasing":
+                engine.drops_kv = True
+                engine.released |= set(fact.tags)
+                if not lost:
+                    self._enter(engine, "asleep")
+            case "waking":
+                engine.waking = frozenset(fact.tags)
+            case "paused":
+                if fact.start == "waking":
+                    engine.released -= engine.waking
+                if not lost and not engine.released:
+                    self._enter(engine, "paused")
+            case "running" if fact.start == "continuing" and not lost:
+                self._continue(engine)
+            case _:
+                pass
+
+    def _continue(self, engine: EngineUsage) -> None:
         """Continue an engine after a pause."""
-        self.enter(engine, "generating")
+        self._enter(engine, "generating")
         for attempt in self._attempts_on.get(engine.name, {}).values():
-            attempt.since = self.now
+            attempt.since = self._now
             if attempt.phase == "decode" and engine.drops_kv:
                 self._change(attempt, "re_prefill")
 
-    # --- attempts ------------------------------------------------------------------------------
-
-    def open(self, attempt: AttemptNow) -> None:
-        """Add an attempt that was sent."""
-        engine = attempt.engine
+    def _attempt_sent(self, fact: of.AttemptSent) -> None:
+        engine = self.engines.get(fact.engine)
+        if engine is None:
+            return
+        self._close(fact.request_id)
         self._end_stretch(engine)
-        attempt.timed = engine.timed < _TIMED
-        before = self.attempts.get(attempt.request_id)
-        if before is not None:  # no fact recorded its end
-            del self._attempts_on[before.engine.name][before.request_id]
+        attempt = AttemptNow(
+            request_id=fact.request_id,
+            attempt=fact.attempt,
+            rollout_id=fact.rollout_id,
+            engine=engine,
+            phase="re_prefill" if fact.attempt > 1 else "prefill",
+            context=fact.tokens,
+            since=self._now,
+            timed=engine.timed < _TIMED,
+        )
         self.attempts[attempt.request_id] = attempt
         self._attempts_on.setdefault(engine.name, {})[attempt.request_id] = attempt
         engine.count(attempt.phase, 1)
@@ -412,7 +482,7 @@ class EngineTime:
         engine.timed += attempt.timed
         engine.capacity = max(engine.capacity, engine.in_flight)
 
-    def close(self, request_id: int) -> None:
+    def _close(self, request_id: int) -> None:
         """Remove the attempt of a request that has ended, if there was one."""
         attempt = self.attempts.pop(request_id, None)
         if attempt is not None:
@@ -428,7 +498,7 @@ class EngineTime:
         engine = attempt.engine
         took, attempt.since = now - attempt.since, now
         if attempt.phase != "decode":
-            self.now = now
+            self._now = now
             self._first_chunk(attempt, attempt.phase, tokens, took)
         elif tokens:
             rate = took / tokens
@@ -458,7 +528,7 @@ class EngineTime:
         seconds[PART_INDEX["decode"]] += moved
         if self._recording is not None:
             self._recording.moved(
-                Moved(engine=engine.name, time=self.now, part=part, slot_seconds=decoding)
+                Moved(engine=engine.name, time=self._now, part=part, slot_seconds=decoding)
             )
 
     def _change(self, attempt: AttemptNow, phase: Phase) -> None:
@@ -468,11 +538,9 @@ class EngineTime:
         attempt.phase = phase
         attempt.watched = phase != "decode" or attempt.timed
 
-    # --- time ----------------------------------------------------------------------------------
-
     def _end_stretch(self, engine: EngineUsage) -> None:
         """End the current stretch of an engine, count it, and start the next one."""
-        low, end = engine.since, self.now
+        low, end = engine.since, self._now
         if end <= low:
             return
         engine.since = end

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.ledger import Counters, Ledger
-from aprilsched.kernel.shell.listener import BulkListener, DispatchingListener, TokenChunks
+from aprilsched.kernel.shell.listener import BulkListener, TokenChunks
 from aprilsched.observe.figures.batch_figures import BatchMeter
 from aprilsched.observe.figures.figures import Measured
 from aprilsched.observe.figures.rollout_time import RolloutClock
@@ -73,6 +73,11 @@ class LiveFigures:
         return self._meter.recent
 
     @property
+    def delivered_at(self) -> float:
+        """Time of the latest delivery; the start of the run before the first."""
+        return self._meter.time.delivered_at
+
+    @property
     def rollouts(self) -> Mapping[int, RolloutClock]:
         """The clock of each rollout in flight, by its id."""
         return self._meter.rollouts
@@ -92,34 +97,3 @@ class LiveFigures:
         with self.lock:
             for each in self._told:
                 each.on_tokens(chunks, now)
-
-
-class FiguresListener(DispatchingListener):
-    """A listener that reads live figures when it receives facts.
-
-    Args:
-        figures: an earlier listener of the run. None creates private figures, to which this
-            listener passes all facts.
-    """
-
-    def __init__(self, figures: LiveFigures | None = None) -> None:
-        super().__init__()
-        self._figures = figures or LiveFigures()
-        self._inside = figures is None
-
-    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
-        if not self._inside:
-            self.react(facts, now)
-            return
-        # One fact at a time, so that each is read together with the state at its time.
-        for fact in facts:
-            self._figures.on_facts((fact,), now)
-            self.react((fact,), now)
-
-    def on_tokens(self, chunks: TokenChunks, now: float) -> None:
-        if self._inside:
-            self._figures.on_tokens(chunks, now)
-
-    def react(self, facts: Sequence[Fact], now: float) -> None:
-        """React to these facts, which the figures have already received."""
-        super().on_facts(facts, now)

@@ -16,8 +16,9 @@ from numpy.typing import ArrayLike
 
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.shell.listener import DispatchingListener
 from aprilsched.observe.figures.figures import Ages
-from aprilsched.observe.figures.live_figures import FiguresListener, LiveFigures
+from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.figures.table import FIGURES, Clients, Labelled, Moment, values_at
 
 
@@ -60,16 +61,17 @@ class Scrape:
     histograms: Mapping[str, Held]
 
 
-class Metrics(FiguresListener):
+class Metrics(DispatchingListener):
     """Keeps the metrics of a run that are exported to Prometheus.
 
     Args:
-        figures: LiveFigures that are an earlier listener of the run. None creates private figures.
+        figures: the figures of the run, an earlier listener.
         clients: the counts of a gateway; None omits the gateway's metrics.
     """
 
-    def __init__(self, figures: LiveFigures | None = None, clients: Clients | None = None) -> None:
-        super().__init__(figures)
+    def __init__(self, figures: LiveFigures, clients: Clients | None = None) -> None:
+        super().__init__()
+        self._figures = figures
         self._clients = clients
         self._updates: Counter[str] = Counter(succeeded=0, failed=0)
         self._asked_at: float | None = None
@@ -97,9 +99,9 @@ class Metrics(FiguresListener):
             of.EngineLost: self._engine_lost,
         }
 
-    def react(self, facts: Sequence[Fact], now: float) -> None:
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         with self._figures.lock:
-            super().react(facts, now)
+            super().on_facts(facts, now)
 
     def observe(self, name: str, value: float) -> None:
         """Observe a value that no fact contains, in the histogram of this name."""

@@ -133,16 +133,6 @@ class TransientFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecileFigures:
-    """Delivered responses by tenths of equal number, the shortest first; 10 entries each."""
-
-    mean_length: list[float]
-    staleness_mean: list[float]
-    """Mean staleness of the sampled tokens."""
-    off_policy_token_share: list[float]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CensoringFigures:
     """Whether drops select long responses."""
 
@@ -180,7 +170,6 @@ class BiasFigures:
     delivered: LawFigures | None = None
     """Law of the delivered responses."""
     transient: TransientFigures | None = None
-    by_length_decile: DecileFigures | None = None
     dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
     """Number of dropped tokens by reason, as in the ledger."""
     censoring: CensoringFigures = field(default_factory=lambda: CensoringFigures(policies=[]))

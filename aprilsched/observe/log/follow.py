@@ -15,8 +15,7 @@ from pathlib import Path
 import msgspec
 
 from aprilsched.kernel.values.files import open_regular
-from aprilsched.observe.log.incarnations import whole_lines
-from aprilsched.observe.log.tail import read_tail
+from aprilsched.observe.log.tail import read_tail, whole_lines
 
 _READ_BYTES = 1 << 22
 _FROM_START = (b'"fact":"LogResumed"', b'"again":true')

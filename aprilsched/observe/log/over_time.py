@@ -58,30 +58,17 @@ def lengths_of(deliveries: Sequence[Delivery]) -> NDArray[np.int64]:
     return np.array([r.tokens for d in deliveries for r in d.rollouts], dtype=np.int64)
 
 
-def tokens_by_age(run: Run) -> NDArray[np.int64]:
-    """Return the delivered tokens by batch and age in versions, int64 [batches, oldest + 1]. Tokens
-    of the environment have no version and are omitted."""
-    ages = [
-        (place, max(0, delivery.version - version), end - start)
-        for place, delivery in enumerate(run.deliveries)
-        for rollout in delivery.rollouts
-        for start, end, version, _ in rollout.segments
-        if version >= 0
-    ]
-    counts = np.zeros((len(run.deliveries), 1 + max((a for _, a, _ in ages), default=0)), np.int64)
-    for place, age, tokens in ages:
-        counts[place, age] += tokens
-    return counts
-
-
 def tokens_by_class(run: Run, classes: int) -> NDArray[np.int64]:
-    """Return the same by `classes` classes of age; the last one contains all older tokens."""
-    counts = tokens_by_age(run)
-    found = np.zeros((len(counts), classes), np.int64)
-    kept = min(classes, counts.shape[1])
-    found[:, :kept] = counts[:, :kept]
-    found[:, -1] += counts[:, classes:].sum(axis=1)
-    return found
+    """Return the delivered tokens by batch and age in versions, int64 [batches, classes]; the last
+    class contains all older tokens. Tokens of the environment have no version and are omitted."""
+    counts = np.zeros((len(run.deliveries), classes), np.int64)
+    for place, delivery in enumerate(run.deliveries):
+        for rollout in delivery.rollouts:
+            for start, end, version, _ in rollout.segments:
+                if version >= 0:
+                    age = min(classes - 1, max(0, delivery.version - version))
+                    counts[place, age] += end - start
+    return counts
 
 
 def _pieces(

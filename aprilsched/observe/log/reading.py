@@ -10,8 +10,8 @@ import msgspec
 
 from aprilsched.kernel.core.messages.facts import Fact, by_delivery
 from aprilsched.kernel.shell.listener import Listener
-from aprilsched.observe.log.incarnations import whole_lines
 from aprilsched.observe.log.line_format import ANY_FACT, KINDS, LogBegun, LogResumed
+from aprilsched.observe.log.tail import whole_lines
 
 _TOKENS = b'"fact":"TokensReceived"'
 """Mark of the most frequent kind of lines. In other lines it occurs only inside quoted text."""

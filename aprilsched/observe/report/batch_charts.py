@@ -1,4 +1,4 @@
-"""Charts with one point or bar for each batch."""
+"""Charts about batches: how long, how old and how biased their responses are."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from aprilsched.observe.report import shared_charts
 from aprilsched.observe.report.chart_model import AGE_COLOURS, PALETTE, Axis, Chart, Series
 from aprilsched.observe.report.report_data import RunReport
 from aprilsched.observe.report.shared_charts import OF_RUNS, evenly
-from aprilsched.observe.report.words import amount, percent, signed_percent
-
-# Draws the charts about batches: how long, how old and how biased their responses are.
+from aprilsched.observe.report.words import percent, written
 
 _EQUAL = 0.01
 """A bias below this share of the mean length counts as none."""
@@ -55,7 +53,7 @@ def _law(run: RunReport) -> str:
     if drawn is None or delivered is None:
         return f"{run.who}Nothing was delivered, so there are no lengths to compare."
     off = delivered.mean / drawn.mean - 1
-    means = f"mean {amount(delivered.mean)} against {amount(drawn.mean)} tokens"
+    means = f"mean {written(delivered.mean)} against {written(drawn.mean)} tokens"
     if abs(off) < _EQUAL:
         return f"{run.who}Delivered responses are as long as those drawn ({means})."
     longer = "longer" if off > 0 else "shorter"
@@ -72,7 +70,7 @@ def _length_axis(chart: Chart) -> Axis:
     ticks = [digit * 10**power for power in range(9) for digit in (1, 2, 5)]
     shown = [tick for tick in ticks if 0.8 * least <= tick <= 1.2 * most]
     return replace(
-        chart.x, range=(0.8 * least, 1.15 * most), ticks={tick: amount(tick) for tick in shown}
+        chart.x, range=(0.8 * least, 1.15 * most), ticks={tick: written(tick) for tick in shown}
     )
 
 
@@ -120,7 +118,7 @@ def bias(runs: Sequence[RunReport]) -> Chart:
     if len(found) == 1:
         known = found[0].reference == "workload_mean"
         mean = "the workload's own mean" if known else "the mean drawn"
-        mean += f" ({amount(found[0].mean)} tokens)"
+        mean += f" ({written(found[0].mean)} tokens)"
     return replace(
         chart,
         id="bias",
@@ -136,7 +134,7 @@ def _transient(run: RunReport) -> str:
     found, censored = run.summary.bias.transient, run.summary.bias.censoring.policies
     if found is None:
         return f"{run.who}No batch was delivered, so there is no bias to speak of."
-    off = f"{run.who}The length bias is {signed_percent(found.measured)}"
+    off = f"{run.who}The length bias is {percent(found.measured, signed=True)}"
     if censored:
         return f"{off}, and part of it stays: responses were dropped."
     if abs(found.measured) < _EQUAL:
@@ -146,52 +144,6 @@ def _transient(run: RunReport) -> str:
         return f"{off}, more than what is in flight explains."
     more = f"{further:,} more {'batch' if further == 1 else 'batches'}"
     return f"{off} so far; it is below 1 % after {more}."
-
-
-def distances(runs: Sequence[RunReport]) -> list[Chart]:
-    """Draw the distance of each batch's lengths from the drawn law, and the distance expected of
-    an i.i.d. batch. Returns no chart if no batch has a distance."""
-    series: list[Series] = []
-    statements: list[str] = []
-    for run in runs:
-        batches = run.summary.per_batch
-        own = [batch.length_distance for batch in batches]
-        usual = [batch.iid_length_distance for batch in batches]
-        pairs = [(a, b) for a, b in zip(own, usual, strict=True) if a is not None and b is not None]
-        if not pairs:
-            continue
-        mean, expected = np.mean(pairs, axis=0)
-        statements.append(
-            f"the lengths of {run.whose} batches are {mean:.2f} off the drawn law on "
-            f"average, where batches drawn at random would be {expected:.2f} off"
-        )
-        for name, values in (("batch", own), ("drawn at random", usual)):
-            at = [i for i in evenly(len(values)).tolist() if values[i] is not None]
-            series.append(
-                Series(
-                    name=f"{run.who}{name}",
-                    x=[i + 1 for i in at],
-                    y=np.array([values[i] for i in at], dtype=np.float64),
-                    colour=colour_of(run),
-                    dash="solid" if values is own else "dash",
-                    hover="%{y:.3f}",
-                )
-            )
-    if not statements:
-        return []
-    title = "; ".join(statements)
-    chart = Chart(
-        id="distances",
-        title=f"{title[0].upper()}{title[1:]}.",
-        note="Kolmogorov's distance: the largest difference between the shares of responses up to "
-        "a length, in the batch and in the law that all lengths are drawn from (estimated when the "
-        "batch was delivered). Batches that are all short or all long are far from it.",
-        series=series,
-        x=Axis(label="batch", unit="whole"),
-        y=Axis(label="distance from the drawn law", from_zero=True),
-        together=True,
-    )
-    return [chart]
 
 
 def forecasts(run: RunReport) -> Chart | None:
@@ -240,31 +192,7 @@ def _how_right(steady: ForecastFigures | None, who: str) -> str:
     off = steady.efficiency / steady.efficiency_forecast - 1
     return (
         f"{percent(steady.efficiency_forecast)} of the bound were forecast for {who} batches after "
-        f"the burn-in, and {percent(steady.efficiency)} came: {signed_percent(off)}."
-    )
-
-
-def deciles(runs: Sequence[RunReport]) -> Chart:
-    """Draw the mean staleness of ten classes of length."""
-    found = {run: run.summary.bias.by_length_decile for run in runs}
-    statements = [
-        f"the longest tenth of {run.whose} responses is {figures.staleness_mean[-1]:.1f} versions "
-        f"old, the shortest {figures.staleness_mean[0]:.1f}"
-        for run, figures in found.items()
-        if figures is not None
-    ]
-    title = "; ".join(statements) or "too few responses were delivered to tell"
-    chart = shared_charts.staleness_by_tenth(
-        {run.label: figures for run, figures in found.items()},
-        colours=[colour_of(run, PALETTE[2]) for run in runs],
-    )
-    return replace(
-        chart,
-        id="deciles",
-        title=f"{title[0].upper()}{title[1:]}.",
-        note="Delivered responses in ten classes of equal number by their length. Above: the "
-        "share of their tokens that an older policy sampled.",
-        height=320,
+        f"the burn-in, and {percent(steady.efficiency)} came: {percent(off, signed=True)}."
     )
 
 

@@ -78,7 +78,7 @@ class Series:
         step: whether a line keeps each value until the next one, as areas do.
         texts: labels inside stacked bars, or above other bars.
         hover: plotly template of the hover text of a value; "" shows only the name.
-        told: additional data of each value for `hover`, as plotly's customdata.
+        hover_text: additional data of each value for `hover`, as plotly's customdata.
         row: index of its axes among the stacked ones, from 0.
     """
 

@@ -1,18 +1,12 @@
-"""The sections of a page about two runs."""
+"""Compares two runs: each figure of both, the difference, and which is better."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from aprilsched.observe.report.report_data import Headline, ReportData
-from aprilsched.observe.report.words import amount, percent, signed_percent
-
-if TYPE_CHECKING:
-    pass
-
-
-# Compares two runs: each figure of both, the difference, and which is better.
+from aprilsched.observe.report.words import percent, written
 
 _EQUAL = 0.005
 """A difference below this share of the larger figure counts as none."""
@@ -26,9 +20,8 @@ class Difference:
     explanation: str
     a: str
     b: str
-    difference: float | None
+    difference: str
     """B minus A."""
-    difference_text: str
     ratio: float | None
     """B divided by A; None if the ratio is meaningless."""
     verdict: Literal["better", "worse", "same", ""]
@@ -67,39 +60,16 @@ def verdict(a: ReportData, b: ReportData) -> str:
 def _difference(a: Headline, b: Headline, *, judged: bool) -> Difference:
     known = a.value is not None and b.value is not None
     change = (b.value or 0.0) - (a.value or 0.0) if known else None
+    text = written(change, a.unit, signed=True)
     return Difference(
         label=a.label,
         explanation=a.explanation if a.explanation == b.explanation else "",
         a=a.text,
         b=b.text,
-        difference=change,
-        difference_text=_text(a, change),
+        difference=text.replace(" %", " points"),
         ratio=_ratio(a, b),
         verdict=_better_or_worse(a, b) if judged else "",
     )
-
-
-def _text(figure: Headline, change: float | None) -> str:
-    if change is None:
-        return "unknown"
-    match figure.unit:
-        case "share":
-            return f"{signed_percent(change).removesuffix(' %')} points"
-        case "versions":
-            return _signed(change, 2)
-        case "reward":
-            return _signed(change, 3)
-        case "nats":
-            return f"{change:+.2g} nats".replace("-", "\N{MINUS SIGN}", 1)
-        case "seconds":
-            return f"{_signed(change, 1)} s"
-        case _:
-            return _signed(change, 0)
-
-
-def _signed(change: float, digits: int) -> str:
-    sign = "+" if change > 0 else "\N{MINUS SIGN}" if change < 0 else ""
-    return f"{sign}{amount(abs(change), digits)}"
 
 
 def _ratio(a: Headline, b: Headline) -> float | None:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from aprilsched.kernel.values.files import read_text
 from aprilsched.observe.figures.engine_time import PART_INDEX, PART_LABELS, PARTS
+from aprilsched.observe.figures.faults import Faults
 from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.rebuild import Rebuilding, written_summary
 from aprilsched.observe.log.run import History, readable
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS
+from aprilsched.observe.log.samples import read_samples
 from aprilsched.observe.log.usage import RunUsage, UsageRecorder, busy_share
-from aprilsched.observe.report.fault_lines import Faults
-from aprilsched.observe.report.headlines import headlines
 from aprilsched.observe.report.report_data import EngineTime, PartTime, ReportData, RunReport
-from aprilsched.observe.report.sampled import gpu_lines
-from aprilsched.observe.report.words import ran
+from aprilsched.observe.report.words import headlines, ran
+from aprilsched.observe.sampling.labels import NVML_UTILIZATION, STEP_SHARE
 
 
 def run_report(folder: Path) -> RunReport:
@@ -84,3 +88,42 @@ def _time(usage: RunUsage) -> EngineTime:
             for name, seconds in zip(usage.engines, usage.seconds, strict=True)
         },
     )
+
+
+_LINES = 16
+_POINTS = 240
+_Shares = Mapping[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
+
+
+def gpu_lines(folder: Path) -> tuple[_Shares, str]:
+    """Return the samples as shares over time, with a sentence that explains them.
+
+    There is one line per GPU (from NVML), or else one per engine (from its own counters), and none
+    if the run was not sampled.
+
+    Raises:
+        RunFolderError: if the samples cannot be read.
+    """
+    samples = read_samples(folder)
+    label = STEP_SHARE
+    found = {name: (each.t, each.step_share) for name, each in samples.engines.items()}
+    if samples.devices:
+        label = NVML_UTILIZATION
+        found = {
+            f"{index}: {gpu.name}": (gpu.t, gpu.utilization)
+            for index, gpu in samples.devices.items()
+        }
+    shown = {
+        name: _thinned(t, share) for name, (t, share) in found.items() if np.isfinite(share).any()
+    }
+    return dict(list(shown.items())[:_LINES]), label if shown else ""
+
+
+def _thinned(
+    times: NDArray[np.float64], share: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the means of neighbouring samples, so that there are no more than a screen shows."""
+    known = np.flatnonzero(np.isfinite(share))
+    pieces = np.array_split(known, min(_POINTS, known.size))
+    means = [np.array([each[piece].mean() for piece in pieces]) for each in (times, share)]
+    return means[0], means[1]

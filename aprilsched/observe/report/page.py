@@ -19,21 +19,20 @@ import msgspec
 from aprilsched.kernel.values.extras import extra
 from aprilsched.observe.log.run_folder import REPORT, write_whole
 from aprilsched.observe.report import alignment_charts, batch_charts, charts, time_charts
-from aprilsched.observe.report.chart_model import Chart
+from aprilsched.observe.report.chart_model import PART_COLOURS, Chart
+from aprilsched.observe.report.compare import differences, verdict
 from aprilsched.observe.report.gather import run_report
 from aprilsched.observe.report.report_data import ReportData, RunReport
-
-if TYPE_CHECKING:
-    from jinja2 import Environment
-from aprilsched.observe.report.compare import differences, verdict
 from aprilsched.observe.report.sections import (
     bias_rows,
-    engine_time,
     episode_rows,
     fault_tables,
     faults_that_happened,
-    part_rows,
 )
+from aprilsched.observe.report.words import written
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 def write_report(
@@ -82,8 +81,13 @@ def page(runs: Sequence[RunReport], *, library: str) -> str:
             specs=[charts.spec(chart) for group in by_section.values() for chart in group],
             figures=_alone(figures),
             differences=differences(*figures) if len(figures) > 1 else [],
-            parts=part_rows(runs),
-            engine_time=engine_time(runs),
+            parts=[
+                parts
+                for parts in zip(*(run.figures.time.parts for run in runs), strict=True)
+                if any(part.seconds > 0 for part in parts)
+            ],
+            part_colours=PART_COLOURS,
+            written=written,
             bias_rows=bias_rows,
             episode_rows=episode_rows,
             faults_that_happened=faults_that_happened,
@@ -110,11 +114,7 @@ def _charts(runs: Sequence[RunReport]) -> dict[str, list[Chart]]:
         "episodes": [time_charts.rollout_time(runs)] if any(run.episodes for run in runs) else [],
         "lengths": [batch_charts.lengths(runs)],
         "ages": [batch_charts.ages_by_batch(run) for run in runs],
-        "bias": [
-            batch_charts.bias(runs),
-            *batch_charts.distances(runs),
-            batch_charts.deciles(runs),
-        ],
+        "bias": [batch_charts.bias(runs)],
         "alignment": [alignment_charts.by_staleness(runs), alignment_charts.by_position(runs)]
         if reported
         else [],

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.observe.figures.engine_time import Part
+from aprilsched.observe.figures.faults import FaultLedger
 from aprilsched.observe.figures.figures import Direction, Unit
 from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.log.run import Run
@@ -59,51 +60,6 @@ class EngineTime:
     parts: list[PartTime]
     by_engine: dict[str, float]
     """Busy share of each engine."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FaultEvent:
-    """An event of an engine."""
-
-    time: float
-    engine: str
-    what: str
-    cause: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Drop:
-    """Groups that were dropped for the same reason and cause."""
-
-    reason: str
-    cause: str
-    groups: int
-    rollouts: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retry:
-    """Attempts that failed for the same cause, whether or not they were retried."""
-
-    cause: str
-    attempts: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FaultLedger:
-    """Faults, and the reactions to them. Lists contain the most frequent or first entries; counts
-    include all."""
-
-    events: list[FaultEvent]
-    events_in_all: int
-    engines_lost: int
-    engines_admitted: int
-    resumed: int
-    """Number of times that another process resumed the run."""
-    failed_attempts: int
-    retries: list[Retry]
-    dropped_groups: int
-    drops: list[Drop]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

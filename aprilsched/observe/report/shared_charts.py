@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.observe.figures.engine_time import PART_LABELS
-from aprilsched.observe.figures.run_figures import DecileFigures, TransientFigures
+from aprilsched.observe.figures.run_figures import TransientFigures
 from aprilsched.observe.log.over_time import Bar
 from aprilsched.observe.report.chart_model import (
     AGE_COLOURS,
@@ -189,38 +189,6 @@ def bias_over_batches(
     )
 
 
-def staleness_by_tenth(
-    runs: Mapping[str, DecileFigures | None], *, colours: Sequence[str]
-) -> Chart:
-    """Draw the mean staleness of ten classes of length, with their off-policy share above."""
-    return Chart(
-        series=[
-            Series(
-                kind="bar",
-                name=name,
-                x=[f"{length:,.0f}" for length in figures.mean_length]
-                if len(runs) == 1
-                else [str(tenth + 1) for tenth in range(len(figures.mean_length))],
-                y=figures.staleness_mean,
-                colour=colour,
-                texts=[f"{share:.0%}" for share in figures.off_policy_token_share],
-                hover_text=[f"{length:,.0f}" for length in figures.mean_length],
-                hover="%{y:.2f} versions; mean length %{customdata} tokens",
-            )
-            for (name, figures), colour in zip(runs.items(), colours, strict=False)
-            if figures is not None
-        ],
-        x=Axis(
-            label="mean length of each tenth of the responses"
-            if len(runs) == 1
-            else "tenths of the responses, shortest first",
-            categories=True,
-        ),
-        y=Axis(label="mean staleness in versions", from_zero=True),
-        legend=len(runs) > 1,
-    )
-
-
 Curve = tuple[Values, Values]
 """Lengths in tokens, and the share of responses that are longer than each."""
 
@@ -248,11 +216,6 @@ def longer_than(
         y=Axis(label="share of responses longer than that", unit="share", log=True),
         height=400,
     )
-
-
-def tail_of(lengths: NDArray[np.int64]) -> Curve:
-    """Return the curve of these lengths, int64 [n]."""
-    return np.sort(lengths), 1 - np.arange(lengths.size) / max(1, lengths.size)
 
 
 def evenly(count: int, at_most: int = 240) -> NDArray[np.int64]:

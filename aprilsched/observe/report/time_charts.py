@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.observe.figures.engine_time import BUSY, PART_INDEX, PART_LABELS, Part
+from aprilsched.observe.figures.engine_time import BUSY, PART_INDEX, PART_LABELS
 from aprilsched.observe.figures.rollout_time import ROLLOUT_PART_LABELS
 from aprilsched.observe.log.over_time import bars
 from aprilsched.observe.log.usage import busy_share
@@ -22,9 +22,7 @@ from aprilsched.observe.report.chart_model import (
     Series,
 )
 from aprilsched.observe.report.report_data import EngineTime, PartTime, RunReport
-from aprilsched.observe.report.words import percent, seconds
-
-# Draws the charts about time: by part, over time, and by engine.
+from aprilsched.observe.report.words import percent, written
 
 _BINS = 240
 _MARKED = 20
@@ -36,19 +34,6 @@ _SHOWN_PAUSES = 200
 _ROW = 64
 _TENTHS = 10
 _SMALL = 0.02
-
-_LOST_TO: dict[Part, str] = {
-    "re_prefill": "was lost to recomputing contexts",
-    "tail": "was lost to the tail of batches",
-    "pause": "was lost to pauses",
-    "refit": "was lost while new weights were loaded",
-    "trainer": "was lost waiting for the trainer",
-    "prompts": "was lost waiting for prompts",
-    "rewards": "was lost waiting for rewards",
-    "environment": "was lost waiting for the tools or scores of episodes",
-    "asleep": "was spent asleep, with the memory released for the trainer",
-    "lost": "was lost because engines were out of use",
-}
 
 
 def lost_most(time: EngineTime) -> PartTime | None:
@@ -83,12 +68,9 @@ def _lost(run: RunReport) -> str:
     time = run.figures.time
     most, busy = lost_most(time), percent(time.utilization)
     if most is None:
-        return (
-            f"{run.who}Engines were busy for {busy} of their time, and no cause of idleness stands "
-            "out."
-        )
+        return f"{run.who}Engines were busy for {busy} of their time; no idle part stands out."
     return (
-        f"{run.who}{percent(most.share)} of the engines' time {_LOST_TO[most.part]}; {busy} was "
+        f"{run.who}{percent(most.share)} of the engines' time went to: {most.label}; {busy} was "
         "busy."
     )
 
@@ -111,7 +93,7 @@ def rollout_time(runs: Sequence[RunReport]) -> Chart:
         labels=ROLLOUT_PART_LABELS,
     )
     statements = [
-        f"{run.who}A rollout takes {seconds(whole)}, and is at its tools for "
+        f"{run.who}A rollout takes {written(whole, 'seconds')}, and is at its tools for "
         f"{percent(found['tools'])} of that."
         for run, whole, found in zip(shown, wholes, shares, strict=True)
     ]

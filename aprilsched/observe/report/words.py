@@ -1,182 +1,138 @@
-"""Describes configurations and figures in words, for people who have not read the code."""
+"""Turns figures and settings into words: the headlines of a report, and what ran."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
-from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
+from aprilsched.observe.figures.figures import Figure, Unit, headlines_in
 from aprilsched.observe.figures.run_figures import RunSummary
+from aprilsched.observe.report.report_data import Headline
 
 _MINUTE, _HOUR = 60, 3600
 
-
-def percent(share: float | None) -> str:
-    """Format a percentage, with one decimal below 10 %."""
-    if share is None:
-        return "unknown"
-    if 0 < share < 0.0005:
-        return "< 0.1 %"
-    digits = 0 if abs(share) >= 0.0995 or share == 0 else 1
-    return f"{100 * share:.{digits}f} %"
+_UTILIZATION = Figure(
+    help="The share of the engines' slots and time in which responses grew or prompts were read.",
+    unit="share",
+    headline="Engine utilization",
+    better="higher",
+)
 
 
-def signed_percent(share: float | None) -> str:
-    """Format a difference, with its sign."""
-    return "unknown" if share is None else f"{100 * share:+.1f} %".replace("-", "\N{MINUS SIGN}")
-
-
-def amount(number: float | None, digits: int = 0) -> str:
-    """Format a number with thousands separators."""
-    return "unknown" if number is None else f"{number:,.{digits}f}"
-
-
-def nats(value: float | None) -> str:
-    """Format a divergence, which is mostly far below 1."""
-    return "unknown" if value is None else f"{value:.2g} nats"
-
-
-def seconds(value: float | None) -> str:
-    """Format a time with a suitable unit."""
+def written(value: float | None, unit: Unit = "", *, signed: bool = False) -> str:
+    """Return a figure as text; with `signed`, as a difference."""
     if value is None:
         return "unknown"
-    if value < _MINUTE:
-        return f"{value:.2g} s" if value < 1 else f"{value:.1f} s"
-    if value < 2 * _HOUR:
-        return f"{int(value // _MINUTE)} min {int(value % _MINUTE)} s"
-    return f"{value / _HOUR:,.1f} h"
+    if signed:
+        sign, size = "\N{MINUS SIGN}" if value < 0 else "+", abs(value)
+        return f"{sign}{100 * size:.1f} %" if unit == "share" else sign + written(size, unit)
+    match unit:
+        case "share" if 0 < value < 0.0005:
+            return "< 0.1 %"
+        case "share":
+            return f"{100 * value:.{0 if value >= 0.0995 or value == 0 else 1}f} %"
+        case "seconds" if value < _MINUTE:
+            return f"{value:.2g} s" if value < 1 else f"{value:.1f} s"
+        case "seconds" if value < 2 * _HOUR:
+            return f"{int(value // _MINUTE)} min {int(value % _MINUTE)} s"
+        case "seconds":
+            return f"{value / _HOUR:,.1f} h"
+        case "nats":
+            return f"{value:.2g} nats"
+        case "reward":
+            return f"{value:,.3f}"
+        case "versions" if isinstance(value, float):
+            return f"{value:.2f}"
+        case _:
+            return f"{value:,.0f}"
+
+
+percent = partial(written, unit="share")
+
+_SHOWN = (
+    "batch_groups",
+    "group_size",
+    "stop",
+    "over_provision",
+    "refill",
+    "straggler",
+    "pace",
+    "max_staleness",
+)
+"""The settings of the scheduler that a report lists."""
 
 
 def ran(config: Mapping[str, Any], summary: RunSummary) -> list[str]:
-    """Describe the configuration in sentences, without settings that it lacks."""
-    scheduler: dict[str, Any] = config.get("scheduler", {})
-    sentences = [
-        _engines(config, summary),
-        _batches(scheduler, summary),
-        _policy(scheduler),
-        _stragglers(scheduler),
-        _pace(config, scheduler),
-        _staleness(scheduler),
-        _prompts(config),
-    ]
-    return [sentence for sentence in sentences if sentence]
-
-
-def _engines(config: Mapping[str, Any], summary: RunSummary) -> str:
-    names: list[Any] = config.get("engine", [])
+    """Return what ran, in sentences, without settings that `config` lacks."""
+    scheduler, names = config.get("scheduler", {}), config.get("engine", [])
+    engines = ", ".join(map(str, names[:4])) + ("" if len(names) <= 4 else ", …")
     if names == ["sim"]:
-        count = _several(summary.engines, "embedded engine")
-        clock = ", on a virtual clock" if summary.clock == "virtual" else ""
-        return f"Engines: {count} (modelled on one H200 with a 4B model){clock}."
-    shown = ", ".join(str(name) for name in names[:4])
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"Engines: {_several(len(names), 'SGLang server')} ({shown}{more})."
+        engines = "embedded, modelled on one H200 with a 4B model"
+    took = config.get("train_seconds")
+    trainer = f"; the trainer takes {took:g} s for each" if took else ""
+    workload = f"built-in workload ({_settings(config.get('workload', {}))})"
+    shown = _settings({name: scheduler[name] for name in _SHOWN if name in scheduler})
+    return [
+        f"Engines: {summary.engines:,} ({engines}), on a {summary.clock} clock.",
+        f"Batches: {summary.batches:,} delivered{trainer}.",
+        f"Scheduler: {shown}.",
+        f"Prompts: {config.get('prompts') or workload}, seed {config.get('seed')}.",
+    ]
 
 
-def _batches(scheduler: Mapping[str, Any], summary: RunSummary) -> str:
-    groups, size = scheduler.get("batch_groups"), scheduler.get("group_size")
-    delivered = f"{_several(summary.batches, 'batch', 'batches')} delivered"
-    unit, stop = _rule(scheduler.get("stop", "groups"))
-    if unit != "groups":
-        full = f"{_plain(stop['amount'])} {unit}" if "amount" in stop else unit
-        return f"Batches: full by {full}; {delivered}."
-    if not isinstance(groups, int) or not isinstance(size, int):
-        return f"Batches: {delivered}."
-    if any(batch.rollouts != size * batch.groups for batch in summary.per_batch):
-        return (
-            f"Batches: {groups} prompts, each with {size} responses or a number of its own; "
-            f"{delivered}."
-        )
-    return (
-        f"Batches: {groups} prompts with {size} responses each ({groups * size:,} responses); "
-        f"{delivered}."
+def _settings(table: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{name} = {f'({_settings(value)})' if isinstance(value, dict) else value}"  # pyright: ignore[reportUnknownArgumentType]
+        for name, value in table.items()
     )
 
 
-def _policy(scheduler: Mapping[str, Any]) -> str:
-    ratio = scheduler.get("over_provision")
-    refill, settings = _rule(scheduler.get("refill"))
-    if ratio == "auto":
-        return "Policy: the scheduler chooses how much to start, and when, while the run goes on."
-    much = f"{_counted(ratio, 'batch', 'batches')} of prompts"
-    match refill:
-        case "wave" if ratio == 1:
-            return "Policy: start one batch of prompts and wait for every last response."
-        case "wave":
-            return f"Policy: start up to {much}, hand over the first batch that is complete."
-        case "pool":
-            by = _counted(settings.get("together"), "prompt", "prompts")
-            return f"Policy: keep {much} generating at any time, refilled {by} at a time."
-        case "buckets":
-            return (
-                "Policy: keep more prompts open than run, and run those of similar expected length "
-                "together."
-            )
-        case "tail":
-            return (
-                f"Policy: let {much} race for each batch, and gather the losers in batches without "
-                "a race."
-            )
-        case _:
-            return ""
+def headlines(summary: RunSummary, utilization: float) -> list[Headline]:
+    """Return the headline figures of a run; `utilization` is the busy share of its engines."""
+    found = list(headlines_in(summary))
+    found.insert(2, ("utilization", _UTILIZATION, utilization))
+    notes = _notes(summary)
+    return [
+        _headline(key, figure, value, notes.get(key, ""))
+        for key, figure, value in found
+        if key != "rewards.mean" or value is not None
+    ]
 
 
-def _stragglers(scheduler: Mapping[str, Any]) -> str:
-    if scheduler.get("over_provision") == 1 and scheduler.get("refill") == "wave":
-        return ""  # none is left unfinished
-    descriptions = {str(name): behaviour.description for name, behaviour in BEHAVIOURS.items()}
-    return descriptions.get(str(scheduler.get("straggler")), "")
+def _headline(key: str, figure: Figure, value: Any, note: str) -> Headline:
+    number: float | None = sum(value.values()) if isinstance(value, dict) else value  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType, reportUnknownVariableType]
+    return Headline(
+        key=key,
+        label=figure.headline,
+        value=number,
+        text=written(number, figure.unit, signed=figure.better == "zero"),
+        explanation=f"{figure.help} {note}".strip(),
+        better=figure.better,
+        unit=figure.unit,
+    )
 
 
-_PACES = {
-    "synchronous": "synchronous; engines wait while the trainer trains.",
-    "asynchronous": "asynchronous; engines generate while the trainer trains.",
-    "auto": "synchronous at first, and chosen again during the run.",
-}
-
-
-def _pace(config: Mapping[str, Any], scheduler: Mapping[str, Any]) -> str:
-    took, pace = config.get("train_seconds"), _PACES.get(str(scheduler.get("pace")))
-    trainer = f"The trainer takes {_plain(took)} s a batch." if took else ""
-    return f"Pace: {pace} {trainer}".rstrip() if pace else trainer
-
-
-def _staleness(scheduler: Mapping[str, Any]) -> str:
-    given = scheduler.get("max_staleness")
-    if given is None:
-        return "Staleness: no bound."
-    rule, settings = _rule(given)
-    bound = _counted(settings.get("bound", given), "version", "versions")
-    return f"Staleness: at most {bound} (rule: {rule if settings else 'mask'})."
-
-
-def _prompts(config: Mapping[str, Any]) -> str:
-    seed = config.get("seed")
-    if config.get("prompts") is not None:
-        return f"Prompts: {config['prompts']}."
-    workload: dict[str, Any] = config.get("workload", {})
-    lengths = f"median {_plain(workload.get('median'))} tokens"
-    if "cap" in workload:
-        lengths += f", at most {_plain(workload['cap'])}"
-    return f"Prompts: the built-in long-tail workload ({lengths}), seed {seed}."
-
-
-def _rule(given: Any) -> tuple[Any, Mapping[str, Any]]:
-    """Return the name or number of a policy, and its settings."""
-    if isinstance(given, Mapping):
-        table = cast("Mapping[str, Any]", given)
-        return table.get("rule"), table
-    return given, {}
-
-
-def _counted(value: Any, one: str, many: str) -> str:
-    return f"{_plain(value)} {one if value == 1 else many}"
-
-
-def _plain(value: Any) -> str:
-    """Format a number without needless decimals."""
-    return f"{value:,.10g}" if isinstance(value, int | float) else str(value)
-
-
-def _several(count: int, one: str, many: str = "") -> str:
-    return f"{count:,} {one if count == 1 else many or f'{one}s'}"
+def _notes(summary: RunSummary) -> dict[str, str]:
+    """Return notes of this run on the meaning of headlines, by key."""
+    steady, rollouts = summary.steady_state, summary.rollouts
+    reference = {"workload_mean": "the workload's mean", "run_after_burn_in": "the later batches"}
+    against = reference.get(summary.bias.bias_reference or "", "the mean")
+    parts = ", ".join(
+        f"{name}: {written(mean, 'reward')}" for name, mean in summary.rewards.parts.items()
+    )
+    reasons = ", ".join(f"{name}: {n:,}" for name, n in rollouts.dropped.items())
+    return {
+        "delivered_tokens_per_s": f"After the start (batches up to {steady.burn_in:,}) "
+        f"{written(steady.delivered_tokens_per_s)}.",
+        "staleness_max": f"{summary.staleness_max_trained:,} of those that count in the loss.",
+        "rewards.mean": f"Means of its parts: {parts}." if parts else "",
+        "rollouts.delivered": f"{rollouts.launched:,} were started; {rollouts.in_flight:,} were in "
+        "flight at the end.",
+        "rollouts.dropped": f"({reasons})" if reasons else "",
+        "tokens.reprefilled": f"{summary.tokens.generated:,} tokens were generated.",
+        "seconds.wall": f"On a {summary.clock} clock; an engine was paused for "
+        f"{written(summary.seconds.pause, 'seconds')} of them.",
+        "bias.bias_estimate": f"Held against {against}; short responses come first, so a young run "
+        "is negative.",
+    }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from importlib import import_module  # noqa: TID251 (pynvml)
 from typing import Any, TypeVar
 
 from aprilsched.errors import ConfigError

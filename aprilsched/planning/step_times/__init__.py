@@ -6,7 +6,6 @@ model window by window while an engine runs.
 """
 
 from aprilsched.planning.step_times.calibration import (
-    Bucket,
     Fit,
     Residuals,
     fit,
@@ -19,7 +18,6 @@ from aprilsched.planning.step_times.online import Observation, OnlineFit
 from aprilsched.planning.step_times.server_log import LogLine, Windows, read_log, windows_of
 
 __all__ = [
-    "Bucket",
     "Fit",
     "LogLine",
     "Observation",

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, overload
 
 import numpy as np
@@ -132,19 +132,6 @@ class StepTimeModel:
         total = float(outputs.sum())
         reads = float((prompts * outputs + outputs * outputs / 2).sum())
         return (self.token_seconds(max_running) * total + self.t2 * reads) / engines
-
-    def at_speed(self, speed: float) -> StepTimeModel:
-        """Return the model of an engine that takes 1 / `speed` times the seconds for everything."""
-        return replace(
-            self,
-            t0=self.t0 / speed,
-            t1=self.t1 / speed,
-            t2=self.t2 / speed,
-            t0_wide=self.t0_wide / speed,
-            t0_experts=self.t0_experts / speed,
-            prefill_pass=self.prefill_pass / speed,
-            prefill_rate=self.prefill_rate * speed,
-        )
 
     def _work_seconds(self, batch: float) -> float:
         """Return seconds of a step without its reads of KV."""

@@ -80,8 +80,6 @@ class Batcher:
         self._paused: PauseMode | None = None
         self._paused_since = 0.0
 
-    # -- state ------------------------------------------------------------------------------
-
     @property
     def paused(self) -> PauseMode | None:
         """The mode of the pause in force, or None."""
@@ -138,8 +136,6 @@ class Batcher:
             )
         return None
 
-    # -- requests ---------------------------------------------------------------------------
-
     def submit(self, request: GenerationRequest, now: float) -> None:
         """Queue a request. During a pause it is held and cannot be aborted (as in SGLang).
 
@@ -176,8 +172,6 @@ class Batcher:
         else:
             sequence.aborting = self._aborting = True
         self._interrupt(now)
-
-    # -- control ----------------------------------------------------------------------------
 
     def pause(self, mode: PauseMode, now: float) -> None:
         """Stop after the step or pass in progress; :attr:`paused` is set from then on."""
@@ -219,8 +213,6 @@ class Batcher:
         self.version = version
         self.weights_key = weights_key_of_version(version) if weights_key is None else weights_key
         return True
-
-    # -- time -------------------------------------------------------------------------------
 
     def next_event_time(self) -> float | None:
         """Return the time of the next event; None while idle or paused."""
@@ -273,8 +265,6 @@ class Batcher:
             self._end_aborting(aborting)
         if self._batch.steps >= self._batch.next_tick:
             self._batch.tick(self.weights_key, self.version)
-
-    # -- work -------------------------------------------------------------------------------
 
     def _plan_decode(self, now: float) -> _Decode | None:
         batch = len(self._batch)
@@ -350,8 +340,6 @@ class Batcher:
             joined.append(sequence)
         self.counters.generated += len(joined)
         self._batch.predict(joined, self.weights_key)
-
-    # -- endings and pauses -----------------------------------------------------------------
 
     def _end_aborting(self, aborting: list[Sequence]) -> None:
         """End the aborted requests that took part in the work just done.

@@ -18,7 +18,8 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
-from aprilsched.errors import ConfigError, EngineUnreachable
+from aprilsched.errors import EngineUnreachable
+from aprilsched.kernel.values.bounds import ABOVE_0, check_range
 from aprilsched.kernel.values.extras import extra
 
 _T = TypeVar("_T")
@@ -82,8 +83,7 @@ class Pacer:
     """
 
     def __init__(self, name: str, scale: float) -> None:
-        if scale <= 0:
-            raise ConfigError(f"time_scale is {scale}; give a number above 0.")
+        check_range(ABOVE_0, time_scale=scale)
         self._name = name
         self._scale = self._usual_scale = scale
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.bounds import Bound, check_range
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.sim_engine import MOST_ENGINES, PAUSE_SECONDS, SimEngine
-
-# A fleet of simulated engines, and publishers of weights and adapters for it, without files.
 
 
 class SimFleet:
@@ -43,8 +41,9 @@ class SimFleet:
         stream_at_pause: bool = True,
         prefix_cache: bool = False,
     ) -> None:
-        if not 1 <= engines <= MOST_ENGINES:
-            raise ConfigError(f"engines is {engines}; a fleet has 1 to {MOST_ENGINES:,}.")
+        check_range(
+            Bound(least=1, most=MOST_ENGINES, words=f"1 to {MOST_ENGINES:,}"), engines=engines
+        )
         config = SimConfig(
             timing=timing,
             max_running=max_running,

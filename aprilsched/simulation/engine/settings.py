@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import Capabilities
+from aprilsched.kernel.values.bounds import AT_LEAST_1, Bound, check_range
 from aprilsched.kernel.values.companions import KINDS
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.toy_model import KvTier, ToyModel
@@ -60,13 +60,9 @@ class SimConfig:
     model: Callable[[int], ToyModel] = ToyModel
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "kv_tokens", "stream_interval"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; give at least 1.")
-        if self.max_queued is not None and self.max_queued < 1:
-            raise ConfigError(f"max_queued must be at least 1, got {self.max_queued}.")
-        if self.vocab_size < 2:
-            raise ConfigError(f"vocab_size is {self.vocab_size}; give at least 2.")
+        for name in ("max_running", "max_queued", "kv_tokens", "stream_interval"):
+            check_range(AT_LEAST_1, **{name: getattr(self, name)})
+        check_range(Bound(least=2, words="2 or more"), vocab_size=self.vocab_size)
 
     @property
     def capabilities(self) -> Capabilities:

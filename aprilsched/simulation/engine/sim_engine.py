@@ -21,7 +21,6 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 
 from aprilsched.errors import (
-    ConfigError,
     EngineBusy,
     EngineError,
     EngineProtocolError,
@@ -32,6 +31,7 @@ from aprilsched.errors import (
 from aprilsched.kernel.engines.base import Capabilities, Chunk, GenerationRequest, PauseMode
 from aprilsched.kernel.engines.load import EngineLoad
 from aprilsched.kernel.engines.stream import empty_chunk
+from aprilsched.kernel.values.bounds import AT_LEAST_0, check_range
 from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.clock import Pacer
 from aprilsched.simulation.engine.settings import Counters, SimConfig
@@ -68,8 +68,7 @@ class SimEngine:
         refit_seconds: float = 0.0,
         pause_seconds: float = PAUSE_SECONDS,
     ) -> None:
-        if refit_seconds < 0 or pause_seconds < 0:
-            raise ConfigError("refit_seconds and pause_seconds are times; give 0 or more.")
+        check_range(AT_LEAST_0, refit_seconds=refit_seconds, pause_seconds=pause_seconds)
         self._name = name
         self._config = config or SimConfig()
         self._refit_seconds = refit_seconds
@@ -104,8 +103,6 @@ class SimEngine:
     def batcher(self) -> Batcher:
         """The batcher inside the engine, for inspection."""
         return self._batcher
-
-    # -- lifetime ---------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Start the engine's clock on the running loop. A second open has no effect."""
@@ -164,8 +161,6 @@ class SimEngine:
         self._streams.clear()
         self._advanced.set()
 
-    # -- requests ---------------------------------------------------------------------------
-
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Stream one response; see :class:`~aprilsched.kernel.engines.base.Engine`.
 
@@ -218,8 +213,6 @@ class SimEngine:
         else:
             self._batcher.abort(request_id, self._pacer.now())
             self._schedule()
-
-    # -- control ----------------------------------------------------------------------------
 
     async def version(self) -> int:
         """Return the version of the last refit; 0 before the first.
@@ -365,8 +358,6 @@ class SimEngine:
             raise EngineRejected(self._name, why, status=400)
         return key
 
-    # -- memory -----------------------------------------------------------------------------
-
     async def release(self, tags: Sequence[str]) -> None:
         """Release the memory of `tags`; releasing the cache empties it.
 
@@ -413,8 +404,6 @@ class SimEngine:
             why = f"its {missing[0]} is released; wake it first."
             raise EngineRejected(self._name, why, status=409)
 
-    # -- adapters ---------------------------------------------------------------------------
-
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the adapter in `path`; its weights key is the checksum of its safetensors files.
 
@@ -445,8 +434,6 @@ class SimEngine:
                 self._advanced.clear()
                 await self._advanced.wait()
                 self._pacer.now()
-
-    # -- time -------------------------------------------------------------------------------
 
     def _pump(self, at_least: float = 0.0) -> None:
         """Advance modelled time to the loop's time, and put the chunks into their streams."""

@@ -217,8 +217,6 @@ class Plan(Command, frozen=True, eq=False):
         train_seconds: the trainer's mean training time per batch, over the latest batches, without
             its waits for batches, groups, updates and evaluations; None while unknown.
         train_spread: the standard deviation of these times, in seconds.
-        train_early: the share of that time before the trainer has the last group of the batch, 0
-            to 1; 0 if it takes whole batches.
         refit_seconds: the mean time from engines ready for new weights until all have them, over
             the latest updates; with rolling refits, until one engine has them. None while unknown.
         most_tokens: the largest number of tokens that any response so far may have; None if
@@ -248,7 +246,6 @@ class Plan(Command, frozen=True, eq=False):
     spare_tokens: float | None = None
     train_seconds: float | None = None
     train_spread: float = 0.0
-    train_early: float = 0.0
     refit_seconds: float | None = None
     most_tokens: int | None = None
     remembered: float = 0.0

@@ -24,7 +24,7 @@ from msgspec import Struct
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import ControlCall, EngineInfo, LogprobComparison
 from aprilsched.kernel.core.policies.schedule import Forecast, Pace
-from aprilsched.types import NO_VERSION, Batch, EpisodeWait, FinishReason, Rollout
+from aprilsched.types import NO_VERSION, Batch, EpisodeWait, FinishReason, Rollout, Sample
 
 Outcome: TypeAlias = Literal["finished", "interrupted", "busy", "failed", "engine_lost"]
 """How an attempt ended: it finished, it ended early (aborted or never sent), its engine was busy,
@@ -95,6 +95,7 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
             :class:`~aprilsched.types.Segment`.
         masked: sampled tokens that are masked in the loss because they are too stale.
         companions: the size of each companion's rows, in bytes.
+        sample: whether it was delivered by itself, and not with its group.
     """
 
     rollout_id: int
@@ -114,6 +115,7 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     input_ids: list[int] | None = None
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
+    sample: bool = False
 
 
 class BatchDelivered(Fact, frozen=True):
@@ -617,13 +619,20 @@ class SleepEnded(Order, frozen=True):
 def delivered_rollouts(batch: Batch, *, tokens: bool = False) -> tuple[DeliveredRollout, ...]:
     """Return the rollouts of a batch in the form of facts, with their tokens if `tokens`."""
     return tuple(
-        _delivered(rollout, unit.prompt.key if tokens else None, tokens=tokens)
+        _delivered(
+            rollout,
+            unit.prompt.key if tokens else None,
+            tokens=tokens,
+            sample=isinstance(unit, Sample),
+        )
         for unit in batch.units
         for rollout in unit.rollouts
     )
 
 
-def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> DeliveredRollout:
+def _delivered(
+    rollout: Rollout, key: str | int | None, *, tokens: bool, sample: bool
+) -> DeliveredRollout:
     """Return a rollout as one sequence: its own tokens, then the unshared ones of each branch."""
     segments: list[tuple[int, int, int, str | None]] = []
     sequences = (rollout, *rollout.branches)
@@ -661,6 +670,7 @@ def _delivered(rollout: Rollout, key: str | int | None, *, tokens: bool) -> Deli
         input_ids=rollout.prompt_ids.tolist() if tokens else None,
         token_ids=_joined([e.token_ids[e.shared :] for e in sequences]) if tokens else None,
         logprobs=_joined([e.logprobs[e.shared :] for e in sequences]) if tokens else None,
+        sample=sample,
     )
 
 
@@ -668,9 +678,9 @@ def _joined(parts: Sequence[np.ndarray]) -> list[Any]:
     return np.concatenate(parts).tolist()
 
 
-def group_ids(rollouts: Iterable[DeliveredRollout]) -> list[int]:
-    """Return the ids of the groups of these rollouts, each once, in their order."""
-    return list(dict.fromkeys(rollout.group_id for rollout in rollouts))
+def unit_ids(rollouts: Iterable[DeliveredRollout]) -> list[int]:
+    """Return the ids of the groups or single samples of these rollouts, each once, in order."""
+    return list(dict.fromkeys(r.rollout_id if r.sample else r.group_id for r in rollouts))
 
 
 def by_delivery(facts: Sequence[Fact]) -> Iterator[Sequence[Fact]]:

@@ -23,10 +23,6 @@ FIRST_RATIO = 1.5
 """Near the flat part of every measured optimum, and never very stale."""
 
 
-_DRIVEN = 0.9
-"""Share of a step that the engines must determine for its work alone to count."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
     """The expected results of a batch under a schedule, on average over many batches.
@@ -39,16 +35,8 @@ class Forecast:
             consumes them.
         mean_age: mean number of versions by which a delivered token is older; None if unknown.
         distance: distance of a batch's lengths from the drawn law; None if unknown.
-        driven: share of `step_seconds` that the engines determine; 0 if the trainer alone
-            determines the duration of a step.
-        correction: factor by which the trials assumed the engines to be faster than modelled,
-            learned from earlier batches (:mod:`aprilsched.planning.planner`).
         token_seconds: seconds of T_bound for each token, by the step-time model of the trials.
         read_seconds: seconds of T_bound for each context token that is read, by that model.
-        explained: work and time of a batch that are now expected of the previous schedule, over
-            those of its own forecast, both without a correction. It measures what was learned since
-            then about the lengths and the trainer.
-        batches: number of batches whose lengths were used in the trials.
     """
 
     step_seconds: float
@@ -56,23 +44,8 @@ class Forecast:
     off_policy_share: float
     mean_age: float | None = None
     distance: float | None = None
-    driven: float = 1.0
-    correction: float = 1.0
     token_seconds: float | None = None
     read_seconds: float | None = None
-    explained: tuple[float, float] = (1.0, 1.0)
-    batches: int = 0
-
-    @property
-    def hidden(self) -> bool:
-        """Whether the trainer determines the duration of a step.
-
-        Then the work of a step shows nothing about the engines. With a trainer of 20 s, batches
-        that took the trainer's time while engines filled up with work led to forecasts of 17 s for
-        such steps. Judged by their time alone, batches that used up such work led to forecasts of
-        3.3 s for steps of 3.8 s.
-        """
-        return self.driven < _DRIVEN
 
     def bound_seconds(self, prompt_lengths: Sequence[int], lengths: Sequence[int]) -> float | None:
         """Return T_bound of these responses in seconds, as in the efficiency; None if unknown.

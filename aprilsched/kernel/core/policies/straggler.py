@@ -34,8 +34,6 @@ class Behaviour:
     Requests that are always aborted never wait inside an engine.
     """
 
-    description: str
-    """Treatment of unfinished responses, as a sentence for a report."""
     kv: tuple[CachedKV, ...]
     """Possible treatments of the cached KV at a refit; "auto" means the first entry."""
     waits_inside: bool
@@ -63,7 +61,6 @@ class Behaviour:
         """Return a variant of the behaviour with which no request waits inside an engine."""
         return replace(
             self,
-            description=BEHAVIOURS["abort"].description,
             waits_inside=False,
             waits_asleep=False,
             called_back="always",
@@ -86,8 +83,6 @@ class Behaviour:
 BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
     {
         "retract": Behaviour(
-            description="Unfinished responses are carried over: they pause while new weights "
-            "are loaded, their context is recomputed, and they continue.",
             # A retracted request finds its own older prefix in a cache that was not flushed.
             kv=("recompute",),
             waits_inside=True,
@@ -95,22 +90,17 @@ BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
             deferrable=True,
         ),
         "in_place": Behaviour(
-            description="Unfinished responses are carried over and keep their KV while new weights "
-            "are loaded.",
             # Nothing can be flushed while requests keep their KV.
             kv=("keep", "apart"),
             waits_inside=True,
         ),
         "abort": Behaviour(
-            description="Unfinished responses are called back when a batch is full, and continue "
-            "in the next one with their tokens.",
             kv=("recompute", "apart"),
             waits_inside=False,
             called_back="always",
             deferrable=True,
         ),
         "run": Behaviour(
-            description="Unfinished responses run to their end with their first weights.",
             kv=("recompute", "apart"),
             waits_inside=False,
             called_back="never",

@@ -69,8 +69,6 @@ class TrainerTimes:
 
     training: Durations = field(default_factory=Durations)
     """Training time of each batch."""
-    early: Durations = field(default_factory=Durations)
-    """Training time of each batch before the trainer had its last group."""
     steps: Durations = field(default_factory=Durations)
     """Times from the end of one batch's training to the end of the next."""
     refits: Durations = field(default_factory=Durations)
@@ -78,22 +76,15 @@ class TrainerTimes:
     trained: float | None = None
     """Training time, up to `since`, on the batch that the trainer took last or takes group by
     group; None once it has asked for another batch."""
-    trained_early: float = 0.0
-    """Part of `trained` before the trainer had the latest of its groups."""
     since: float | None = None
     """Start of the current stretch of training; None while the trainer does not train."""
     ended: float | None = None
     """End of the training on the previous batch; None before the first."""
 
-    @property
-    def early_share(self) -> float:
-        """Share of a batch's training time before its last group arrives; 0 while unknown."""
-        training, early = self.training.mean, self.early.mean
-        return min(1.0, early / training) if training and early else 0.0
-
     def take(self) -> None:
         """Record that the waiting trainer has taken a batch, or a group of one."""
-        self.trained = self.trained_early = self.trained or 0.0
+        if self.trained is None:
+            self.trained = 0.0
 
     def follow(self, *, trains: bool, now: float) -> None:
         """Record whether the trainer trains from `now` on."""
@@ -106,7 +97,6 @@ class TrainerTimes:
         if self.trained is None:
             return
         self.training.add(self.trained)
-        self.early.add(self.trained_early)
         if self.ended is not None:
             self.steps.add(now - self.ended)
-        self.trained, self.trained_early, self.ended = None, 0.0, now
+        self.trained, self.ended = None, now

@@ -119,9 +119,8 @@ class Plan:
     planned_training: float | None = None
     """The trainer's mean time for a batch, in seconds, at that request; None if unknown, as in a
     resumed run."""
-    planned_times: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """At that request: the part of the training time before the last group of a batch, the mean
-    time of a reward, and the mean time of the gaps of a response."""
+    planned_times: tuple[float, float] = (0.0, 0.0)
+    """At that request: the mean reward time, and a response's mean time in gaps, in seconds."""
     checked_at: int = 0
     """Number of delivered batches at the last check whether to request a schedule."""
 

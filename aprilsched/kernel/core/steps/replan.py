@@ -107,7 +107,7 @@ def plan(state: SchedulerState) -> None:
     state.plan.requested = True
     state.plan.planned_at, state.plan.planned_for = batches, _median(groups)
     state.plan.planned_training = training
-    state.plan.planned_times = _other_times(state, training)
+    state.plan.planned_times = _other_times(state)
     state.commands.append(
         do.Plan(
             batch_groups=state.batch_groups,
@@ -123,7 +123,6 @@ def plan(state: SchedulerState) -> None:
             places=_places(state),
             train_seconds=training,
             train_spread=state.times.training.spread,
-            train_early=state.times.early_share,
             refit_seconds=state.times.refits.mean,
             most_tokens=state.expectations.limit,
             remembered=state.expectations.explained(list(state.in_flight.training_groups())),
@@ -272,30 +271,25 @@ def _drifted(state: SchedulerState, recent: list[GroupLengths]) -> bool:
     return max(ratio, 1 / ratio) > 1 + _DRIFT
 
 
-def _other_times(state: SchedulerState, training: float | None) -> tuple[float, float, float]:
-    """Return the trainer's time, the reward time and the gap time of a response, in seconds.
-
-    The trainer's time is how long it trains before it has the last group of a batch. The gap time
-    is how long a response is in gaps between its turns.
-    """
+def _other_times(state: SchedulerState) -> tuple[float, float]:
+    """Return the reward time of a response, and its time in gaps between turns, in seconds."""
     calls = state.calls
     # Keep values far above the median: the times of tools have heavy tails.
     rewards, gap, end = (
         float(np.mean(times.last)) if times.last else 0.0
         for times in (calls.rewards, calls.gaps, calls.ends)
     )
-    return (training or 0.0) * state.times.early_share, rewards, calls.gaps_of_response * gap + end
+    return rewards, calls.gaps_of_response * gap + end
 
 
 def _takes_otherwise(state: SchedulerState, training: float | None) -> bool:
     """Return whether the trainer, rewards or tools take another time than planned.
 
-    Then another pace or another ratio may be the best, or another number of groups that share the
-    time in which the trainer already trains on some of them.
+    Then another pace or another ratio may be the best.
     """
     if training is None:
         return False
-    now = [*_other_times(state, training)]
+    now = [*_other_times(state)]
     planned_for = [*state.plan.planned_times]
     if state.config.pace == "auto" and not state.fleet.lent:
         if state.plan.planned_training is None:

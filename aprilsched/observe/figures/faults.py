@@ -1,26 +1,87 @@
-"""The faults of a run, as lines of a report."""
+"""The faults of a run and the reactions to them, for the live view and the report."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
 
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.shell.listener import DispatchingListener
-from aprilsched.observe.report.report_data import Drop, FaultEvent, FaultLedger, Retry
 
-# Collects the faults of a run and the reactions to them, from its facts.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultEvent:
+    """An event of an engine, or of the fleet if `engine` is empty."""
+
+    time: float
+    engine: str
+    what: str
+    cause: str
+
+    @property
+    def text(self) -> str:
+        """The event in one line."""
+        what = f"{self.engine} {self.what}".strip()
+        return f"{what}: {self.cause}" if self.cause else what
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Drop:
+    """Groups that were dropped for the same reason and cause."""
+
+    reason: str
+    cause: str
+    groups: int
+    rollouts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Retry:
+    """Attempts that failed for the same cause, whether or not they were retried."""
+
+    cause: str
+    attempts: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FaultLedger:
+    """Faults, and the reactions to them. Lists contain the most frequent or first entries; counts
+    include all."""
+
+    events: list[FaultEvent]
+    events_in_all: int
+    engines_lost: int
+    engines_admitted: int
+    resumed: int
+    """Number of times that another process resumed the run."""
+    failed_attempts: int
+    retries: list[Retry]
+    dropped_groups: int
+    drops: list[Drop]
+
 
 _SHOWN = 40
 _CAUSE = 240
 """Largest number of characters of a cause, because a server's message may be a page long."""
+_MAX_CAUSES = 1000
+"""Number of causes after which new ones are counted together, so that memory stays bounded."""
+_OTHERS = "other causes"
+_FAILED = frozenset({Reason.REWARD_FAILED, Reason.EPISODE_FAILED, Reason.MEMBER_LOST})
+"""Reasons of drops that are failures; the others are decisions of a schedule or of the user."""
 
 
 class Faults(DispatchingListener):
-    """A listener that collects faults; :meth:`ledger` returns them."""
+    """A listener that collects faults; :meth:`ledger` returns them.
+
+    Attributes:
+        latest: the latest event or failed group; None before the first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.latest: FaultEvent | None = None
         self._events: list[FaultEvent] = []
         self._in_all = 0
         self._lost = self._admitted = self._opened = 0
@@ -44,6 +105,7 @@ class Faults(DispatchingListener):
             ),
             of.FleetAwaited: lambda _: self._note("", "no engine was left: waiting for one", ""),
             of.FleetGivenUp: lambda _: self._note("", "no engine came back in time", ""),
+            of.UpdateWanted: lambda _: self._note("", "engines wait for weights", ""),
             of.GroupsFailed: lambda fact: self._note("", "the run was given up", fact.cause),
             of.UpdateFinished: self._update_finished,
             of.GroupDropped: lambda fact: self._drop(fact.reason, fact.cause, len(fact.rollouts)),
@@ -69,10 +131,9 @@ class Faults(DispatchingListener):
 
     def _note(self, engine: str, what: str, cause: str) -> None:
         self._in_all += 1
+        self.latest = FaultEvent(time=self._now, engine=engine, what=what, cause=_short(cause))
         if len(self._events) < _SHOWN:
-            self._events.append(
-                FaultEvent(time=self._now, engine=engine, what=what, cause=_short(cause))
-            )
+            self._events.append(self.latest)
 
     def _open(self, _: of.RunOpened) -> None:
         self._opened += 1
@@ -81,7 +142,7 @@ class Faults(DispatchingListener):
 
     def _attempt_ended(self, fact: of.AttemptEnded) -> None:
         if fact.outcome == "failed":
-            self._failed[_short(fact.cause)] += 1
+            self._failed[_bounded(_short(fact.cause), self._failed)] += 1
 
     def _lose(self, fact: of.EngineLost) -> None:
         self._lost += 1
@@ -97,9 +158,16 @@ class Faults(DispatchingListener):
             self._note("", f"the update to version {fact.version} failed", fact.cause)
 
     def _drop(self, reason: str, cause: str, rollouts: int) -> None:
-        key = (reason, _short(cause))
-        self._groups[key] += 1
-        self._rollouts[key] += rollouts
+        cause = _bounded(_short(cause), {cause for _, cause in self._groups})
+        self._groups[reason, cause] += 1
+        self._rollouts[reason, cause] += rollouts
+        if reason in _FAILED:
+            what = f"dropped ({reason})"
+            self.latest = FaultEvent(time=self._now, engine="", what=what, cause=cause)
+
+
+def _bounded(cause: str, known: Collection[str]) -> str:
+    return cause if cause in known or len(known) < _MAX_CAUSES else _OTHERS
 
 
 def _short(cause: str) -> str:

@@ -1,0 +1,185 @@
+"""What adapters for trainers share: settings, and turns in the form that agent loops expect."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from aprilsched.config import SchedulerConfig
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.shell import PromptQueue, Turn, TurnOutput
+from aprilsched.kernel.values.companions import Companion, CompanionRows
+from aprilsched.kernel.values.extras import extra
+from aprilsched.types import BoolArray, Media, Rollout, SamplingParams
+
+
+def package(trainer: str, module: str) -> Any:
+    """Return a module of a trainer, or of the packages that it brings.
+
+    Raises:
+        MissingExtra: if the extra with the name of the trainer is not installed.
+    """
+    with extra(trainer):
+        return importlib.import_module(module)  # noqa: TID251 (a module of a trainer)
+
+
+def class_of(actor: Any) -> type[Any]:
+    """Return the class that ``@ray.remote`` was applied to."""
+    return actor.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+def fitted(
+    config: SchedulerConfig, trainer: str, *, max_staleness: int, setting: str, **changes: Any
+) -> SchedulerConfig:
+    """Return the settings with the trainer's `changes` and its bound on staleness.
+
+    A stricter bound of the settings stays. `setting` names the trainer's setting of the bound.
+
+    Raises:
+        ConfigError: if the settings' own bound is looser, or as :func:`check_fixed_groups`.
+    """
+    check_fixed_groups(config, trainer)
+    own = config.policies.staleness.bound
+    if own is None:
+        changes["max_staleness"] = max_staleness
+    elif own > max_staleness:
+        raise ConfigError(
+            f"max_staleness is {own}, and {setting} lets it be {max_staleness} at most; raise "
+            f"{setting}, or leave max_staleness out."
+        )
+    return replace(config, **changes)
+
+
+def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
+    """Reject settings under which batches or groups may differ in size from the trainer's.
+
+    Raises:
+        ConfigError: if batches are not filled by their groups, or if groups may shrink.
+    """
+    if config.stop != "groups":
+        raise ConfigError(
+            f"stop is {config.stop!r}, and {trainer} takes a fixed number of groups; leave it at "
+            '"groups".'
+        )
+    if config.retries.member == "shrink":
+        raise ConfigError(
+            f'retries.member is "shrink", and {trainer} takes groups of one size; set "again" or '
+            '"drop_group".'
+        )
+
+
+def refuse(settings: Mapping[str, tuple[object, str]]) -> None:
+    """Reject every trainer setting that is set; `settings` has (value, reason) by name.
+
+    Raises:
+        ConfigError: if one is.
+    """
+    for name, (present, why) in settings.items():
+        if present:
+            raise ConfigError(f"{name} is set, and {why}; leave it out.")
+
+
+def check_replay(
+    config: SchedulerConfig, setting: str, example: str = "routed_experts=uint8[48,8]"
+) -> None:
+    """Reject a trainer's replay `setting` if the scheduler requests no companion like `example`.
+
+    Raises:
+        ConfigError: if its companions lack this one.
+    """
+    if all(each.name != Companion.of(example).name for each in config.policies.companions):
+        raise ConfigError(
+            f"{setting} is set, and the scheduler does not know the shape of the rows; set its "
+            f'companions, such as ("{example}",).'
+        )
+
+
+def missing_prompts(queue: PromptQueue, config: SchedulerConfig) -> int:
+    """Return how many prompts to add to `queue`, so that none is missing at the next launch."""
+    batches = (config.policies.staleness.bound or 0) + 1
+    return max(0, batches * config.batch_groups - len(queue))
+
+
+def ages(rollout: Rollout, version: int) -> NDArray[np.int32]:
+    """Return how many versions before `version` each token was sampled that counts in the loss."""
+    return version - rollout.versions[rollout.loss_mask]
+
+
+def routed_experts(companions: Mapping[str, CompanionRows]) -> NDArray[np.int32] | None:
+    """Return the experts of each position, [n, layers, per token]; None if not requested."""
+    experts = companions.get("routed_experts")
+    return None if experts is None else experts.rows.values.astype(np.int32)
+
+
+async def generate(
+    turn: Turn,
+    ids: Sequence[int],
+    sampling: SamplingParams | None,
+    *,
+    images: Sequence[Any] = (),
+    processor: Any = None,
+) -> TurnOutput:
+    """Generate one turn after `ids`, in which `processor` has expanded the images' placeholders.
+
+    Raises:
+        ConfigError: if the images do not fit the ids.
+    """
+    media = await asyncio.to_thread(images_of, images) if images else ()
+    sent = one_placeholder_each(ids, len(media), processor)
+    return await turn.generate(np.asarray(ids)[sent], sampling, media)
+
+
+def images_of(given: Sequence[Any]) -> tuple[Media, ...]:
+    """Return a trainer's images as :class:`~aprilsched.Media`.
+
+    An image is a Pillow image, a string or bytes as :class:`~aprilsched.Media` takes them, or a row
+    of a Hugging Face image column, with the file's "bytes" or its "path".
+    """
+    found: list[Media] = []
+    for image in given:
+        source: Any = image
+        if isinstance(image, dict):
+            row = cast("dict[str, Any]", image)
+            source = row.get("bytes") or row.get("path")
+        elif hasattr(image, "save"):
+            file = io.BytesIO()
+            image.save(file, format="PNG")
+            source = file.getvalue()
+        found.append(Media("image", source))
+    return tuple(found)
+
+
+def one_placeholder_each(
+    ids: Sequence[int] | NDArray[Any], images: int, processor: Any
+) -> BoolArray:
+    """Which of the `ids`, bool [n], an engine is sent that expands placeholders itself.
+
+    Trainers have the ids as `processor` has expanded them, with a row of placeholders for each
+    image. SGLang takes each of these for an image of its own, and tokenizes the decoded text again.
+
+    Raises:
+        ConfigError: if the number of placeholder rows differs from the number of images.
+    """
+    array = np.asarray(ids)
+    kept = np.ones(len(array), dtype=np.bool_)
+    if not images:
+        return kept
+    token = getattr(processor, "image_token_id", None)
+    if token is None and (text := getattr(processor, "image_token", None)) is not None:
+        token = processor.tokenizer.convert_tokens_to_ids(text)
+    places = array == token
+    if places.sum() != images:
+        kept[1:] = ~(places[1:] & places[:-1])
+    if (rows := int((places & kept).sum())) != images:
+        raise ConfigError(
+            f"a prompt has {images} images and {rows} rows of the placeholder {token}; give it a "
+            "processor that has an image_token_id, and one row for each image."
+        )
+    return kept
