@@ -657,13 +657,9 @@ class Batch:
         Raises:
             ConfigError: if torch is not installed.
         """
-        from aprilsched.trainers.advantages import baselines
         from aprilsched.trainers.tensors import pack, pad
 
         rollouts = tuple([e for rollout in self.rollouts for e in (rollout, *rollout.branches)])
-        # Each branch of a rollout has its baseline.
-        rows = [1 + len(rollout.branches) for rollout in self.rollouts]
-        baseline = np.repeat(baselines(self), np.array(rows, dtype=np.int64))
         if packed:
-            return pack(rollouts, no_version=NO_VERSION, baseline=baseline)
-        return pad(rollouts, pad_id=pad_id, no_version=NO_VERSION, baseline=baseline)
+            return pack(rollouts, no_version=NO_VERSION, units=self.units)
+        return pad(rollouts, pad_id=pad_id, no_version=NO_VERSION, units=self.units)

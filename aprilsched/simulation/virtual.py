@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from numbers import Integral
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -311,7 +311,7 @@ class Simulation:
             self._loop.feed(ev.EpisodeFinished(rollout_id=rollout_id))
 
     def _filter(self, command: do.Filter) -> None:
-        accepted = self._accept is None or self._accept(command.unit)
+        accepted = self._accept is None or self._accept(cast("Any", command.unit))
         self._loop.feed(ev.Filtered(group_id=command.unit.unit_id, accepted=accepted))
 
     def _plan(self, command: do.Plan) -> None:

@@ -51,16 +51,16 @@ def advantages(batch: Batch, *, scale: Scale = "none") -> NDArray[np.float64]:
             "a rollout of the batch has no reward, so there is no baseline; give the scheduler a "
             "reward function, or let the episode return a Score."
         )
-    found = rewards - baselines(batch)
+    found = rewards - baselines(batch.units)
     return found / _deviations(batch, others) if scale == "std" else found
 
 
-def baselines(batch: Batch) -> NDArray[np.float64]:
+def baselines(units: Sequence[Unit]) -> NDArray[np.float64]:
     """Return the mean reward of the siblings of each rollout, float64 [B].
 
     It is NaN without siblings, and if the reward of one is missing.
     """
-    _, others = _rewards(batch.units)
+    _, others = _rewards(units)
     return np.array([each.mean() if len(each) else math.nan for each in others])
 
 

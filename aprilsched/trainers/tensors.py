@@ -20,9 +20,12 @@ from numpy.typing import NDArray
 
 from aprilsched.kernel.values.companions import Companion, CompanionLog, CompanionRows, Rows
 from aprilsched.kernel.values.extras import extra
+from aprilsched.trainers.advantages import baselines
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from aprilsched.types import Unit
 
 __all__ = ["PackedTensors", "PaddedTensors", "RaggedTensor", "TokensOfRollout", "pack", "pad"]
 
@@ -157,10 +160,11 @@ def pad(
     *,
     pad_id: int,
     no_version: int,
-    baseline: NDArray[np.float64] | None = None,
+    units: Sequence[Unit] = (),
 ) -> PaddedTensors:
     """One row for each rollout, padded on the right with `pad_id`. Tokens that no policy version
-    sampled have the version `no_version`. `baseline` is [B]; None if it is unknown.
+    sampled have the version `no_version`. `units` contain the rollouts, in this order; without them
+    no baseline is known.
 
     Raises:
         MissingExtra: if torch is not installed.
@@ -172,7 +176,7 @@ def pad(
     flat = _flat(rollouts, no_version)
     tokens = {name: _rows(values, taken, fill.get(name, 0)) for name, values in flat.items()}
     arrays = {**tokens, "attention_mask": taken.astype(np.int64)}
-    arrays |= _per_rollout(rollouts, baseline)
+    arrays |= _per_rollout(rollouts, units)
     return PaddedTensors(
         **{name: torch.from_numpy(array) for name, array in arrays.items()},
         **_companions(torch, rollouts, lambda flat: _rows(flat, taken, 0)),
@@ -183,7 +187,7 @@ def pack(
     rollouts: Sequence[TokensOfRollout],
     *,
     no_version: int,
-    baseline: NDArray[np.float64] | None = None,
+    units: Sequence[Unit] = (),
 ) -> PackedTensors:
     """All rollouts in one row without padding; the other arguments are those of :func:`pad`.
 
@@ -194,7 +198,7 @@ def pack(
     lengths = _lengths(rollouts)
     starts = np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)
     arrays = {**_flat(rollouts, no_version), "cu_seqlens": starts}
-    arrays |= _per_rollout(rollouts, baseline)
+    arrays |= _per_rollout(rollouts, units)
     tensors: dict[str, Tensor] = {name: torch.from_numpy(array) for name, array in arrays.items()}
     companions = _companions(torch, rollouts, lambda flat: flat)
     return PackedTensors(**tensors, **companions, max_seqlen=int(lengths.max(initial=0)))
@@ -259,10 +263,14 @@ def _flat(rollouts: Sequence[TokensOfRollout], no_version: int) -> dict[str, NDA
 
 
 def _per_rollout(
-    rollouts: Sequence[TokensOfRollout], baseline: NDArray[np.float64] | None
+    rollouts: Sequence[TokensOfRollout], units: Sequence[Unit]
 ) -> dict[str, NDArray[Any]]:
     rewards = np.array([np.nan if r.reward is None else r.reward for r in rollouts])
-    baseline = np.full(len(rollouts), np.nan) if baseline is None else baseline
+    baseline = np.full(len(rollouts), np.nan)
+    if units:
+        # Each branch of a rollout has its baseline.
+        rows = [1 + len(rollout.branches) for unit in units for rollout in unit.rollouts]
+        baseline = np.repeat(baselines(units), rows)
     return {
         "baseline": baseline.astype(np.float32),
         "advantage": (rewards - baseline).astype(np.float32),

@@ -214,7 +214,10 @@ _RULES: dict[str, Rule] = {
     "fronts.ray": replace(EVERYTHING, others=DEPENDENCIES | {"ray"}),
     "trainers": EVERYTHING,
     "trainers.corrections": rule("errors trainers.arrays", others=NUMPY),
-    "trainers.tensors": rule("kernel.values.companions kernel.values.extras", others=NUMPY),
+    "trainers.advantages": rule("errors types", others=NUMPY),
+    "trainers.tensors": rule(
+        "kernel.values.companions kernel.values.extras trainers.advantages types", others=NUMPY
+    ),
     # What the console script starts with, in an install that may lack the extra.
     "cli": replace(EVERYTHING, others=CLI),
     "cli.doctor": rule("cli.doctor errors kernel.engines testing.contract"),

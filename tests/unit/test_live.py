@@ -75,7 +75,7 @@ class Shown:
         )
         groups = (Group(group_id=group, prompt=PROMPT, rollouts=rollouts),)
         self.add(of.GroupAccepted(group_id=group))
-        self.add(facts.delivered(Batch(index=index, version=version, groups=groups)))
+        self.add(facts.delivered(Batch(index=index, version=version, units=groups)))
 
     @property
     def phases(self) -> dict[str, int]:
