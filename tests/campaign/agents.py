@@ -1,8 +1,8 @@
 """Five hundred agents at once, through refits, dead engines and a killed trainer; see README.md.
 
-Each agent is a harness outside. It has two contexts, calls tools that take heavy-tailed time, and
-comes back to its session after the trainer's process was killed, also where it had ended. The truth
-of versions is that of the campaign: a token's logprob says which weights sampled it.
+Each agent is an external harness. It has two contexts, calls tools with heavy-tailed durations, and
+returns to its session after the trainer's process is killed, even if it has finished. As everywhere
+in the campaign, the logprob of a token encodes the version of the weights that sampled it.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class _Agent:
     ended: bool = False
 
     async def run(self, session: Session) -> None:
-        """Work until the end, or until there is no trainer any more."""
+        """Run every turn, or stop when the trainer is gone."""
         while len(self.heard) < self.turns:
             if self.asking is None:
                 self.asking = int(self.drawn.random() < 0.15), int(self.drawn.integers(1, 120))
@@ -147,7 +147,7 @@ class _Campaign:
     figures: Counter[str] = field(default_factory=Counter[str])
 
     async def run(self) -> None:
-        """A life that is killed, and one that goes on to the batch."""
+        """Run one life that is killed, and one that resumes and delivers the batch."""
         killed = await self._life(SqliteStore(self.folder / "store", inline=True), first=True)
         self.outcome.ending.append("killed")
         await self._life(killed, first=False)
@@ -207,20 +207,20 @@ class _Campaign:
                 self._check(await rollouts.next_batch(), rollouts)
             finally:
                 launcher.cancel()
-                # Those that wait for an answer are told the end by their sessions.
+                # Let the sessions end the agents that wait for an answer.
                 await asyncio.sleep(0)
                 tools = [task for task in agents if not task.done()]
                 for task in tools:
                     task.cancel()
         for task in agents:
             if not task.cancelled() and (error := task.exception()) is not None:
-                self.outcome.complaints.append(f"an agent was told {error!r}")
+                self.outcome.complaints.append(f"an agent got {error!r}")
         return store
 
     async def _launch(self, sessions: Sessions, tasks: set[asyncio.Task[None]]) -> None:
-        """Let the agents of the life before come back, and start one for each new session."""
+        """Resume the agents of the previous life, and start one for each new session."""
         for name, agent in self.agents.items():
-            # One that had ended says so again, because its report may not have been saved.
+            # A finished agent reports again, because its report may not have been saved.
             while (session := sessions.get(name)) is None and not agent.ended:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             if session is not None:
@@ -270,10 +270,10 @@ class _Campaign:
             kept += each.token_ids[each.loss_mask].tolist()
             versions |= set(each.versions[each.loss_mask].tolist())
         heard = Counter([i for ids in agent.heard for i in ids])
-        # An answer of the last moments before a kill is text afterwards.
+        # After a kill, an answer from just before it is known as text only.
         lost = heard - Counter(kept)
         if Counter(kept) - heard:
-            self._complain(f"session {rollout.rollout_id} has tokens that nobody heard")
+            self._complain(f"session {rollout.rollout_id} has tokens that its agent never received")
         self.figures["tokens"] += len(kept)
         self.figures["tokens_heard_and_not_saved"] += lost.total()
         self.figures["sessions_of_several_versions"] += len(versions) > 1

@@ -183,7 +183,7 @@ class Callers:
                 if after < 0.35 or asked > 3:
                     return None
                 if after < 0.7:
-                    # What had come is kept, and asked for once more if it was enough.
+                    # Continue from the partial output; if that is complete, request it again.
                     context = _after(context, await self._partial(turn))
 
     async def _partial(self, turn: Turn) -> TurnOutput:

@@ -169,7 +169,9 @@ class Checks:
         if len(found) > 1:
             self._complain(f"an evaluation of version {batch.version} has versions {sorted(found)}")
         elif found and found != {batch.version}:
-            self._complain(f"an evaluation says version {batch.version} and is of {sorted(found)}")
+            self._complain(
+                f"an evaluation reports version {batch.version}, sampled by {sorted(found)}"
+            )
         if not between[0] <= batch.version <= between[1]:
             self._complain(f"an evaluation asked for within {between} is of {batch.version}")
         if len(batch.groups) > asked:
@@ -192,7 +194,7 @@ class Checks:
         elif wrong.size:
             first = int(wrong[0])
             self._complain(
-                f"{name} says version {int(rollout.versions[first])} of token {first}, which "
+                f"{name} reports version {int(rollout.versions[first])} for token {first}, which "
                 f"version {int(truth[first])} sampled ({wrong.size} of {len(rollout)} are wrong)"
             )
         mixed = rollout.versions_exact and len(set(truth[sampled].tolist())) > 1
@@ -213,15 +215,15 @@ class Checks:
         for companion in rollout.companions.values():
             self.figures["rows"] += int(companion.exact.sum())
             self.figures["rows_of_another_pass"] += int((~companion.exact).sum())
-        # With adapters the truth says nothing of the weights below them.
+        # With adapters the logprobs do not reveal the base weights.
         if not self.mix.has("adapters") and (wrong := wrong_rows(rollout, truth, self.weights_key)):
             self._complain(f"{name} {wrong}")
 
     def _content(self, rollout: Rollout, group: Group) -> None:
         """Is each token what the model samples after those before it?"""
         mix = self.mix
-        # Under weights that somebody else brought in, keys of older ones are met. In an earlier
-        # life keys may have been kept too.
+        # Weights loaded by another client keep the keys of older ones in the cache. An earlier
+        # life may also have left keys.
         mixed = mix.settings["straggler"] == "in_place" or mix.has("foreign")
         if mix.has("adapters") or mixed or rollout.stale_keys:
             return
@@ -251,7 +253,7 @@ class Checks:
     # --- the end of a life -----------------------------------------------------------------------
 
     def ended(self, error: RunEnded, state: SchedulerState) -> None:
-        """The prompts have ended, and `error` says how."""
+        """Check the end of the prompts, of which `error` is the reason."""
         ledger, prompts = state.in_flight.ledger, state.prompts.cursor
         groups = {entry.group_id for entry in ledger.entries if entry.reason in FAILURES}
         failed = len(groups - self.records.evaluated)

@@ -95,13 +95,13 @@ class ChaosFleet:
             engine.batcher.refit(version, weights_key_of_version(version))
 
     def foreign_refit(self, engine: SimEngine, version: int) -> None:
-        """Somebody else brings weights in, where the engine lets them."""
+        """Load weights as another client would, if the engine accepts them."""
         if engine.name in self.down:
             return
         before = engine.batcher.version
         if engine.batcher.refit(version, weights_key_of_version(version)):
             self._note(
-                f"CHAOS somebody else brings version {version} into {engine.name}, "
+                f"CHAOS another client loads version {version} into {engine.name}, "
                 f"which had {before}"
             )
 

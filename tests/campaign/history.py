@@ -100,7 +100,7 @@ def _logged(history: History) -> Generator[None]:
 
 
 def _shown(message: Any) -> str:
-    # A message without fields has no names, which is no reason to look for others.
+    # A struct without fields has an empty tuple, which must not select the dataclass branch.
     names = getattr(message, "__struct_fields__", None)
     names = message.__dataclass_fields__ if names is None else names
     fields = ", ".join(f"{name}={_short(getattr(message, name))}" for name in names)

@@ -69,20 +69,20 @@ KINDS: dict[str, float] = {
 """Every kind of chaos, and the share of the seeds that have it unless it is asked for.
 
 restarts: engines restart at random times with old weights or version 0. moments: they do so at the
-worst moments (beside a send, a pause, a refit, a continue, a delivery). crashes: they die and come
-back later. foreign: somebody else brings weights in. slow_engines: they slow down, or hang.
+worst moments (around a send, a pause, a refit, a continue, a delivery). crashes: they die and come
+back later. foreign: another client loads weights. slow_engines: they slow down, or hang.
 membership: they join and leave. polls: next_batch() under timeouts. evaluations: at any moment.
 cancels: of update_weights, evaluate and checkpoint. sleep: asleep() blocks. adapters: versions are
 adapters. checkpoints: at any moment, also where they cannot be written. restores: a later life
-begins with a checkpoint. close: at any moment. idle_trainer: long times without a call. raising:
-rewards, accept and episodes raise whatever can be raised. bad_returns: they return what is none.
+starts from a checkpoint. close: at any moment. idle_trainer: long times without a call. raising:
+rewards, accept and episodes raise any exception. bad_returns: they return invalid values.
 broken_functions: from some call on they always raise, return None, or take ten minutes.
 bad_publishers: they raise, return nothing, lie, dawdle. bad_sources: reading prompts raises.
-bad_prompts: what comes is none, or is out of the vocabulary. stops: batches are filled by
-samples or tokens. dry_sources: no prompt for a long time, or for ever. turn_timeouts:
+bad_prompts: prompts are of a wrong type, or outside the vocabulary. stops: batches are filled by
+samples or tokens. dry_sources: no prompt for a long time, or forever. turn_timeouts:
 around turn.generate. misused_turns: two at a time, other contexts, bad ids. slow_store: durable
 writes are slower than the poll. failing_store: they fail now and then. kills: the process dies and
-another one goes on. other_settings: it does so with other settings. streams: groups are taken
+another one resumes. other_settings: it does so with other settings. streams: groups are taken
 one by one, and some of these batches end early by next_batch() or an update.
 """
 
@@ -95,7 +95,7 @@ PAGE = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Everything that a seed decides before the run begins."""
+    """Everything that a seed decides before the run starts."""
 
     seed: int
     kinds: frozenset[str]
@@ -121,7 +121,7 @@ class Mix:
     train_s: float
     settings: dict[str, Any]
     companions: bool
-    """Rows beside the tokens are asked for."""
+    """Whether companion rows are requested with the tokens."""
 
     def has(self, kind: str) -> bool:
         return kind in self.kinds
@@ -173,7 +173,7 @@ class Mix:
         Args:
             only: the kinds that every seed has, instead of drawing them.
             without: kinds that no seed has.
-            companions: whether rows beside the tokens are requested.
+            companions: whether companion rows are requested with the tokens.
         """
         draw = random.Random(f"{seed}/kinds")
         drawn = {kind: draw.random() < share for kind, share in KINDS.items()}

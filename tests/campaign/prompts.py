@@ -54,7 +54,7 @@ class Source(Iterator[Any]):
         self._bad_at = set(draw.sample(range(count), 3)) if mix.has("bad_prompts") else set()
         dry = mix.has("dry_sources")
         self._dry_at = set(draw.sample(range(count), 3)) if dry else set()
-        self.dry_for_ever_at = draw.randrange(1, count) if dry and draw.random() < 0.3 else None
+        self.dry_forever_at = draw.randrange(1, count) if dry and draw.random() < 0.3 else None
         self._slow = draw.choice([0.0, 0.0, 0.3]) if dry else 0.0
         self.dry = False
         """It waits for more prompts, and none comes."""
@@ -108,8 +108,8 @@ class Source(Iterator[Any]):
             self.dry = True
             await asyncio.sleep(self._mix.draw(f"dry {index}").choice([3.0, 60.0, 300.0]))
             self.dry = False
-        if index == self.dry_for_ever_at:
-            self._life.note(f"the source is dry at {index}, for ever")
+        if index == self.dry_forever_at:
+            self._life.note(f"the source is dry forever at {index}")
             self.dry = True
             await asyncio.Event().wait()
 

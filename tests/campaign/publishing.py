@@ -97,6 +97,6 @@ class ChaosPlanner(Planner):
             raise ValueError("of the campaign")
         space = Space(may_defer=config.may_defer, paces=command.paces)
         schedule = self._draw.choice(candidates(self.setting(command, config), space))
-        # Also a pace that is not possible with the rule, or not any more: the core refuses it.
+        # The core must refuse a pace that the straggler rule does not allow, or no longer allows.
         pace = self._draw.choice(["synchronous", "asynchronous"]) if command.paces else None
         return replace(schedule, pace=pace)

@@ -1,4 +1,4 @@
-"""Runs a part of the campaign; README.md says what each part is.
+"""Runs one part of the campaign; README.md describes the parts.
 
 python -m tests.campaign.run engines --seeds 0:1000 --jobs 2
 python -m tests.campaign.run engines --seeds 17 --verbose

@@ -47,9 +47,9 @@ REFUSALS = 300
 BATCH_S = 8.0
 """About what the engines need for a batch."""
 DEADLINE_S = 6 * 3600.0
-"""Of virtual time: whoever is not done by then hangs."""
+"""In virtual time; a task that is not done by then counts as hanging."""
 AFTERWARDS_S = 3600.0
-"""After closing: faults end, and nothing of ours may be left on an engine."""
+"""After closing, faults stop, and no request of the run may be left on an engine."""
 
 MACHINE = SimConfig(
     # 25 tokens/s for each response, so that few tokens take as long as the scheduler's timeouts

@@ -93,7 +93,7 @@ class Trainer:
             if draw.random() < 0.5:
                 return await life.calls.call("next_batch", asyncio.wait_for(wanted(), seconds))
             return await life.calls.call("next_batch", _within(seconds, wanted()))
-        if life.source.dry_for_ever_at is None:
+        if life.source.dry_forever_at is None:
             return await life.calls.call("next_batch", wanted())
         return await life.calls.call("next_batch", _within(600.0, wanted()))
 

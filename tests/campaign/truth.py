@@ -1,4 +1,4 @@
-"""Tells which weights sampled each token, independently of the engine and the scheduler.
+"""Determines which weights sampled each token, independently of the engine and the scheduler.
 
 The toy model of the embedded engine is replaced by one whose logprobs are the version of the
 weights that it samples with. So each token carries its true version through every attempt, partial
@@ -141,8 +141,10 @@ def is_right(
 def wrong_rows(
     rollout: Rollout, truth: Int32Array, key: Callable[[int], int] = weights_key_of_version
 ) -> str:
-    """What is wrong with the rows beside the tokens, of which `truth` has the true versions; empty
-    if each row that is called exact is the one of the pass that sampled its token."""
+    """Return what is wrong with the companion rows, or "" if nothing is.
+
+    A row marked as exact must come from the pass that sampled its token; `truth` has the true
+    versions of the tokens."""
     prompt, tokens = len(rollout.prompt_ids), len(rollout)
     sampled = truth != NO_VERSION
     for companion in rollout.companions.values():

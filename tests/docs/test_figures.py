@@ -32,7 +32,7 @@ def h200(cell: str, figure: str) -> float:
 
 
 def times(first: str, second: str) -> str:
-    """How many times as many tokens the second cell delivers."""
+    """Throughput of the second cell, as a multiple of the first."""
     return f"{h200(second, 'tokens_s') / h200(first, 'tokens_s'):.2f}"
 
 

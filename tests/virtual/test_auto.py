@@ -91,8 +91,8 @@ def scheduler(
 
 
 def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> None:
-    """After a batch that was waited for, it was told of prompts without a token: the work of a
-    batch with prompts of 4,760 tokens was taken for a quarter of what it was."""
+    """After a complete batch the planner once got prompts without tokens: it estimated a batch with
+    prompts of 4,760 tokens at a quarter of its work."""
 
     class Waiting(Planner):
         def __init__(self) -> None:
@@ -101,7 +101,7 @@ def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> 
 
         def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
             self.received.append((command.prompt_tokens, len(command.open)))
-            return Schedule(over_provision=1.0, refill=Wave(), why="as told")
+            return Schedule(over_provision=1.0, refill=Wave(), why="fixed")
 
     planner = Waiting()
     lengths = LongTailWorkload(median=60, cap=600, group_size=4, prompt_tokens=321, seed=3)
@@ -218,7 +218,7 @@ MORE = [("in_place", 2.0), ("retract", 1.0)]
 
 @cache
 def learnt(timing: StepTimeModel, straggler: str, over_provision: float) -> StepTimeModel:
-    """The model that a planner, which begins with an H200's, has after a run on such engines."""
+    """Return what a planner makes of its initial H200 model in a run on engines like `timing`."""
     planner = Planner(inline=True)
     Simulation(
         config(batch_groups=32, group_size=8, over_provision=over_provision, straggler=straggler),
@@ -240,7 +240,7 @@ def test_a_run_teaches_the_planner_how_long_steps_take(
     straggler: str, over_provision: float, running: int, kv: int
 ) -> None:
     real = SLOW.step_seconds(running, kv)
-    assert H200_QWEN3_4B.step_seconds(running, kv) < 0.75 * real, "what it began with"
+    assert H200_QWEN3_4B.step_seconds(running, kv) < 0.75 * real, "the initial model is far off"
     model = learnt(SLOW, straggler, over_provision)
     assert model.step_seconds(running, kv) == pytest.approx(real, rel=0.12)
 

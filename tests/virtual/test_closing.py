@@ -58,7 +58,7 @@ class Slow(SimEngine):
         await super().pause(mode)
 
     async def release(self, tags: Sequence[str]) -> None:
-        # The server carries it out, whoever still waits for its answer.
+        # The server carries it out even if no client waits for its answer.
         await super().release(tags)
         await asyncio.sleep(self.seconds.get("release", 0.0))
 

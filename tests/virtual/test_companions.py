@@ -1,4 +1,4 @@
-"""Tests that the rows beside the tokens are those of the pass that sampled each token.
+"""Tests that companion rows come from the pass that sampled each token.
 
 The toy model's rows depend on the position and on the weights that forwarded it, and the embedded
 engine returns those of the latest pass, as SGLang does. So a row that was joined wrongly, or was
@@ -139,7 +139,7 @@ class Flaky(SimEngine):
 
 async def test_rows_that_were_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the same version the prefill of the next attempt gives the same rows; under a later one
-    they are not those of the sampling pass, and the rollout says so."""
+    the rollout marks them as rows of another pass."""
     monkeypatch.setattr(sim_fleet, "SimEngine", Flaky)
     retries = Retries(attempts=50, interruptions=50)
     again = later = 0
@@ -252,8 +252,8 @@ async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
 
 
 async def test_rows_of_a_prompt_that_was_given_up_do_not_come_back_from_the_store() -> None:
-    """A turn that is withdrawn in its prefill has rows and no token. If the episode then begins
-    with another prompt, under later weights, a resumed run has the rows of that one alone."""
+    """A turn that is withdrawn in its prefill has rows and no token. If the episode then starts
+    another prompt under later weights, a resumed run has only the rows of that prompt."""
     updated, store = asyncio.Event(), MemoryStore()
     long = np.arange(60_000, dtype=np.int32) % 1000
 

@@ -28,7 +28,7 @@ from aprilsched.testing.served import ServedEngine
 from tests.support.sim_http import CONFIG, Raw, served, two_weights
 
 KEY = "an-admin-key"
-NOBODY = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 REFIT = "refit by its logprobs"
 
 
@@ -201,7 +201,7 @@ async def test_cancelled_it_leaves_the_server_as_it_was(server: SimServer):
 
 async def test_keys_are_needed_and_used():
     with pytest.raises(EngineUnreachable):
-        await examine(NOBODY)
+        await examine(UNREACHABLE)
     async with served(admin_key=KEY) as server:
         with pytest.raises(EngineRejected, match="as admin_key"):
             await examine(server.url)
@@ -274,7 +274,11 @@ async def test_an_interrupted_refit_is_taken_back(server: SimServer, two: tuple[
 def test_the_command_reports_a_wrong_argument_in_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ):
-    wrong: list[list[str]] = [[], [NOBODY, "--admin-key-env", "NOT_SET"], [NOBODY, "ftp://nowhere"]]
+    wrong: list[list[str]] = [
+        [],
+        [UNREACHABLE, "--admin-key-env", "NOT_SET"],
+        [UNREACHABLE, "ftp://nowhere"],
+    ]
     for arguments in wrong:
         assert main(["doctor", *arguments]) == 2
         out, err = capsys.readouterr()
@@ -301,16 +305,16 @@ async def test_the_command_prints_every_server_and_exits_with_the_worst(
     assert [line.split("  ")[1].split(":")[0] for line in lines[1:4]] == [row.name for row in few]
     assert lines[5:] == ["What the checks mean", *(f"{row.name}: {row.meaning}" for row in few)]
 
-    out = await printed(NOBODY, server.url, "--quiet", code=2)
+    out = await printed(UNREACHABLE, server.url, "--quiet", code=2)
     assert [line.split("  ")[0] for line in out.splitlines()] == [
-        NOBODY,
+        UNREACHABLE,
         "fail",
         server.url,
         "warn",
     ]
-    dead, *alive = json.loads(await printed(NOBODY, server.url, "--json", code=2))
+    dead, *alive = json.loads(await printed(UNREACHABLE, server.url, "--json", code=2))
     assert set(dead) == {"server", "check", "status", "seen", "meaning", "to_do"}
-    assert (dead["server"], dead["check"], dead["status"]) == (NOBODY, REACHED, "fail")
+    assert (dead["server"], dead["check"], dead["status"]) == (UNREACHABLE, REACHED, "fail")
     assert "is the server up" in dead["seen"]
     assert [found["check"] for found in alive] == [row.name for row in few]
 

@@ -316,8 +316,8 @@ async def test_a_checkpoint_takes_the_place_of_what_the_store_has(tmp_path: Path
 async def test_a_trainer_that_takes_batches_ahead_acknowledges_itself(
     tmp_path: Path, acknowledge: bool
 ):
-    """It has two batches and has trained on one of them when the weights are updated. Unless it
-    says so, a checkpoint acknowledges both."""
+    """It has trained on one of two batches when the weights are updated. Without acknowledge(), a
+    checkpoint would acknowledge both."""
     async with scheduler(MemoryStore()) as rollouts:
         ahead = [await rollouts.next_batch() for _ in range(2)]
         ahead[0].acknowledge()

@@ -1,6 +1,6 @@
 """Tests weights that the trainer moves itself, on the real coordinator with the embedded engine.
 
-The engine's tokens follow from its weights, so they prove each version that a rollout says it has.
+The tokens of the engine follow from its weights, so they verify the versions in each rollout.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Server(SimEngine):
 
 
 class Spoilt(Server):
-    """An engine like Server that has one fault while `fault` says so."""
+    """A Server with the fault that `fault` names, or none if it is empty."""
 
     fault = ""
 
@@ -271,7 +271,7 @@ def test_the_only_engine_dies_and_is_restarted_in_time(caplog: pytest.LogCapture
     assert text[0].startswith("engine sim-0 is out of use: ")
     assert "the connection broke" in text[0]
     assert "verify failed" in text[0]
-    assert len(text) == 4, "it is asked after 1, 3, 7 … 127 s; the wait is said each minute"
+    assert len(text) == 4, "probes after 1, 3, 7 … 127 s; one log line per minute of waiting"
     assert all(
         "no engine is left since" in line and "the connection broke" in line for line in text[1:]
     )

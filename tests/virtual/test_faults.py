@@ -433,7 +433,7 @@ async def _called(call: Callable[[SGLangEngine], Awaitable[object]], engine: SGL
     await call(engine)
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["the server goes on", "the server is lost"])
+@pytest.mark.parametrize("lost", [False, True], ids=["the server continues", "the server is lost"])
 async def test_a_connection_that_breaks_after_our_abort_ends_the_aborted_response(lost: bool):
     """SGLang broke one once, and every token had arrived. A lost server has failed all the same."""
     silence = Delay(routes=kinds.ABORT, after=2)

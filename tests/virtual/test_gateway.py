@@ -231,7 +231,7 @@ async def test_an_abort_ends_a_response_with_its_tokens_and_their_versions(
     other = await one.stream(LONG, rid="mine-too").reach(INTERVAL)
     if paused:
         await one.raw.post("/pause_generation", {"mode": "in_place"})
-    assert await one.raw.post("/abort_request", {"rid": "nobody"}) == (200, "")
+    assert await one.raw.post("/abort_request", {"rid": "unknown"}) == (200, "")
     assert await one.raw.post("/abort_request", {"rid": "mine"}) == (200, "")
     await reader.end()
     assert reader.last["finish_reason"]["type"] == "abort"
@@ -433,7 +433,7 @@ async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
 async def test_a_gateway_begins_while_a_server_is_not_there_yet(
     wait_s: float, caplog: pytest.LogCaptureFixture
 ):
-    """Without waiting the other server joins later, and with it the gateway begins with both."""
+    """Without `wait_s` the late server joins later; with it the gateway starts with both."""
     async with served() as there, served() as late:
         await late.crash()
         fleet = SGLangFleet([late.url, there.url], wait_s=wait_s, stream_interval=INTERVAL)
@@ -562,7 +562,7 @@ async def test_an_address_in_use_is_refused_and_the_engine_is_free_again(one: Fr
 
 
 async def test_a_gateway_begins_with_an_empty_cache_also_after_a_restart():
-    """Before it, somebody may have loaded other weights and kept the keys of the older ones."""
+    """Another client may have loaded weights before and kept the keys of older ones."""
     async with served(config=replace(CONFIG, prefix_cache=True)) as server, Raw(server.url) as raw:
 
         async def found(attempt: int) -> int:

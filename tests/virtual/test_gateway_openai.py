@@ -205,7 +205,7 @@ async def test_a_stop_string_across_chunks_ends_the_response_and_is_not_told(
     more = {"ignore_eos": True, "return_token_ids": True}
     free = await one.client.completions.create(**options, max_tokens=400, extra_body=more)
     text, ids = free.choices[0].text, free.choices[0].token_ids
-    # It begins before the end of a chunk and ends behind it.
+    # The stop string starts in one chunk and ends in the next.
     tokenizer = one.gateway.service.texts.tokenizer
     start = len(tokenizer.decode(ids[: 3 * INTERVAL - 3]))
     stop = text[start : start + 6]
@@ -343,7 +343,7 @@ async def test_tools_are_called(calling: Path):
         ids = free.choices[0].token_ids
         calls = [at for at, i in enumerate(ids) if i % 5 == 0]
         end = next(i for i in ids[calls[1] :] if i % 5 and i not in ids[: calls[1]])
-        # It ends by a token, and the calls are the reason that is told.
+        # A stop token ends it, but the reported finish reason is the tool calls.
         options["extra_body"] = {"stop_token_ids": [end]}
         whole = await one.client.chat.completions.create(**options)
         message = whole.choices[0].message
@@ -400,7 +400,7 @@ PROMPTS: list[tuple[Any, str]] = [
     ([-1], "input_ids must be in [0, 511], got -1"),
     ([[3]] * 4097, "asks for 4097 responses"),
 ]
-"""Prompts that are refused at every path, and what the refusal says."""
+"""Prompts that every path refuses, and a part of the error message."""
 BAD: list[tuple[str, dict[str, Any], str]] = [
     *((OURS, {"text" if prompt == "" else "input_ids": prompt}, s) for prompt, s in PROMPTS),
     *((TEXT, {"prompt": prompt}, printed) for prompt, printed in PROMPTS),
@@ -472,7 +472,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/detokenize", {"tokens": [-1]}, "tokens must be in"),
     ("/detokenize", {"tokens": [2**40]}, "tokens must be in"),
 ]
-"""Bodies that are refused, and what the refusal says."""
+"""Bodies that are refused, and a part of the error message."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -688,7 +688,7 @@ async def test_without_a_tokenizer_stop_strings_are_refused_and_tokens_are_not(p
         assert (status, "text" in answer) == (200, False)
 
 
-# --- beside other parts of the gateway ---------------------------------------------------------
+# --- with other parts of the gateway -----------------------------------------------------------
 
 
 async def test_a_client_that_reads_nothing_holds_up_nobody_and_then_gets_everything(one: Front):

@@ -167,7 +167,7 @@ async def test_a_gateway_that_stops_in_a_clients_pause_keeps_what_waits(
     await interrupted(reader)
     assert await interrupted(waiting) == 0
     async with gateway(server, tmp_path / "store") as second:
-        # The one that no server had begun is not there, so it begins.
+        # No server ran the second one before the kill, so it starts now.
         again = [second.stream(LONG, rid="mine"), second.stream(10, rid="later")]
         assert [len((await each.end()).ids) for each in again] == [LONG, 10]
         assert again[0].ids == expected

@@ -83,7 +83,7 @@ async def test_a_client_that_begins_and_ends_an_update(two: Front):
     assert two.state.in_flight.counters.updates == 1
     assert (await two.raw.get("/model_info"))[1]["weight_version"] == "step-1"
     assert "begin one first" in await two.raw.refused("/end_weight_update", {})
-    # A label that comes afterwards is that of the same weights.
+    # A label that arrives later names the same weights.
     await two.raw.done("/begin_weight_update", {})
     await two.raw.done(TENSOR, tensors("c", "c"))
     await two.raw.done("/end_weight_update", {})

@@ -111,8 +111,8 @@ async def polled(rollouts: RolloutScheduler) -> Batch | None:
 )
 @each_row("streams", [False, True])
 def test_a_trainer_that_polls_gets_what_one_that_waits_gets(preset: Any, streams: bool):
-    """A call that timed out had ended the batch in work: the next one began more groups, and the
-    engines were paused in between."""
+    """A call that times out must not end the current batch. Otherwise the engines would pause, and
+    the next call would start more groups."""
     base = SchedulerConfig(batch_groups=4, group_size=4)
     buckets = replace(base, refill=LengthBuckets(store=5.0), over_provision=1.5)
     config = buckets if preset == "buckets" else preset(base)

@@ -61,7 +61,7 @@ def called(name: str, *, odd: bool, **arguments: Any) -> str:
 
 
 def answer_of(odd: bool) -> Callable[[str], str]:
-    """What the scripted model says: it looks at two cities, packs for these, and ends."""
+    """Return the scripted model, which looks up two cities, packs for them, and ends."""
 
     def answer(text: str) -> str:
         results = [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
@@ -95,7 +95,7 @@ class Tools:
 
 
 def as_coroutine(tokenizer: ModelTokenizer, tools: str) -> Callable[[Turn, Prompt], Any]:
-    """The same conversation by hand, with tokens; `tools` is how their definitions are told."""
+    """Return the same conversation as a token-level episode; `tools` defines them."""
     start = "<|im_start|>assistant\n"
 
     def text(role: str, *contents: str) -> str:

@@ -30,7 +30,7 @@ BATCHES = 4
 
 
 class Counting:
-    """Counts what it is told; raises `error` at the third fact of the kind `at`."""
+    """Counts facts; raises `error` at the third fact of the type `at`."""
 
     def __init__(self, at: type | None = None, error: Exception | None = None) -> None:
         self.facts = self.met = 0
@@ -60,7 +60,7 @@ class Watching:
 
 
 class Recording:
-    """Keeps the facts that it is told, with the time."""
+    """Records each fact with its time."""
 
     def __init__(self) -> None:
         self.received: list[tuple[Fact, float]] = []
@@ -212,7 +212,7 @@ def test_one_of_the_library_is_never_named(
 def test_one_that_takes_its_time_where_there_is_plenty_is_not_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """0.02 s of every second are no problem, however long the run is."""
+    """0.02 s per second is acceptable, however long the run."""
     received = listeners.Listeners([slow := Clock(0.02)])
     clock = pytest.MonkeyPatch()
     with clock.context() as patch, caplog.at_level(logging.WARNING, logger="aprilsched"):

@@ -126,7 +126,7 @@ def test_updates_are_timed(run: Scraped):
     assert run.value("policy_version") == 4
     assert run.value("updates_total", outcome="succeeded") == 4
     assert run.value("updates_total", outcome="failed") == 0
-    # After the last update nobody asks for a batch, so the engines are still paused.
+    # The trainer requests no batch after the last update, so the engines stay paused.
     for name, times in (("update", 4), ("pause", 6), ("refit", 8)):
         assert run.value(f"{name}_duration_seconds_count") == times
         assert run.value(f"{name}_duration_seconds_sum") >= 0.3 * times

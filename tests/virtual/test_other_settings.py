@@ -1,4 +1,4 @@
-"""Tests that a killed run resumes under other settings than those it was begun with.
+"""Tests that a killed run resumes under settings other than those it started with.
 
 The first process is killed before its first batch, within a batch, and while the trainer trains.
 The second process resumes from the store. It must deliver, lose nothing, and deliver nothing twice.

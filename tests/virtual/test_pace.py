@@ -63,7 +63,7 @@ class Switching(Planner):
 
 
 class Watching(Checking):
-    """Checks the invariants after every event, and changes the pace after every so many."""
+    """Checks the invariants after every event, and changes the pace every `every` events."""
 
     def __init__(self, planner: Switching, every: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Watching(Checking):
             return
         super().on_event(event, now)
         self.paces.add(self.scheduler.state.asynchronous)
-        # Not the answers to pauses either, or the pace would change for ever at one moment.
+        # Answers to pauses do not count, or the pace would change forever at one moment.
         self._left -= isinstance(event, ev.Progress | ev.Finished)
         if not self._left:
             self._left = self._every

@@ -65,10 +65,10 @@ async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_pa
         try:
             assert process.stdout is not None
             url = (await process.stdout.readline()).decode().rpartition(" ")[2].strip()
-            async with Raw(url) as anybody, Raw(url, "clients") as client:
+            async with Raw(url) as anonymous, Raw(url, "clients") as client:
                 for path in probes:
-                    assert (await anybody.get(path))[0] == 200
-                assert (await anybody.post("/generate", asked(4)))[0] == 401
+                    assert (await anonymous.get(path))[0] == 200
+                assert (await anonymous.post("/generate", asked(4)))[0] == 401
                 assert (await client.post("/generate", asked(4)))[0] == 200
                 printed = {"model": "any", "prompt": "a", "max_tokens": 4}
                 assert (await client.post("/v1/completions", printed))[0] == 200
@@ -85,7 +85,9 @@ async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_pa
                 while (await control.get("/ready"))[0] == 200:  # noqa: ASYNC110 - of another process
                     await asyncio.sleep(0.05)
                 for path in probes:
-                    assert (await control.get(path))[0] == 200, "a new gateway would mend nothing"
+                    assert (await control.get(path))[0] == 200, (
+                        "a restart of the gateway would not help"
+                    )
                 await one.restart()
                 assert (await waiting)[0] == 200
             process.send_signal(signal.SIGTERM)
@@ -166,7 +168,7 @@ async def test_the_job_begins_a_run_and_a_second_pod_goes_on_with_it(
 
 @pytest.mark.long
 async def test_the_task_of_skypilot_runs(engine: SimServer, tmp_path: Path):
-    assert shutil.which("curl"), "the task asks with curl, and would ask for ever without it"
+    assert shutil.which("curl"), "the task polls with curl, and would poll forever without it"
     script = replaced(
         skypilot()["run"],
         {"http://127.0.0.1:30000": engine.url, "--batches 20": "--batches 1"},

@@ -203,8 +203,8 @@ class Noted(Changing):
 async def test_an_engine_is_flushed_before_its_first_request_where_no_old_keys_may_stay(
     straggler: StragglerRule, flushes: bool
 ):
-    """Whoever had the engine before may have left prefixes of other weights in its cache. In its
-    check it has made some itself."""
+    """Another client may have left prefixes of other weights in the cache, and the check of the
+    engine adds its own."""
     config = replace(CONFIG, straggler=straggler)
 
     def begins_clean(noted: list[str]) -> bool:
@@ -253,7 +253,7 @@ async def test_an_opening_that_is_cancelled_in_the_flush_leaves_no_engine_paused
     (engine,) = fleet.engines
     scheduler = RolloutScheduler(fleet, workload(), config=CONFIG)
     opening = asyncio.create_task(scheduler.__aenter__())
-    while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause tells nobody
+    while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause sets no event
         await asyncio.sleep(0.01)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -265,7 +265,7 @@ async def test_an_engine_that_leaves_while_it_is_examined_is_not_left_paused():
     engine = SimEngine(pause_seconds=1.0)
     await engine.open()
     examining = asyncio.create_task(check(engine))
-    while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause tells nobody
+    while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause sets no event
         await asyncio.sleep(0.01)
     examining.cancel()
     await asyncio.wait([examining])

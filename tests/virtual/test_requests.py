@@ -71,7 +71,7 @@ def prompts(media: tuple[Media, ...] = MEDIA) -> Iterator[Prompt]:
 
 
 def check(rollout: Rollout, media: int = len(MEDIA)) -> None:
-    """Every attempt that came back has said what it was sent."""
+    """Check that every answered attempt got the media and the fields of its prompt."""
     assert rollout.answers
     assert [each.start for each in rollout.answers] == sorted(e.start for e in rollout.answers)
     for answer in rollout.answers:
@@ -98,7 +98,7 @@ RULES: dict[str, dict[str, Any]] = {
 @each_row("dies", [False, True], ids=["whole", "an engine dies"])
 @each_row("rule", RULES)
 async def test_every_attempt_has_the_media_and_the_fields(rule: str, dies: bool) -> None:
-    """Also one that goes on with the tokens of an engine that was lost."""
+    """This includes an attempt that continues the tokens of a lost engine."""
     several = moved = 0
     lost = ""
     fleet = SimFleet(3, vocab_size=1000)
@@ -214,7 +214,7 @@ async def _shown_more(turn: Turn, prompt: Prompt) -> float:
 
 @each_row("straggler", ["abort", "retract"])
 async def test_an_episode_may_show_more_media_in_a_later_turn(straggler: Any) -> None:
-    """An attempt that goes on with a turn has the media of that turn."""
+    """An attempt that continues a turn has the media of that turn."""
     fleet, attempts = SimFleet(1, vocab_size=1000), 0
     asked = config(straggler=straggler)
     async with RolloutScheduler(fleet, prompts(), config=asked, episode=_shown_more) as rollouts:

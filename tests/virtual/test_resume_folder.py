@@ -42,7 +42,7 @@ class DyingFleet(SimFleet):
     """Copies a run's files at some times: the copy is what the run leaves if it dies then.
 
     The log is written by a thread. Before each copy the fleet stops the virtual clock until the
-    log holds as many deliveries as the test asks for.
+    log contains the number of deliveries in `logged`.
     """
 
     def __init__(self, run: Path, times: Sequence[float], logged: Sequence[int]) -> None:

@@ -189,7 +189,7 @@ async def test_a_refit_in_the_middle_of_an_answer_is_seen_in_its_versions_alone(
 
 
 async def two_agents(session: Session, prompt: Prompt) -> None:
-    """A main agent asks a second one in between, compacts its history, and goes on with it."""
+    """A main agent calls a second one, compacts its history, and continues with it."""
     main = [by("system", "main"), by("user", "begin")]
     for _ in range(2):
         main.append((await session.chat(main, max_tokens=20)).message)
@@ -231,7 +231,7 @@ async def launched(
     limits: Limits | None = None,
     **more: Any,
 ) -> tuple[Batch, RolloutScheduler]:
-    """A batch whose sessions a launcher takes; it does with each what `act` says."""
+    """Return a batch whose sessions a launcher takes and passes to `act`."""
     async with running(tokenizer, limits=limits, count=1, **more) as (sessions, rollouts):
 
         async def launcher() -> None:
@@ -344,7 +344,7 @@ async def test_what_a_session_may_take_is_bounded(tokenizer: ModelTokenizer):
         assert "8 branches" in sentence
         messages = session.messages
         await session.chat([*messages, by("user", "on")], max_tokens=1)
-        # The last answer is cut short, and then there are no tokens left.
+        # The last answer is cut short and uses up the token limit.
         reply = await session.chat([*session.messages, by("user", "on")], max_tokens=50)
         assert len(reply.output.token_ids) == 3
         with pytest.raises(ConfigError, match="has had its"):
@@ -435,7 +435,7 @@ class Outside:
     session."""
 
     def __init__(self, task: str) -> None:
-        # An answer that nobody has given, as an example.
+        # A few-shot example, which no model sampled.
         self.messages = [
             by("user", "1 + 1?"),
             by("assistant", "2"),

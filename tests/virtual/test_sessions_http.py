@@ -710,7 +710,7 @@ async def test_a_session_that_its_launcher_has_not_got_is_offered_again(
                 await asyncio.sleep(0.1)
             if how == "has asked":
                 await held[0].chat([by("user", "x")])
-            # An answer in the buffer that nobody has read resets the connection.
+            # An unread answer in the buffer resets the connection on close().
             broken.close()
         if how == "has asked":
             with pytest.raises(TimeoutError):

@@ -98,7 +98,7 @@ async def test_a_name_in_use_is_refused_and_free_again_afterwards(api: Api):
     await api.started()
     status, answer = await api.raw.post(GENERATE, asked(5, rid="mine"))
     assert (status, answer["error"]["message"]) == (400, "Duplicate request ID detected: mine")
-    assert await api.raw.post("/abort_request", {"rid": "nobody"}) == (200, "")
+    assert await api.raw.post("/abort_request", {"rid": "unknown"}) == (200, "")
     assert not first.done()
     assert await api.raw.post("/abort_request", {"abort_all": True}) == (200, "")
     assert (await first)[1]["meta_info"]["finish_reason"]["type"] == "abort"

@@ -94,7 +94,7 @@ async def test_aborts_match_by_prefix_of_a_known_rid(server: SimServer, raw: Raw
         await has_started(server, 3)
         await raw.post("/abort_request", {"rid": "req"})
         await asyncio.sleep(0.1)
-        assert not any(call.done() for call in calls), "nobody has this rid"
+        assert not any(call.done() for call in calls), "no request has this rid"
         await raw.post("/abort_request", {"rid": "req-1"})
         await asyncio.wait(calls[:2])
         assert not calls[2].done()

@@ -245,7 +245,7 @@ def test_a_cap_that_cuts_many_off_is_logged(caplog: pytest.LogCaptureFixture) ->
     assert "of the responses are cut off at the cap of 50 tokens" in caplog.text
     caplog.clear()
     simulated(workload=replace(WORKLOAD, law=Empirical((30, 50)), cap=50))
-    assert "cut off" not in caplog.text, "the longest of a list is no cut"
+    assert "cut off" not in caplog.text, "a response as long as the longest of the list is complete"
 
 
 def simulated(train_seconds: Any = 0.0, **given: Any) -> None:
@@ -255,8 +255,8 @@ def simulated(train_seconds: Any = 0.0, **given: Any) -> None:
 
 
 def test_a_step_is_whole_whoever_waits_for_the_trainer() -> None:
-    """Engines that wait for a trainer are as efficient as without one, so efficiency alone called a
-    synchronous policy the best beside one that delivered twice the tokens in the time."""
+    """Engines that wait for a trainer are as efficient as without one. By efficiency alone, a
+    synchronous policy would rank above one with twice the throughput."""
     base = SchedulerConfig(batch_groups=8, group_size=4)
     policies = {"sync": sync(base), "april": april(base), "copris": copris(base)}
     policies["apart"] = replace(policies["copris"], pace="asynchronous")

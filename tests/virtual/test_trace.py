@@ -148,7 +148,7 @@ def test_the_trace_of_a_run_that_went_on_holds_all_its_processes(tmp_path: Path)
     assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
     write_trace(tmp_path)
     assert main(["run", "--resume", str(tmp_path), "--batches", "7", "--quiet"]) == 0
-    assert not (tmp_path / TRACE).exists(), "it does not show the run any more"
+    assert not (tmp_path / TRACE).exists(), "the old trace is stale after a resume"
     with loaded(write_trace(tmp_path)) as processor:
         check(processor, tmp_path)
         resumed = rows(processor, "SELECT COUNT(*) FROM slice WHERE name = 'resumed'")

@@ -216,7 +216,7 @@ drained run shows of each that all is delivered as drawn."""
 
 
 def misplaced(launched: Iterable[int], *places: Sequence[int]) -> set[int]:
-    """The ids that are not in exactly one place, or were never launched. There is no tolerance."""
+    """Return the ids that are not in exactly one place, or were never launched."""
     found = Counter(rollout_id for place in places for rollout_id in place)
     known = set(launched)
     return {i for i in known | found.keys() if i not in known or found[i] != 1}
@@ -295,7 +295,7 @@ async def test_requests_that_move_from_full_pools_end_as_they_would_have(migrate
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_id_is_delivered_once_or_in_flight(name: str):
     run = outcome(batches=4, **SCHEDULES[name])
-    # What length buckets have opened and not begun yet was never sent.
+    # Groups that length buckets have opened and not started were never sent.
     held = sorted(run.sent & set(run.in_flight))
     assert len(held) >= BATCH_GROUPS * GROUP // 2
     assert misplaced(run.sent, run.delivered, held) == set()
@@ -366,7 +366,7 @@ def test_evicting_the_stale_fails():
 
 @pytest.mark.long
 def test_finishing_the_stale_first_does_not():
-    """Such a bound kept by another rule is no censor; short and long batches take turns."""
+    """This rule keeps the bound without censoring; short and long batches alternate."""
     run = outcome(batches=50, max_staleness=Staleness(2, rule="finish"))
     assert run.evicted == []
     assert compared(run.lengths, block=4)["mean"].equivalent

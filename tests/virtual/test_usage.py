@@ -101,7 +101,7 @@ def test_a_slow_source_of_prompts():
             yield workload().prompt(index)
 
     seconds = run(train, prompts=slow(), config={"over_provision": 1.0})
-    # Four prompts a batch; what is under way meanwhile is no waiting.
+    # Four prompts per batch; time with requests in flight is not waiting time.
     assert seconds["prompts"] / 2 == pytest.approx(4 * 4 * 10, rel=0.1)
 
 

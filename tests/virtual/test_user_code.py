@@ -466,7 +466,7 @@ async def test_a_prompt_that_cannot_be_made_is_one_entry_where_the_source_goes_o
     async with opened(map(made, rows)) as rollouts:
         assert sum([len(batch.groups) async for batch in rollouts]) == 4
         assert rollouts.state.in_flight.ledger.rollouts == {Reason.BAD_PROMPT: 2}
-    # A generator has ended with what it raised: the prompts behind it are lost, and it is said.
+    # A generator ends when it raises: its later prompts are lost, and the run ends with the error.
     async with RolloutScheduler(
         SimFleet(1), (made(row) for row in rows), config=config()
     ) as rollouts:
@@ -542,7 +542,7 @@ class Takes:
 
 @functools.wraps(Takes.three)
 def judged(rollout: Any, prompt: Any) -> float:
-    """A decorated function, which says that it takes what the function inside takes."""
+    """A decorated function, whose signature is that of the function inside."""
     return Takes.three(rollout, prompt, None)
 
 

@@ -229,7 +229,7 @@ def test_a_killed_run_is_watched_until_ctrl_c(ended: Path, tmp_path: Path):
     assert terminal.raw.count("\x1b[?25h") == 1, "the cursor is shown again"
 
 
-# --- a run that really goes on --------------------------------------------------------------
+# --- a live run ---------------------------------------------------------------------------
 
 
 @contextmanager

@@ -136,7 +136,7 @@ async def generated(
 async def test_a_request_through_the_gateway_outlives_new_weights(
     clean_server: VLLMServer, models: tuple[Path, Path], tmp_path: Path, vllm_python: Path
 ) -> None:
-    """A client of SGLang's API is told which weights sampled each token."""
+    """A client of SGLang's API learns which weights sampled each token."""
     prompt, label, number = [9, 8, 7, 6, 5], "default", 0
     fleet = VLLMFleet([clean_server.url], stream_interval=8)
     async with (

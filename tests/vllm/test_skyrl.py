@@ -176,7 +176,7 @@ def experiment(cfg: Any, models: tuple[Path, Path], folder: Path) -> Any:
         def get_train_dataset(self) -> Any:
             from skyrl.train.dataset import PromptDataset
 
-            # SkyRL's eight processes take minutes to begin on a busy machine.
+            # SkyRL's eight processes take minutes to start on a busy machine.
             return PromptDataset(cfg.data.train_data, self.tokenizer, 64, num_workers=1)
 
     return Experiment(cfg)

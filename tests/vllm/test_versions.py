@@ -107,7 +107,7 @@ async def test_a_server_that_is_killed_three_times_costs_nothing(
                     await rollouts.update_weights(publisher)
             batches += [await rollouts.next_batch() for _ in range(2)]
             delivered = check_whole(rollouts, batches)
-    # Nobody can tell the versions of a response that an update met before its server was lost.
+    # The versions of a response are unknown if an update reached it before its server was lost.
     exact = [rollout for rollout in delivered if rollout.versions_exact]
     assert len(exact) > len(delivered) // 2
     for own, _ in differences(exact, models, tmp_path, vllm_python):
