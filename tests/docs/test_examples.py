@@ -126,7 +126,7 @@ def test_the_pages_that_run_are_there():
     assert set(RUN) <= set(PAGES)
 
 
-def test_every_json_line_on_the_page_of_the_event_log_is_written_like_that():
+def test_every_json_line_of_the_event_log_page_is_exact():
     page = (DOCS / "reference" / "events.md").read_text()
     lines = re.findall(r'^\{"t".*\}$', page, flags=re.MULTILINE)
     assert len(lines) == 3

@@ -200,7 +200,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
 
 
 @each_row(("page", "pattern", "wanted"), FIGURES)
-def test_a_page_says_what_the_result_files_say(
+def test_a_page_agrees_with_the_result_files(
     page: str, pattern: str, wanted: Callable[[], Sequence[Any]]
 ) -> None:
     found = re.findall(pattern, (ROOT / page).read_text())

@@ -113,7 +113,7 @@ def test_a_trainer_that_takes_nothing_is_waited_for(refill: str, straggler: str)
     assert len(ids) == len(set(ids)) == 6 * GROUPS * SIZE
 
 
-def test_finished_batches_are_there_at_once_and_no_more_of_them_than_allowed() -> None:
+def test_finished_batches_are_bounded_and_taken_at_once() -> None:
     async def program(scheduler: RolloutScheduler, watching: Watching) -> list[Batch]:
         await asyncio.sleep(LONG)
         now = asyncio.get_running_loop().time

@@ -95,7 +95,7 @@ async def test_rows_are_of_the_pass_that_sampled_their_token(rule: str) -> None:
 
 
 @each_row("required", [False, True])
-async def test_rows_that_a_recompute_has_overwritten_are_told_apart(
+async def test_rows_that_a_recompute_overwrote_are_marked(
     required: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The join that is wrong: if requests wait inside the engine for a refit that recomputes their
@@ -189,7 +189,7 @@ async def leaves(turn: Turn, prompt: Prompt) -> float:
     return 1.0
 
 
-async def test_branches_have_the_rows_of_the_passes_that_sampled_their_tokens() -> None:
+async def test_branches_have_the_rows_of_their_sampling_passes() -> None:
     scheduler = RolloutScheduler(SimFleet(2), workload(), config=config(), episode=leaves)
     several = 0
     async with scheduler as rollouts:
@@ -229,7 +229,7 @@ async def test_prompts_choose_among_the_companions_of_the_run(tmp_path: Path) ->
 
 
 @each_row("turns", [None, episode, leaves])
-async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
+async def test_a_killed_run_resumes_with_its_rows(turns: Any) -> None:
     """Also where the state was saved between the end of a turn, the tokens of its environment and
     the first ones of the next turn."""
     store = MemoryStore()
@@ -251,7 +251,7 @@ async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
     assert carried
 
 
-async def test_rows_of_a_prompt_that_was_given_up_do_not_come_back_from_the_store() -> None:
+async def test_rows_of_an_abandoned_prompt_are_not_restored() -> None:
     """A turn that is withdrawn in its prefill has rows and no token. If the episode then starts
     another prompt under later weights, a resumed run has only the rows of that prompt."""
     updated, store = asyncio.Event(), MemoryStore()

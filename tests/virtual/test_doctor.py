@@ -167,7 +167,7 @@ async def test_a_server_without_a_field_of_responses_fails(
         assert seen in findings[0].seen
 
 
-async def test_a_response_that_is_over_too_soon_or_has_other_tokens_is_no_failure(
+async def test_an_early_end_or_other_tokens_do_not_fail_the_check(
     server: SimServer,
 ):
     attempts = 0
@@ -285,7 +285,7 @@ def test_the_command_reports_a_wrong_argument_in_one_sentence(
         assert (out, len(err.splitlines())) == ("", 1)
 
 
-async def test_the_command_prints_every_server_and_exits_with_the_worst(
+async def test_the_command_prints_each_server_and_exits_with_worst(
     server: SimServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     async def printed(*arguments: str, code: int) -> str:

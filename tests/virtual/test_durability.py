@@ -120,7 +120,7 @@ def left_behind(store: SqliteStore, to: Path) -> None:
         pytest.param("asynchronous", "wave", marks=pytest.mark.long),
     ],
 )
-async def test_a_run_goes_on_from_wherever_it_was_killed(tmp_path: Path, pace: str, refill: str):
+async def test_a_run_resumes_from_any_moment_of_a_kill(tmp_path: Path, pace: str, refill: str):
     settings = config(pace=pace, refill=refill, save_interval_s=0.1)
     expected = await whole_run(config=settings)
     first = SqliteStore(tmp_path / "first", inline=True)
@@ -193,7 +193,7 @@ async def test_what_was_finished_is_not_generated_again(tmp_path: Path):
     assert any(held[rollout] for rollout in again & held.keys()), "no partial was kept"
 
 
-async def test_saves_that_are_lost_are_told_and_batches_that_come_again_are_marked(
+async def test_lost_saves_are_reported_and_redelivery_is_marked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     store, copy = SqliteStore(tmp_path / "store", inline=True), tmp_path / "copy"
@@ -240,7 +240,7 @@ async def test_a_batch_is_delivered_again_until_it_is_acknowledged():
     assert (last.index, last.redelivered) == (1, False)
 
 
-async def test_an_update_of_the_weights_acknowledges_what_was_delivered_before():
+async def test_an_update_acknowledges_batches_delivered_before_it():
     store = MemoryStore()
     found: list[int] = []
     for update in (False, True, True, False, False):
@@ -253,7 +253,7 @@ async def test_an_update_of_the_weights_acknowledges_what_was_delivered_before()
     assert found == [0, 0, 1, 2, 2]
 
 
-async def test_an_update_before_the_batch_is_given_again_does_not_acknowledge_it():
+async def test_an_update_before_redelivery_does_not_acknowledge():
     store = MemoryStore()
     assert (await first_batch(store)).index == 0
     async with scheduler(store) as rollouts:
@@ -262,7 +262,7 @@ async def test_an_update_before_the_batch_is_given_again_does_not_acknowledge_it
     assert (again.index, again.redelivered, again.version) == (0, True, 0)
 
 
-async def test_a_copy_of_a_batch_in_another_process_says_where_to_acknowledge_it():
+async def test_acknowledging_a_copy_in_another_process_is_refused():
     async with scheduler(MemoryStore()) as rollouts:
         copy = pickle.loads(pickle.dumps(await rollouts.next_batch()))  # noqa: S301 - our own
         assert copy.tokens > 0
@@ -279,7 +279,7 @@ def restored(checkpoint: Path, store: Store | None = None) -> RolloutScheduler:
     return rollouts
 
 
-async def test_restored_to_a_step_the_run_goes_on_as_it_did_after_it(tmp_path: Path):
+async def test_a_run_restored_to_a_step_repeats_what_followed(tmp_path: Path):
     checkpoint = tmp_path / "step-2.aprilsched"
     async with scheduler(None) as rollouts:
         for step in (1, 2):
@@ -365,7 +365,7 @@ class _Behind:
         return replace(saved, run=structs.replace(saved.run, version=0, base=0))
 
 
-async def test_engines_that_took_an_update_which_nobody_noted_keep_it():
+async def test_engines_keep_an_update_that_was_not_saved():
     store = MemoryStore()
     fleet = SimFleet(2, stream_interval=8)
 
@@ -487,7 +487,7 @@ async def test_turns_that_were_given_up_outlive_the_process(tmp_path: Path):
     assert kept > 5
 
 
-async def test_an_episode_that_takes_another_way_forgets_what_was_known_from_there():
+async def test_a_diverging_episode_drops_its_saved_later_turns():
     store = MemoryStore()
     prompts = episode_prompts(4)
     one = config(batch_groups=4, group_size=1, over_provision=1.0, save_interval_s=0.1)
@@ -526,7 +526,7 @@ def not_the_second(group: Group) -> bool:
     return group.prompt.key != 2
 
 
-async def test_rewards_and_verdicts_that_were_not_known_are_asked_for_again():
+async def test_unsaved_rewards_and_verdicts_are_computed_again():
     store = MemoryStore()
     asked: list[int] = []
     answers = asyncio.Event()
@@ -555,7 +555,7 @@ async def test_rewards_and_verdicts_that_were_not_known_are_asked_for_again():
     assert len(rewards) == 4 * (PROMPTS - 1)
 
 
-async def test_an_evaluation_under_way_is_in_the_ledger_and_asked_for_again():
+async def test_an_open_evaluation_is_in_the_ledger_and_runs_again():
     store = MemoryStore()
     prompts = list(workload())[:3]
     async with scheduler(store) as rollouts:
@@ -589,7 +589,7 @@ class Failing(MemoryStore):
         super().save(snapshot, durable=durable)
 
 
-async def test_a_store_that_fails_does_not_end_the_run_and_is_whole_when_it_works_again(
+async def test_a_failing_store_stops_no_run_and_later_catches_up(
     caplog: pytest.LogCaptureFixture,
 ):
     store = Failing()
@@ -610,7 +610,7 @@ async def test_a_store_that_fails_does_not_end_the_run_and_is_whole_when_it_work
     assert len(by_key(batches)) == 4 * (PROMPTS - 4)
 
 
-async def test_the_end_is_tried_to_be_saved_however_lately_the_store_failed():
+async def test_the_end_is_saved_even_just_after_a_store_failure():
     store = Failing()
     async with scheduler(store) as rollouts:
         store.full = True
@@ -717,7 +717,7 @@ class Gated(MemoryStore):
         super().save(snapshot, durable=durable)
 
 
-async def test_cuts_do_not_pile_up_before_a_store_that_is_slower_than_the_interval():
+async def test_saves_do_not_pile_up_before_a_slow_store():
     store, settings = Gated(), config(pace="asynchronous", save_interval_s=0.001)
     fleet = SimFleet(2, stream_interval=8, time_scale=0.01)
     async with scheduler(store, fleet=fleet, config=settings) as rollouts:
@@ -747,9 +747,7 @@ class Killed(SimPublisher):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-async def test_a_kill_while_weights_are_loaded_in_parts_leaves_no_engine_that_is_believed(
-    tmp_path: Path, whole: bool
-):
+async def test_after_a_kill_in_a_partial_load_no_engine_is_trusted(tmp_path: Path, whole: bool):
     """The engines still have the label of the old version, and maybe tensors of the new one."""
     killed, ended = tmp_path / "killed", tmp_path / "ended"
     store = SqliteStore(tmp_path / "store", inline=True)

@@ -35,7 +35,7 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def test_metrics_are_served_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_metrics_are_served_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     port, scraped = free_port(), [""]
 
     class Scraping:

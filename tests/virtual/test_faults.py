@@ -246,7 +246,7 @@ async def test_a_silent_stream_can_be_left_in_bounded_time(fault: Fault):
 # -- whole answers ------------------------------------------------------------------------------
 
 
-async def test_a_busy_server_says_when_it_may_be_asked_again():
+async def test_the_error_of_a_busy_server_has_retry_after():
     async with Setting(Answer(status=429, retry_after=12.5, times=1, after=2)) as setting:
         error = (await read(setting.engine)).error
         assert isinstance(error, EngineBusy)
@@ -293,7 +293,7 @@ def test_a_reset_before_the_answer_breaks_the_connection():
     assert run_virtual(main(LoseAnswer(), True)) == (3, 0)
 
 
-async def test_a_generation_whose_connection_was_reset_is_not_sent_twice():
+async def test_a_reset_generation_is_not_sent_twice():
     async with Setting(Cut(after=2)) as setting:
         seen = await read(setting.engine)
         assert type(seen.error) is ConnectionDropped
@@ -301,7 +301,7 @@ async def test_a_generation_whose_connection_was_reset_is_not_sent_twice():
         assert setting.fired == {"cut": 1}
 
 
-async def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_of_ours(
+async def test_a_retry_on_a_closed_engine_is_an_aprilsched_error(
     monkeypatch: pytest.MonkeyPatch,
 ):
     # The wait is drawn from [0, 0.1 s]: a short one would be over before the engine is closed.
@@ -347,7 +347,7 @@ async def test_a_control_call_that_never_answers_ends_in_its_time(carried_out: b
 # -- weights ------------------------------------------------------------------------------------
 
 
-def test_a_refit_that_fails_leaves_inconsistent_weights_unless_none_was_loaded(tmp_path: Path):
+def test_a_failed_refit_is_inconsistent_unless_nothing_loaded(tmp_path: Path):
     weights = two_weights(tmp_path)[0]
 
     async def main(fault: Fault) -> tuple[AprilschedError, int | AprilschedError]:
@@ -373,7 +373,7 @@ def test_a_refit_that_fails_leaves_inconsistent_weights_unless_none_was_loaded(t
     assert after == 0
 
 
-async def test_a_version_that_is_stuck_shows_in_the_label_and_in_the_spans(tmp_path: Path):
+async def test_a_stuck_version_shows_in_the_label_and_the_spans(tmp_path: Path):
     weights = two_weights(tmp_path)[0]
     done = {"success": True, "message": "Succeeded to update model weights."}
     async with Setting(Answer(status=200, content=done, routes=kinds.UPDATES, times=1)) as setting:
@@ -388,7 +388,7 @@ async def test_a_version_that_is_stuck_shows_in_the_label_and_in_the_spans(tmp_p
 # -- the whole engine ---------------------------------------------------------------------------
 
 
-async def test_a_hanging_engine_accepts_connections_and_answers_nothing():
+async def test_a_hanging_engine_accepts_calls_and_never_answers():
     loop = asyncio.get_running_loop()
     async with Setting(Hang(at=1, seconds=200)) as setting:
         await asyncio.sleep(1)
@@ -434,7 +434,7 @@ async def _called(call: Callable[[SGLangEngine], Awaitable[object]], engine: SGL
 
 
 @pytest.mark.parametrize("lost", [False, True], ids=["the server continues", "the server is lost"])
-async def test_a_connection_that_breaks_after_our_abort_ends_the_aborted_response(lost: bool):
+async def test_a_connection_broken_after_our_abort_ends_the_response(lost: bool):
     """SGLang broke one once, and every token had arrived. A lost server has failed all the same."""
     silence = Delay(routes=kinds.ABORT, after=2)
     broken = Cut(after_tokens=100, times=1)

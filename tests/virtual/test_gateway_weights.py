@@ -74,7 +74,7 @@ async def test_without_a_pause_the_bucket_that_flushes_is_the_last(two: Front):
     assert [label for label, _, _ in spans(reader.last)] == ["default", "1", "2"]
 
 
-async def test_a_client_that_begins_and_ends_an_update(two: Front):
+async def test_a_client_may_start_and_end_an_update(two: Front):
     await two.raw.done("/begin_weight_update", {})
     await two.raw.done(TENSOR, tensors("a", "a"))
     await two.raw.done(TENSOR, tensors("b", "b", weight_version="step-1"))
@@ -125,7 +125,7 @@ async def test_an_engine_that_does_not_join_makes_the_others_leave(two: Front):
     assert two.servers[0]._served.groups == {}
 
 
-async def test_a_wrong_number_of_handles_is_refused_before_anything_is_paused(two: Front):
+async def test_a_wrong_number_of_handles_is_refused_before_pausing(two: Front):
     assert "has 3 parts" in await two.raw.refused(TENSOR, tensors("a", "b", "c"))
     assert two.state.weights.update is None
     label = "x" * 1_000_000
@@ -148,7 +148,7 @@ async def test_another_update_is_refused_while_buckets_come(two: Front, tmp_path
     await two.raw.done("/update_weights_from_disk", body)
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_bucket_stops_nothing():
+async def test_a_client_leaving_in_the_middle_of_a_bucket_is_safe():
     # Refits without a duration could all be over between two looks at the state.
     async with front(engines=2, refit_seconds=0.2) as two:
         calls = [two.raw.post(TENSOR, tensors("a", "a")) for _ in range(3)]
@@ -163,7 +163,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_bucket_stops_nothing():
         assert key(two.servers[0]) == key(two.servers[1])
 
 
-async def test_two_clients_that_bring_buckets_at_once_make_whole_updates(two: Front):
+async def test_two_clients_sending_buckets_make_whole_updates(two: Front):
     bodies = [tensors(part, part) for part in "abcdef"]
     answers = await asyncio.gather(*(two.raw.post(TENSOR, body) for body in bodies))
     assert {status for status, _ in answers} == {200}
@@ -171,7 +171,7 @@ async def test_two_clients_that_bring_buckets_at_once_make_whole_updates(two: Fr
     assert key(two.servers[0]) == key(two.servers[1])
 
 
-async def test_an_engine_that_dies_between_buckets_is_named_and_left_out(two: Front):
+async def test_an_engine_that_dies_between_buckets_is_excluded(two: Front):
     reader = await two.stream(LONG).reach(INTERVAL)
     await two.raw.done("/pause_generation", {"mode": "retract"})
     await two.raw.done(TENSOR, tensors("a", "a"))
@@ -185,7 +185,7 @@ async def test_an_engine_that_dies_between_buckets_is_named_and_left_out(two: Fr
 
 
 @pytest.mark.parametrize("paused", [False, True])
-async def test_an_update_that_no_server_takes_says_that_nothing_is_generated(
+async def test_an_update_that_no_server_accepts_reports_the_stop(
     two: Front, tmp_path: Path, paused: bool, caplog: pytest.LogCaptureFixture
 ):
     """A server that refused a folder may have a part of it, so all of them wait."""
@@ -204,7 +204,7 @@ async def test_an_update_that_no_server_takes_says_that_nothing_is_generated(
     await two.raw.done("/generate", asked(5))
 
 
-async def test_a_trainer_that_goes_away_in_an_update_leaves_it_to_the_next():
+async def test_the_next_trainer_can_replace_an_abandoned_update():
     config = SchedulerConfig(timeouts=Timeouts(refit_s=0.5))
     async with front(config=config) as one:
         reader = await one.stream(LONG).reach(INTERVAL)
@@ -229,7 +229,7 @@ async def test_stopping_in_the_middle_of_an_update_ends():
         assert waiting.cancelled()
 
 
-async def test_a_client_that_leaves_while_it_ends_an_update_leaves_none_open(two: Front):
+async def test_a_client_leaving_at_the_end_leaves_no_update_open(two: Front):
     """An update whose end was cancelled waited for its refit's timeout, and everybody with it."""
     await two.raw.done("/pause_generation", {"mode": "retract"})
     await two.raw.done(TENSOR, tensors("a", "a"))

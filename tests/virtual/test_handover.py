@@ -110,7 +110,7 @@ async def polled(rollouts: RolloutScheduler) -> Batch | None:
     ids=lambda preset: getattr(preset, "__name__", preset),
 )
 @each_row("streams", [False, True])
-def test_a_trainer_that_polls_gets_what_one_that_waits_gets(preset: Any, streams: bool):
+def test_a_polling_trainer_gets_what_a_waiting_one_gets(preset: Any, streams: bool):
     """A call that times out must not end the current batch. Otherwise the engines would pause, and
     the next call would start more groups."""
     base = SchedulerConfig(batch_groups=4, group_size=4)
@@ -149,7 +149,7 @@ def test_a_trainer_that_polls_gets_what_one_that_waits_gets(preset: Any, streams
 
 
 @each_row("pace", ["synchronous", "asynchronous"])
-def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: str):
+def test_a_store_slower_than_the_trainers_timeout_is_no_loss(pace: str):
     store = GatedStore()
 
     async def main() -> None:
@@ -184,7 +184,7 @@ def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: s
 
 
 @each_row("saved", [False, True])
-async def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(saved: bool):
+async def test_a_batch_whose_wait_is_cancelled_is_not_taken(saved: bool):
     cancelling = Cancelling()
     async with scheduler(MemoryStore() if saved else None, listeners=(cancelling,)) as rollouts:
         await cancelling.cut_off(rollouts)
@@ -196,7 +196,7 @@ async def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(sav
 
 
 @each_row("rule", ["mask", "evict", "finish"])
-async def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(rule: StalenessRule):
+async def test_an_update_withdraws_untaken_batches(rule: StalenessRule):
     cancelling = Cancelling()
     async with scheduler(
         MemoryStore(), listeners=(cancelling,), max_staleness=Staleness(0, rule=rule)
@@ -215,7 +215,7 @@ async def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(r
             assert rollouts.state.in_flight.ledger.total
 
 
-async def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_again():
+async def test_an_update_between_offer_and_take_rebuilds_the_batch():
     updates: list[asyncio.Handle] = []
 
     def update() -> None:
@@ -235,7 +235,7 @@ async def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_ag
         assert list(rollouts.state.delivery.unacknowledged) == [0]
 
 
-def test_a_batch_that_was_withdrawn_is_not_delivered_again_after_a_restart():
+def test_a_withdrawn_batch_is_not_redelivered_after_a_restart():
     store = MemoryStore()
     cancelling = Cancelling()
 
@@ -258,7 +258,7 @@ def test_a_batch_that_was_withdrawn_is_not_delivered_again_after_a_restart():
     assert run_virtual(life(False)) == ([0, 1, 2], [False] * 3)
 
 
-def test_a_batch_that_nobody_took_before_the_end_is_there_after_it():
+def test_a_batch_not_taken_before_the_end_is_available_after():
     store = MemoryStore()
     cancelling = Cancelling()
 
@@ -309,7 +309,7 @@ def test_an_update_returns_when_the_store_has_it():
     asyncio.run(main())
 
 
-def test_an_update_does_not_wait_for_ever_for_a_store_that_hangs(
+def test_an_update_does_not_wait_forever_for_a_hanging_store(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("aprilsched.kernel.shell.durability._SAFE_S", 0.5)

@@ -200,7 +200,7 @@ ODD_ANSWERS = ["", THOUGHT, *(f"{THOUGHT}Look: {call}" for call in ODD_CALLS if 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])
-async def test_an_odd_call_is_content_and_the_next_turn_continues_its_tokens(
+async def test_a_malformed_call_is_content_and_keeps_its_tokens(
     tokenizer: ModelTokenizer, path: str, stream: bool
 ):
     async def harness(session: Session, prompt: Prompt) -> float:

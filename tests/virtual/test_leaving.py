@@ -96,12 +96,12 @@ def nothing_else_is_said(
 ) -> Iterator[None]:
     caplog.set_level(logging.WARNING, "aprilsched")
     yield
-    if request.function is not test_one_that_cannot_be_handed_back_is_said_in_one_line:
+    if request.function is not test_an_engine_that_cannot_be_released_is_logged_once:
         assert text(caplog) == []
 
 
 @each_row("straggler", ["retract", "in_place", "abort"])
-async def test_one_that_leaves_asleep_keeps_its_memory_lent_until_the_sleep_ends(straggler: str):
+async def test_an_engine_leaving_asleep_stays_asleep_until_the_end(straggler: str):
     async with setting(straggler=straggler, pace="asynchronous") as there:
         async with there.rollouts.asleep(tags=TAGS):
             await there.leaves()
@@ -112,7 +112,7 @@ async def test_one_that_leaves_asleep_keeps_its_memory_lent_until_the_sleep_ends
         await there.rollouts.next_batch()
 
 
-async def test_one_that_leaves_asleep_is_handed_back_where_the_scheduler_closes_in_the_sleep():
+async def test_an_engine_leaving_asleep_is_released_by_closing():
     async with setting() as there:
         await there.rollouts.asleep(tags=TAGS).__aenter__()
         await there.leaves()
@@ -122,7 +122,7 @@ async def test_one_that_leaves_asleep_is_handed_back_where_the_scheduler_closes_
 
 
 @each_row("closes", [False, True])
-async def test_one_that_leaves_asleep_and_joins_again_is_used_again_after_the_sleep(closes: bool):
+async def test_an_engine_rejoining_asleep_works_after_the_sleep(closes: bool):
     async with setting(pace="asynchronous") as there:
         asleep = there.rollouts.asleep(tags=TAGS)
         await asleep.__aenter__()
@@ -194,7 +194,7 @@ async def test_one_that_leaves_on_its_way_into_or_out_of_sleep(
         await there.is_handed_back()
 
 
-async def test_one_that_leaves_paused_goes_on_without_its_requests():
+async def test_an_engine_leaving_paused_runs_without_its_requests():
     async with setting(straggler="retract", pace="synchronous") as there:
         await until(lambda: there.engine.batcher.paused is not None)
         await there.leaves()
@@ -242,7 +242,7 @@ class SlowPublisher:
 
 
 @each_row("asleep", [False, True])
-async def test_one_that_leaves_in_a_refit_goes_on_after_it(asleep: bool, tmp_path: Any):
+async def test_an_engine_leaving_in_a_refit_runs_after_it(asleep: bool, tmp_path: Any):
     """Its connection stays open for the publisher, and it stays paused while its weights are
     inconsistent."""
 
@@ -269,7 +269,7 @@ async def test_one_that_leaves_in_a_refit_goes_on_after_it(asleep: bool, tmp_pat
         await there.rollouts.next_batch()
 
 
-async def test_one_that_cannot_be_handed_back_is_said_in_one_line(
+async def test_an_engine_that_cannot_be_released_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     async with setting() as there:

@@ -119,7 +119,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path):
     assert "Traceback" not in terminal.raw
 
 
-def test_a_dumb_terminal_gets_a_line_per_batch_and_the_last_frame(tmp_path: Path):
+def test_a_dumb_terminal_gets_batch_lines_and_the_last_frame(tmp_path: Path):
     arguments = ["run", *SMALL, "--batches", "3", "--out", str(tmp_path / "run")]
     with on_a_terminal(*arguments, environment={"TERM": "dumb"}) as terminal:
         assert terminal.end() == 0

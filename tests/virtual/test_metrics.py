@@ -187,7 +187,7 @@ def test_a_log_gives_the_same_values_as_the_run(tmp_path: Path):
     )
 
 
-def test_it_listens_on_loopback_only_and_says_what_it_cannot_do():
+def test_metrics_listen_on_loopback_and_refuse_bad_ports():
     metrics = Metrics(LiveFigures(clock=None))
     with serve_metrics(metrics, 0) as server:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", server.url)

@@ -170,7 +170,7 @@ ONE_AT_A_TIME = (
 
 
 @each_row(("first", "second"), PAIRS)
-def test_a_run_goes_on_under_other_settings(first: str, second: str) -> None:
+def test_a_run_resumes_under_other_settings(first: str, second: str) -> None:
     for moment, started in killed(first).items():
         try:
             run_virtual(goes_on(second, started))

@@ -87,9 +87,7 @@ class Watching(Checking):
 
 @each_row("straggler", BEHAVIOURS)
 @each_row("every", [7, 61])
-def test_the_pace_changes_amid_a_run_and_everything_is_delivered_once(
-    straggler: str, every: int
-) -> None:
+def test_a_change_of_pace_delivers_everything_once(straggler: str, every: int) -> None:
     async def main() -> list[Batch]:
         planner = Switching(["asynchronous", "synchronous"], refill=Pool(together=1))
         watching = Watching(planner, every)
@@ -128,7 +126,7 @@ def test_the_pace_changes_amid_a_run_and_everything_is_delivered_once(
 
 
 @each_row("lies", [False, True])
-def test_the_planner_is_told_how_much_earlier_epochs_explain(lies: bool) -> None:
+def test_the_planner_gets_the_share_that_epochs_explain(lies: bool) -> None:
     """Keys that name another prompt in each epoch explain little once that was seen."""
 
     def keyed() -> Iterator[Prompt]:
@@ -177,7 +175,7 @@ def simulated(
     return figures, facts, simulation.agenda.now
 
 
-def test_a_simulated_trainer_is_measured_on_both_paces_and_hidden_by_one() -> None:
+def test_training_time_is_measured_on_both_paces() -> None:
     """The time for which a trainer of 20 s keeps the engines waiting is gone once the pace is
     asynchronous, and its time for a batch is measured as 20 s all along."""
     walls: dict[str, float] = {}

@@ -38,7 +38,7 @@ def replaced(text: str, by: Mapping[str, str]) -> str:
 
 
 @pytest.mark.long
-async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_path: Path):
+async def test_the_gateway_of_the_manifest_answers_its_probes(tmp_path: Path):
     container = containers("gateway.yaml")["gateway"]
     assert {each["name"] for each in container["env"]} == {*KEYS, "HOME"}
     kinds = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -145,9 +145,7 @@ async def engine() -> AsyncIterator[SimServer]:
 
 
 @pytest.mark.long
-async def test_the_job_begins_a_run_and_a_second_pod_goes_on_with_it(
-    engine: SimServer, tmp_path: Path
-):
+async def test_the_job_starts_a_run_and_a_second_pod_resumes_it(engine: SimServer, tmp_path: Path):
     shell, flag, script = containers("scheduler.yaml")["scheduler"]["command"]
     assert (shell, flag) == ("sh", "-c")
     script = replaced(
@@ -181,7 +179,7 @@ class Parsed(Exception):
     """The arguments of a program were taken."""
 
 
-def test_the_job_of_ray_is_one_and_its_program_takes_the_arguments(
+def test_the_ray_job_is_valid_and_its_arguments_parse(
     monkeypatch: pytest.MonkeyPatch,
 ):
     ray = pytest.importorskip("ray")

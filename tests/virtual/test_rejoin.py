@@ -42,7 +42,7 @@ def lose(rollouts: RolloutScheduler, name: str) -> None:
     rollouts._session.feed(EngineLost(engine=name, cause="its machine burnt"))
 
 
-async def test_a_resumed_run_takes_a_server_that_was_restarted_meanwhile(tmp_path: Path):
+async def test_a_resumed_run_accepts_a_server_restarted_since(tmp_path: Path):
     """It had been refused, because the servers do not have the same weights."""
     lengths = LongTailWorkload(median=20, cap=60, group_size=4, seed=3, vocab_size=400)
     store, (weights, newer) = tmp_path / "rollouts.store", two_weights(tmp_path)
@@ -96,7 +96,7 @@ def test_a_lost_engine_is_back_at_the_fleets_version(caplog: pytest.LogCaptureFi
     ]
 
 
-async def test_it_catches_up_alone_with_a_publisher_that_still_holds_the_version():
+async def test_an_engine_catches_up_from_a_publisher_with_the_version():
     async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
         await rollouts.next_batch()
         lose(rollouts, "sim-1")
@@ -117,7 +117,7 @@ class Late(Once):
         raise AssertionError("there is nothing to publish")
 
 
-async def test_a_version_that_comes_back_while_it_is_prepared_once_more_is_not_published():
+async def test_a_version_that_returns_in_prepare_is_not_published():
     async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
         await rollouts.next_batch()
         lose(rollouts, "sim-1")
@@ -200,7 +200,7 @@ class Noted(Changing):
 
 
 @each_row(("straggler", "flushes"), [("retract", True), ("abort", True), ("in_place", False)])
-async def test_an_engine_is_flushed_before_its_first_request_where_no_old_keys_may_stay(
+async def test_an_engine_is_flushed_first_if_old_keys_are_forbidden(
     straggler: StragglerRule, flushes: bool
 ):
     """Another client may have left prefixes of other weights in the cache, and the check of the
@@ -238,7 +238,7 @@ class Stuck(Noting):
         raise EngineError(self.name, "has its cache in use.")
 
 
-async def test_an_engine_that_cannot_be_flushed_ends_the_opening_and_all_of_them_run():
+async def test_a_failed_flush_ends_opening_and_resumes_all_engines():
     stuck, other = Stuck("sim-0"), Noting("sim-1")
     with pytest.raises(EngineError, match="sim-0: has its cache in use"):
         async with RolloutScheduler(Noted(stuck, other), workload(), config=CONFIG):
@@ -248,7 +248,7 @@ async def test_an_engine_that_cannot_be_flushed_ends_the_opening_and_all_of_them
         assert engine.batcher.paused is None
 
 
-async def test_an_opening_that_is_cancelled_in_the_flush_leaves_no_engine_paused():
+async def test_opening_cancelled_in_a_flush_leaves_engines_running():
     fleet = SimFleet(pause_seconds=1.0)
     (engine,) = fleet.engines
     scheduler = RolloutScheduler(fleet, workload(), config=CONFIG)
@@ -261,7 +261,7 @@ async def test_an_opening_that_is_cancelled_in_the_flush_leaves_no_engine_paused
     assert engine.batcher.paused is None
 
 
-async def test_an_engine_that_leaves_while_it_is_examined_is_not_left_paused():
+async def test_an_engine_leaving_during_its_check_is_not_paused():
     engine = SimEngine(pause_seconds=1.0)
     await engine.open()
     examining = asyncio.create_task(check(engine))

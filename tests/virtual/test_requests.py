@@ -127,7 +127,7 @@ async def _whole(media: tuple[Media, ...]) -> dict[Any, list[list[int]]]:
     return found
 
 
-async def test_a_killed_run_goes_on_with_media_and_answers() -> None:
+async def test_a_killed_run_resumes_with_media_and_answers() -> None:
     """On other engines, with the tokens of a run that was never interrupted."""
     expected, without = await _whole(MEDIA), await _whole(())
     assert expected.keys() == without.keys()
@@ -229,7 +229,7 @@ async def test_an_episode_may_show_more_media_in_a_later_turn(straggler: Any) ->
     assert attempts > 4 * 6 * 2 or straggler != "abort"
 
 
-async def test_media_take_room_in_the_kv_pool_as_far_as_the_engine_says() -> None:
+async def test_media_count_in_the_kv_pool_as_the_engine_reports() -> None:
     fleet = SimFleet(1, vocab_size=1000)
     async with RolloutScheduler(fleet, prompts(), config=config()) as rollouts:
         await rollouts.next_batch()

@@ -157,7 +157,7 @@ def check_everything(run: Path, *, incarnations: int, batches: int = BATCHES) ->
         pytest.param("asynchronous", "mask", marks=pytest.mark.long),
     ],
 )
-def test_a_run_that_died_goes_on(tmp_path: Path, pace: str, rule: StalenessRule):
+def test_a_run_that_died_resumes(tmp_path: Path, pace: str, rule: StalenessRule):
     settings: dict[str, Any] = {"pace": pace, "max_staleness": Staleness(1, rule=rule)}
     start_run(tmp_path / "whole", [], **settings)
     delivered = [at for at, _ in delivery_times(tmp_path / "whole")]
@@ -204,7 +204,7 @@ def test_what_was_not_saved_does_not_count(tmp_path: Path):
     assert known > 2
 
 
-def test_a_delivery_that_was_cut_off_is_that_of_the_batch_that_comes_again(tmp_path: Path):
+def test_a_truncated_delivery_is_logged_as_a_redelivery(tmp_path: Path):
     start_run(tmp_path / "a", [])
     delivered = [at for at, batch in delivery_times(tmp_path / "a") if batch == 3]
     (left,) = start_run(tmp_path / "b", [delivered[0] + 0.1], logged=[4])

@@ -69,7 +69,7 @@ def test_settings_that_cannot_be_are_refused(
     assert not (tmp_path / "a").exists()
 
 
-def test_a_run_that_goes_on_goes_on_being_sampled(tmp_path: Path):
+def test_a_resumed_run_is_still_sampled(tmp_path: Path):
     folder = run(tmp_path / "a", "--sample", "0.25")
     before = read_samples(folder).engines["sim-0"].t
     assert main(["run", "--quiet", "--resume", str(folder), "--batches", "6"]) == 0
@@ -124,7 +124,7 @@ def sample(folder: Path, fleet: Fleet, seconds: float) -> Samples:
     return read_samples(folder)
 
 
-def test_an_engine_that_tells_nothing_is_named_once_and_asked_again(
+def test_an_engine_without_load_is_logged_once_and_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     engine = Odd("odd", ["fail", "fail", "tell", "break", "tell"])
@@ -140,7 +140,7 @@ def test_an_engine_that_tells_nothing_is_named_once_and_asked_again(
     assert text.count('"error":"ZeroDivisionError"') == 1
 
 
-def test_an_engine_that_hangs_is_asked_one_thing_at_a_time_and_holds_nobody_up(tmp_path: Path):
+def test_a_hanging_engine_gets_one_call_and_blocks_no_other(tmp_path: Path):
     hangs, well = Odd("hangs", ["hang"]), Odd("well", ["tell"])
     engines = sample(tmp_path, Fleet(hangs, well), 25.5).engines
     assert engines["well"].t.tolist() == list(range(26))

@@ -157,7 +157,7 @@ def tokens_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["cut at the limit", "with an end"])
-async def test_a_session_has_the_tokens_of_the_same_episode_written_as_a_coroutine(
+async def test_a_session_has_the_tokens_of_an_equal_coroutine(
     tokenizer: ModelTokenizer, ends: bool
 ):
     more: dict[str, Any] = {"ignore_eos": not ends, "tokens": 400 if ends else 60}
@@ -173,7 +173,7 @@ async def test_a_session_has_the_tokens_of_the_same_episode_written_as_a_corouti
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
-async def test_a_refit_in_the_middle_of_an_answer_is_seen_in_its_versions_alone(
+async def test_a_refit_inside_an_answer_shows_only_in_its_versions(
     tokenizer: ModelTokenizer, straggler: str
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
@@ -397,7 +397,7 @@ async def main_and_helper(session: Session, prompt: Prompt) -> float:
 
 
 @pytest.mark.parametrize("harness", [three_turns, main_and_helper])
-async def test_a_coroutine_goes_on_where_the_process_was_killed(
+async def test_a_killed_coroutine_resumes_where_it_stopped(
     tokenizer: ModelTokenizer, tmp_path: Path, harness: Drive
 ):
     expected = tokens_of(await batch_of(harness, tokenizer, branches="all"))
@@ -449,7 +449,7 @@ class Outside:
         self.answers += 1
 
 
-async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_member(
+async def test_a_returning_harness_continues_and_a_lost_one_is_counted(
     tokenizer: ModelTokenizer, tmp_path: Path
 ):
     shared: Any = {"count": 1, "secret": tmp_path / "secret", "config": {"save_interval_s": 0.05}}
@@ -493,7 +493,7 @@ async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_m
     assert int(first.loss_mask.sum()) == 3 * 60
 
 
-async def test_an_answer_that_was_heard_and_saved_in_part_is_text_afterwards(
+async def test_a_partly_saved_answer_is_text_after_a_restart(
     tokenizer: ModelTokenizer, tmp_path: Path
 ):
     config = {"group_size": 1, "save_interval_s": 0.01}
@@ -526,7 +526,7 @@ async def test_an_answer_that_was_heard_and_saved_in_part_is_text_afterwards(
     assert rollout.info["session"]["branches"] == 1
 
 
-async def test_a_harness_that_only_reports_after_the_kill_keeps_what_it_was_answered(
+async def test_a_harness_reporting_after_a_kill_keeps_its_answers(
     tokenizer: ModelTokenizer, tmp_path: Path
 ):
     config = {"group_size": 1, "save_interval_s": 0.01}
@@ -552,7 +552,7 @@ async def test_a_harness_that_only_reports_after_the_kill_keeps_what_it_was_answ
     assert sum([int(each.loss_mask.sum()) for each in sequences]) == 3 * 60
 
 
-async def test_many_sessions_with_slow_tools_through_refits_and_dead_engines(
+async def test_many_slow_sessions_survive_refits_and_dead_engines(
     tokenizer: ModelTokenizer,
 ):
     """Nothing that was sampled is lost, and every session has the tokens that it was answered."""

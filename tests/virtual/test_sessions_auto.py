@@ -28,7 +28,7 @@ BATCHES = 15
 
 @pytest.mark.long
 @pytest.mark.virtual_time
-async def test_the_forecast_of_sessions_with_slow_tools_is_near_the_outcome(tmp_path: Path):
+async def test_the_forecast_of_sessions_with_slow_tools_is_close(tmp_path: Path):
     """Turns of about 150 tokens take less than the tools between them."""
     tokenizer = load_tokenizer(bytes_tokenizer(tmp_path / "tokenizer"))
     draw = np.random.default_rng(3)

@@ -162,7 +162,7 @@ async def test_openais_client_has_a_chat_of_several_turns(
         assert rollout.info["session"]["branches"] == 1
 
 
-async def test_a_completion_goes_on_from_the_text_before_it(plain: ModelTokenizer):
+async def test_a_completion_continues_the_text_before_it(plain: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
         async with client(session) as api:
             first = await api.completions.create(model="m", prompt="once", max_tokens=9)
@@ -280,7 +280,7 @@ async def test_openais_tools_are_called_and_answered(calling: ModelTokenizer):
 
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("form", ["ids", "text"])
-async def test_sglangs_generate_goes_on_from_what_it_has_answered(
+async def test_sglangs_generate_continues_its_previous_answer(
     plain: ModelTokenizer, form: str, raw: bool
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
@@ -321,7 +321,7 @@ async def test_sglangs_generate_goes_on_from_what_it_has_answered(
 # --- what goes wrong -----------------------------------------------------------------------------
 
 
-async def test_a_refit_and_a_dead_engine_in_the_middle_of_a_stream_are_not_seen(
+async def test_a_stream_hides_a_refit_and_a_dead_engine(
     plain: ModelTokenizer,
 ):
     fleet = SimFleet(2, stream_interval=4, vocab_size=ASCII, time_scale=0.2)
@@ -354,7 +354,7 @@ async def test_a_refit_and_a_dead_engine_in_the_middle_of_a_stream_are_not_seen(
         assert rollout.versions_exact
 
 
-async def test_a_client_that_leaves_takes_its_turn_along_and_nothing_else(plain: ModelTokenizer):
+async def test_a_leaving_client_ends_its_turn_and_nothing_else(plain: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
         body = {"messages": [by("user", "go on")]}
         for stream in (False, True):
@@ -478,7 +478,7 @@ async def test_what_cannot_be_answered_is_refused_in_a_sentence(plain: ModelToke
 
 
 @pytest.mark.parametrize("large", ["tools", "answers"])
-async def test_what_takes_long_is_done_beside_the_loop(
+async def test_long_computations_run_outside_the_event_loop(
     plain: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, large: str
 ):
     threads: dict[str, set[str]] = {}
@@ -683,9 +683,7 @@ async def test_a_refusal_of_an_engine_is_an_answer_with_its_status(plain: ModelT
 
 
 @pytest.mark.parametrize("how", ["waits", "reads nothing", "resets", "has asked"])
-async def test_a_session_that_its_launcher_has_not_got_is_offered_again(
-    plain: ModelTokenizer, how: str
-):
+async def test_a_session_its_launcher_missed_is_offered_again(plain: ModelTokenizer, how: str):
     async with Sessions(tokenizer=plain) as sessions, scheduler(sessions) as rollouts:
         held = [await sessions.next() for _ in range(2)]
         port = int(sessions.url.rpartition(":")[2])

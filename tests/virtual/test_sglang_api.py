@@ -50,7 +50,7 @@ async def api(request: pytest.FixtureRequest) -> AsyncIterator[Api]:
         yield Api(url, await stack.enter_async_context(Raw(url, KEY)), server)
 
 
-async def test_whole_and_streamed_answers_agree_and_have_the_form_of_sglang(api: Api):
+async def test_whole_and_streamed_answers_agree_with_sglang(api: Api):
     status, whole = await api.raw.post(GENERATE, asked(40, rid="a" * 32, return_logprob=True))
     events = await api.raw.events(asked(40, rid="b" * 32, return_logprob=True))
     assert status == 200
@@ -141,7 +141,7 @@ async def test_a_flush_wants_an_idle_or_paused_engine(api: Api):
     assert call.done()
 
 
-async def test_an_update_from_disk_says_what_it_has_done(api: Api, tmp_path: Path):
+async def test_an_update_from_disk_reports_its_result(api: Api, tmp_path: Path):
     body = {"model_path": str(two_weights(tmp_path)[1]), "weight_version": "3"}
     status, answer = await api.raw.post(DISK, body)
     message = "Succeeded to update model weights. Weight version updated to 3."
@@ -159,7 +159,7 @@ async def test_an_update_from_disk_says_what_it_has_done(api: Api, tmp_path: Pat
     assert (await api.raw.get("/server_info"))[1]["weight_version"] == "4"
 
 
-async def test_what_it_tells_about_itself(api: Api):
+async def test_the_server_reports_its_properties(api: Api):
     for path in ("/health", "/health_generate", "/ready"):
         assert (await api.raw.get(path))[0] == 200
     path = (await api.raw.get("/get_model_info"))[1]["model_path"]

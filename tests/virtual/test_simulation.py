@@ -168,7 +168,7 @@ def test_every_cost_is_paid_once_a_batch(costs: Costs, longer: float) -> None:
     assert extra == pytest.approx(times * longer, rel=0.01)
 
 
-def test_engines_of_different_speed_generate_in_proportion_where_all_have_enough_to_do() -> None:
+def test_busy_engines_generate_in_proportion_to_their_speed() -> None:
     timing = MODEL.timing
     slow = replace(MODEL, timing=replace(timing, t0=4 * timing.t0, t1=4 * timing.t1))
     settings = config(refill=Pool(together=1), over_provision=3.0, pace="asynchronous")
@@ -187,7 +187,7 @@ def test_the_end_of_the_prompts_ends_the_run() -> None:
 
 
 @pytest.mark.long
-def test_batches_of_like_length_are_far_from_the_law_and_others_are_not() -> None:
+def test_batches_of_similar_length_are_far_from_the_law() -> None:
     """The distance of each batch against that of a batch drawn at random. Those of
     length buckets are all short or all long."""
     workload = LongTailWorkload(within_group=0.9, median=200.0, cap=2000)
@@ -254,7 +254,7 @@ def simulated(train_seconds: Any = 0.0, **given: Any) -> None:
     simulate(**settings)
 
 
-def test_a_step_is_whole_whoever_waits_for_the_trainer() -> None:
+def test_step_efficiency_includes_waits_for_the_trainer() -> None:
     """Engines that wait for a trainer are as efficient as without one. By efficiency alone, a
     synchronous policy would rank above one with twice the throughput."""
     base = SchedulerConfig(batch_groups=8, group_size=4)
@@ -282,7 +282,7 @@ def test_a_step_is_whole_whoever_waits_for_the_trainer() -> None:
     assert all(least), "no step of this trainer is shorter than its own time"
 
 
-def test_a_simulation_has_rewards_filters_tools_and_unequal_engines() -> None:
+def test_a_simulation_has_rewards_filters_tools_and_speeds() -> None:
     engines = [replace(MODEL, max_running=8), MODEL]
     result = simulate(
         WORKLOAD,

@@ -265,7 +265,7 @@ def test_what_is_remembered_of_a_prompt_changes_no_response(drift: float):
 
 
 @pytest.mark.parametrize("migrate", [True, False])
-async def test_requests_that_move_from_full_pools_end_as_they_would_have(migrate: bool):
+async def test_requests_moved_from_full_pools_keep_their_outcome(migrate: bool):
     """Four engines with room for few responses: groups stay together, so one pool is full while
     another has room. The control leaves them where they are."""
     count = 96
@@ -389,7 +389,7 @@ def tail_batches() -> list[Ints]:
 
 
 @pytest.mark.long
-def test_tail_batching_that_keeps_partials_is_unbiased_over_its_cycles():
+def test_tail_batching_with_partials_is_unbiased_per_cycle():
     found = compared(tail_batches(), block=CYCLE)
     assert all(found[name].equivalent for name in ("mean", "p90", "truncation_rate")), found
 
@@ -456,7 +456,7 @@ def drawn_again(preset: str) -> tuple[Again, RunSummary]:
 
 
 @pytest.mark.long
-def test_prompts_that_are_chosen_by_other_draws_than_those_delivered_are_unbiased():
+def test_redrawn_prompts_are_unbiased():
     run, summary = drawn_again("on_policy")
     estimate, error = run.bias()
     assert summary.staleness_max == 0

@@ -69,7 +69,7 @@ async def test_run_drives_a_server_and_updates_it(
 
 
 @pytest.mark.long
-async def test_a_server_under_the_wrong_name_is_refused_in_one_sentence(
+async def test_a_server_under_a_wrong_name_is_refused_clearly(
     clean_server: VLLMServer, tmp_path: Path
 ) -> None:
     for urls, printed in (
@@ -86,7 +86,7 @@ async def test_a_server_under_the_wrong_name_is_refused_in_one_sentence(
 
 @pytest.mark.long
 @pytest.mark.parametrize("refits", [False, True])
-async def test_the_doctor_fails_no_check_and_leaves_the_server_as_it_was(
+async def test_the_doctor_passes_and_leaves_the_server_unchanged(
     clean_server: VLLMServer, models: tuple[Path, Path], refits: bool
 ) -> None:
     refit = ("--refit", str(models[1])) if refits else ()

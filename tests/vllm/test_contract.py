@@ -100,7 +100,7 @@ async def test_a_request_that_cannot_be_served_is_refused(
     assert len(await whole(engine, greedy(4))) == 4
 
 
-async def test_a_load_that_fails_leaves_the_old_weights_and_every_request(
+async def test_a_failed_load_keeps_the_weights_and_every_request(
     engine: VLLMEngine, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """vLLM itself has no weights after it, and its process ends at the next token."""
@@ -124,7 +124,7 @@ async def test_a_load_that_fails_leaves_the_old_weights_and_every_request(
         assert {span.version for span in stream.last.spans} == {0}
 
 
-async def test_weights_that_a_killed_client_was_loading_are_inconsistent(
+async def test_weights_of_a_killed_loader_are_inconsistent(
     engine: VLLMEngine, models: tuple[Path, Path]
 ) -> None:
     """The load and its label are two calls, so a client may be killed between them."""
