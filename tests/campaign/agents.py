@@ -52,18 +52,18 @@ REFITS, EVERY_S = 10, 2.0
 DEAD = {2: 0, 6: 1}
 """The engine that is killed before a refit, by the number of the refit."""
 ODD = "odd calls"
-"""The kind of the seeds, every second one, whose policy samples calls of all forms."""
+"""Every second seed; its policy samples tool calls of all forms."""
 KILLED = 4
 """The refit after which the trainer's process is killed."""
 _FIRST_LETTER = 5 + ord("a")
-"""As a token of the tests' tokenizer of bytes."""
+"""As one token of the byte tokenizer of the tests."""
 _FIRST_CALL = 5 + 256
 _CALLS = [CALL, *(each for each in ODD_CALLS if len(each) < 250)]
-"""Tokens of the seeds with odd calls: one that can be obeyed, and those that cannot."""
+"""Tokens of the seeds with odd calls: a valid call, and malformed ones."""
 
 
 class Letters(TruthModel):
-    """Samples letters, because a text with random special tokens is cut where one ends it."""
+    """Samples letters only, because random special tokens would end texts early."""
 
     def sample(
         self, states: Sequence[ContextState], counts: Sequence[int], key: int
@@ -72,12 +72,12 @@ class Letters(TruthModel):
         return [(self.shown(ids).astype(np.int32), logprobs) for ids, logprobs in blocks]
 
     def shown(self, ids: Int32Array) -> Int32Array:
-        """The tokens for those of the toy model."""
+        """Return the tokens that replace those of the toy model."""
         return _FIRST_LETTER + ids % 26
 
 
 class _OddCalls(Letters):
-    """Samples calls too: each is one token, of which there is one in forty."""
+    """Samples calls too: each is one token, on average one in forty."""
 
     def shown(self, ids: Int32Array) -> Int32Array:
         return np.where(ids % 40, super().shown(ids), _FIRST_CALL + ids // 40 % len(_CALLS))
@@ -94,7 +94,7 @@ class _Fleet(SimFleet):
 
 @dataclass
 class _Agent:
-    """A harness outside, with what it knows. It speaks a dialect, less the socket."""
+    """An external harness and its knowledge. It speaks a dialect, without the socket."""
 
     dialect: type[Dialect]
     drawn: np.random.Generator
@@ -103,7 +103,7 @@ class _Agent:
     heard: list[list[int]] = field(default_factory=list[list[int]])
     """The tokens of each answer."""
     asking: tuple[int, int] | None = None
-    """The context, and the tokens, of the request that is not answered yet."""
+    """The context and the number of tokens of the open request."""
     ended: bool = False
 
     async def run(self, session: Session) -> None:
@@ -137,7 +137,7 @@ class _Agent:
 
 @dataclass
 class _Campaign:
-    """The agents, and the lives of the trainer's process."""
+    """The agents, and the successive processes of the trainer."""
 
     outcome: Outcome
     history: History
@@ -252,7 +252,7 @@ class _Campaign:
             self._check_one(rollout, self.agents[str(rollout.rollout_id)])
         counters = rollouts.state.in_flight.counters
         ledger = rollouts.state.in_flight.ledger
-        # Beginnings of answers whose ends were heard and not saved.
+        # Answers that were received whole, but saved in part.
         started = ledger.tokens[Reason.RESTARTED]
         if ledger.rollouts or set(ledger.tokens) - {Reason.RESTARTED}:
             self._complain(f"the ledger has {ledger.rollouts} and {ledger.tokens}")
@@ -260,7 +260,7 @@ class _Campaign:
             self._complain(f"generated tokens are neither delivered nor counted: {counters}")
 
     def _check_one(self, rollout: Rollout, agent: _Agent) -> None:
-        """Hold a session against the truth, and against what its agent was answered."""
+        """Compare a session with the truth, and with the answers that its agent received."""
         kept: list[int] = []
         versions: set[int] = set()
         for each in (rollout, *rollout.branches):
@@ -286,7 +286,7 @@ class _Campaign:
 
 
 def left_behind(store: SqliteStore, to: Path) -> SqliteStore:
-    """What kill -9 leaves at this moment: a copy of the files, open or not."""
+    """Return what kill -9 would leave now: a copy of the files, open or not."""
     to.mkdir()
     for file in store.path.parent.glob(f"{store.path.name}*"):
         shutil.copy(file, to / file.name)

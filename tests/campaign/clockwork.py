@@ -36,10 +36,10 @@ class VirtualThreads:
         self._workers: dict[int, _Workers] = {}
         self._executors: list[Any] = []
         self.open = 0
-        """Pieces of work that are not done."""
+        """Work that is not done yet."""
 
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let `loop` give its work to these threads from now on."""
+        """Run the executor work of `loop` on these threads from now on."""
         loop.run_in_executor = self._run  # type: ignore[method-assign]
 
     def _run(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:

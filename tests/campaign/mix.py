@@ -29,14 +29,14 @@ from aprilsched.simulation.engine.toy_model import KvTier
 from tests.campaign.truth import COMPANIONS, TruthModel
 
 KINDS: dict[str, float] = {
-    # What engines do.
+    # Engines.
     "restarts": 0.5,
     "moments": 0.5,
     "crashes": 0.25,
     "foreign": 0.2,
     "slow_engines": 0.15,
     "membership": 0.2,
-    # What the trainer does.
+    # The trainer.
     "polls": 0.6,
     "evaluations": 0.5,
     "cancels": 0.4,
@@ -46,7 +46,7 @@ KINDS: dict[str, float] = {
     "restores": 0.1,
     "close": 0.2,
     "idle_trainer": 0.2,
-    # What the caller's functions do.
+    # The caller's functions.
     "raising": 0.5,
     "bad_returns": 0.25,
     "broken_functions": 0.1,
@@ -56,14 +56,14 @@ KINDS: dict[str, float] = {
     "dry_sources": 0.3,
     "turn_timeouts": 0.6,
     "misused_turns": 0.2,
-    # What fills a batch.
+    # Batch sizes.
     "stops": 0.5,
-    # What the store does.
+    # The store.
     "slow_store": 0.5,
     "failing_store": 0.25,
     "kills": 0.4,
     "other_settings": 0.4,
-    # What the trainer does, again: at the end, so that each seed keeps its other kinds.
+    # The trainer again: at the end, so that the other kinds of each seed stay the same.
     "streams": 0.4,
 }
 """Every kind of chaos, and the share of the seeds that have it unless it is asked for.
@@ -87,10 +87,10 @@ one by one, and some of these batches end early by next_batch() or an update.
 """
 
 TIERED = 0.4
-"""Share of the seeds whose engines have a tier of cached KV that survives flushes and restarts, and
-the trainer's process too. All engines share it."""
+"""Share of the seeds whose engines have a tier of cached KV that survives flushes, restarts and the
+trainer's process. All engines share it."""
 PAGE = 2
-"""Tokens of a page of it; prompts are short."""
+"""Tokens in one of its pages; prompts are short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class Mix:
         return random.Random(f"{self.seed}/{role}")
 
     def described(self) -> str:
-        """The settings that matter most, in a line."""
+        """The most important settings, in one line."""
         names = ("stop", "refill", "over_provision", "straggler", "pace", "max_staleness")
         shown = [f"{name} {self.settings[name]}" for name in names]
         shown += [f"{self.engines} engines", f"store {self.store}", f"reward {self.reward}"]
@@ -146,7 +146,7 @@ class Mix:
         return SchedulerConfig(**settings)
 
     def of_next_life(self, life: int) -> Mix:
-        """The same run after a restart, with other settings if the seed has that."""
+        """Return the run after a restart, with other settings if the seed has them."""
         if not self.has("other_settings"):
             return self
         draw = self.draw(f"settings of life {life}")
@@ -224,7 +224,7 @@ class Mix:
 
 
 def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
-    """Draw fields of a configuration, any that are allowed together."""
+    """Draw an allowed combination of configuration fields."""
     groups, size = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3, 4])
     refit = draw.choice(["together", "together", "rolling"])
     pace = draw.choice(["synchronous", "asynchronous", "synchronous", "asynchronous", "auto"])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def prompt_of(mix: Mix, index: int, group_size: int) -> Prompt:
-    """Prompt `index` of the run, whatever life asks for it."""
+    """Return prompt `index` of the run, the same in every life."""
     draw = mix.draw(f"prompt {index}")
     length = draw.randrange(1, 12)
 
@@ -57,14 +57,14 @@ class Source(Iterator[Any]):
         self.dry_forever_at = draw.randrange(1, count) if dry and draw.random() < 0.3 else None
         self._slow = draw.choice([0.0, 0.0, 0.3]) if dry else 0.0
         self.dry = False
-        """It waits for more prompts, and none comes."""
+        """Whether it waits for more prompts while none arrives."""
 
     def __call__(self) -> Any:
-        """What the scheduler is given."""
+        """Return the source for the scheduler."""
         return _Async(self) if self._mix.async_source else self
 
     def __next__(self) -> Any:
-        """The next one; StopIteration at the end."""
+        """Return the next prompt; raises StopIteration at the end."""
         index = self._next
         if index >= self._mix.prompts:
             raise StopIteration

@@ -23,7 +23,7 @@ _Publish: TypeAlias = Callable[[int, Sequence[Engine]], Awaitable[_Results]]
 
 
 class _BadPublisher:
-    """Mixed into a publisher: now and then weights do not arrive, or it lies about them."""
+    """A mixin for publishers: sometimes weights do not arrive, or it lies about them."""
 
     def __init__(self, mix: Mix, callers: Callers) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class ChaosAdapters(_BadPublisher, SimAdapterPublisher):
 
 
 class ChaosPlanner(Planner):
-    """Chooses any of the schedules that could be chosen, and raises now and then."""
+    """Chooses any possible schedule, and sometimes raises."""
 
     def __init__(self, mix: Mix) -> None:
         super().__init__(inline=mix.draw("planner").random() < 0.5)

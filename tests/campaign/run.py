@@ -28,11 +28,11 @@ from tests.campaign.mix import KINDS, Mix
 CPU_S = 60
 """CPU seconds after which a seed loops while its clock stands still. Most need half a second."""
 _SEEDS_OF_A_PROCESS = 50
-"""Afterwards it is replaced, so that memory that a seed leaves does not add up."""
+"""Seeds after which a worker is replaced, so that leaked memory does not add up."""
 
 
 class LoopsForever(KeyboardInterrupt):
-    """No virtual time passes, and nothing ends. Event loops let this exception pass."""
+    """Raised if virtual time stands still. Event loops let this exception pass."""
 
 
 def outcome_of(seed: int, options: argparse.Namespace) -> Outcome:
@@ -78,7 +78,7 @@ def results_of(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
 
 
 def show(result: dict[str, Any], *, verbose: bool) -> None:
-    """Print what a seed did."""
+    """Print the outcome of a seed."""
     print(f"--- seed {result['seed']}: {', '.join(result['kinds'])}; {result['ending']}")
     print(f"  {result['settings']}")
     for complaint in result["complaints"][:5]:

@@ -42,7 +42,7 @@ from tests.support.table import each_row
 
 ROOT = Path(__file__).parents[2]
 TERMINAL = ROOT / "docs" / "images" / "live.png"
-"""The picture of a terminal, which is dark everywhere."""
+"""The picture of a terminal, which is dark in both themes."""
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.virtual_time
 
 CONFIG = SchedulerConfig(batch_groups=2, group_size=2, over_provision=2.0)
 OFF = 0.25
-"""By which the second engine's log-probabilities differ from the trainer's."""
+"""Difference of the second engine's log-probabilities from the trainer's."""
 
 
 def workload() -> LongTailWorkload:
@@ -41,7 +41,8 @@ def workload() -> LongTailWorkload:
 
 
 def trained(batch: Batch) -> list[NDArray[Any]]:
-    """What a trainer would compute if one engine had a mismatch, and each version moved by 0.5."""
+    """Return a trainer's log-probabilities if one engine had a mismatch and each version moved by
+    0.5."""
     rows: list[NDArray[Any]] = []
     for rollout in batch.rollouts:
         row = rollout.logprobs + 0.5 * (batch.version - rollout.versions)

@@ -155,7 +155,7 @@ async def test_no_request_mixes_adapters_and_a_full_model(straggler: str, pace: 
             assert (adapter is not None) == (publisher is SimAdapterPublisher)
         await rollouts.next_batch()
         assert rollouts.state.weights.adapters == {"sim-0": set(), "sim-1": set()}
-        # One token under the newest full model has the law of that version alone.
+        # One token under the newest full model follows the weights of that version alone.
         greedy = SamplingParams(max_new_tokens=4, temperature=0)
         prompts = [Prompt(input_ids=np.array([1, 2, 3]), sampling=greedy)]
         own = next((await rollouts.evaluate(prompts)).rollouts)

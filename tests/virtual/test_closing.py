@@ -36,7 +36,7 @@ workload = partial(small.workload, vocab_size=512)
 
 
 class Slow(SimEngine):
-    """An engine that lives longer than its scheduler, and answers some calls slowly."""
+    """An engine that outlives its scheduler, and answers some calls slowly."""
 
     def __init__(self, name: str, *, abort_s: float = 0.0, **seconds: float) -> None:
         super().__init__(name, SimConfig(stream_interval=INTERVAL, vocab_size=512))

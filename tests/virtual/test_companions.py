@@ -98,9 +98,9 @@ async def test_rows_are_of_the_pass_that_sampled_their_token(rule: str) -> None:
 async def test_rows_that_a_recompute_overwrote_are_marked(
     required: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The join that is wrong: if requests wait inside the engine for a refit that recomputes their
-    context, the rows of older tokens are of the new weights. They are not called exact, and their
-    tokens are masked where the rows are required."""
+    """If requests wait inside the engine for a refit that recomputes their context, the rows of
+    older tokens come from the new weights. They are marked as inexact, and their tokens are masked
+    if the rows are required."""
     own = property(lambda config: BEHAVIOURS[config.straggler])
     monkeypatch.setattr(SchedulerConfig, "behaviour", own)
     asked = Companion("routed_experts", "uint8", (3, 2), required)
@@ -125,7 +125,7 @@ def _wrong_rows(rollout: Rollout, *, required: bool) -> int:
 
 
 class Flaky(SimEngine):
-    """An engine whose streams break now and then, with everything that they would have brought."""
+    """An engine whose streams sometimes break and lose everything that they had not sent."""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         chunks, breaks = 0, zlib.crc32(request.request_id[-15:].encode()) % 3 == 0
@@ -171,7 +171,7 @@ async def episode(turn: Turn, prompt: Prompt) -> float:
 
 
 async def leaves(turn: Turn, prompt: Prompt) -> float:
-    """Two branches that take turns, and a third one from the middle of the first response."""
+    """Two alternating branches, and a third one from the middle of the first response."""
     turn.branches = "all"
     own = np.array([4, 4], dtype=np.int32)
     contexts = [prompt.input_ids, np.concatenate((prompt.input_ids, own))]
@@ -230,8 +230,8 @@ async def test_prompts_choose_among_the_companions_of_the_run(tmp_path: Path) ->
 
 @each_row("turns", [None, episode, leaves])
 async def test_a_killed_run_resumes_with_its_rows(turns: Any) -> None:
-    """Also where the state was saved between the end of a turn, the tokens of its environment and
-    the first ones of the next turn."""
+    """This includes a save between the end of a turn, the tokens of its environment and the first
+    tokens of the next turn."""
     store = MemoryStore()
     named: Any = {"config": config(save_interval_s=0.01), "episode": turns}
     first = RolloutScheduler(SimFleet(2), workload(), store=store, **named)

@@ -167,7 +167,7 @@ async def test_a_cancelled_update_completes_and_engines_continue():
 
 
 class LastingFleet(SimFleet):
-    """Engines that live longer than the scheduler, as servers do."""
+    """Engines that outlive the scheduler, as servers do."""
 
     async def close(self) -> None: ...
 

@@ -51,7 +51,7 @@ class Counted:
 
 
 def calls(name: str, *, engines: int, in_flight: int) -> float:
-    """Calls of functions in the core for each rollout that is delivered after the first batches."""
+    """Return the function calls in the core per delivered rollout, after the first batches."""
     settings = dict(POLICIES[name])
     if name == "few at once":
         settings["dispatch"] = Dispatch(max_in_flight=in_flight // 2)

@@ -39,7 +39,7 @@ async def server() -> AsyncIterator[SimServer]:
 
 
 def rows(*names: str) -> list[Row]:
-    """The lines of these names."""
+    """Return the lines of these checks."""
     found = [row for row in ROWS if row.name in names]
     assert len(found) == len(names)
     return found
@@ -226,7 +226,7 @@ async def test_an_ability_that_the_server_reports_is_judged():
 
 @pytest.fixture
 async def two(server: SimServer, tmp_path: Path) -> tuple[Path, Path]:
-    """Two checkpoints, of which the server has the first as its own."""
+    """Two checkpoints; the server starts with the first."""
     folders = two_weights(tmp_path)
     async with Raw(server.url) as raw:
         body = {"model_path": str(folders[0]), "weight_version": "default"}
@@ -238,7 +238,8 @@ async def two(server: SimServer, tmp_path: Path) -> tuple[Path, Path]:
 async def test_a_refit_is_proved_and_taken_back(
     server: SimServer, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, works: bool
 ):
-    """An engine that computes with a copy of its first weights changes no token, and fails."""
+    """An engine that computes with a copy of its first weights never changes its tokens, so it
+    fails."""
 
     async def stale(self: ServedEngine, body: Any) -> str:
         return await self.relabel(body.weight_version)

@@ -71,7 +71,7 @@ def scheduler(store: Store | None, **changes: Any) -> RolloutScheduler:
 
 
 def content(rollout: Rollout) -> tuple[Any, ...]:
-    """The content of a response, without its position in the run."""
+    """Return the content of a response, without its position in the run."""
     return tuple(rollout.token_ids.tolist()), rollout.finish_reason
 
 
@@ -99,7 +99,7 @@ async def whole_run(**changes: Any) -> dict[tuple[Any, int], tuple[Any, ...]]:
 
 
 def left_behind(store: SqliteStore, to: Path) -> None:
-    """A copy of what kill -9 leaves at this moment: the bytes of the files, open or not."""
+    """Return a copy of what kill -9 would leave now: the bytes of the files, open or not."""
     for suffix in ("", "-wal", "-last"):
         source = store.path.with_name(store.path.name + suffix)
         if source.exists():
@@ -146,7 +146,7 @@ async def test_a_run_resumes_from_any_moment_of_a_kill(tmp_path: Path, pace: str
         again = await to_the_end(SqliteStore(path, inline=True), config=settings)
         known = {batch.index: batch for batch in had}
         assert all(b.index in known or b.index == len(had) for b in again if b.redelivered)
-        # A batch that is delivered again is the same one, and counts once.
+        # A redelivered batch is the same one, and counts once.
         fresh = [batch for batch in again if batch.index not in known]
         for batch in again:
             if batch.index in known:
@@ -221,7 +221,7 @@ async def test_lost_saves_are_reported_and_redelivery_is_marked(
 
 
 async def first_batch(store: Store | None, **changes: Any) -> Batch:
-    """The first batch of a scheduler that does nothing else."""
+    """Return the first batch of a scheduler that does nothing else."""
     async with scheduler(store, **changes) as rollouts:
         return await rollouts.next_batch()
 
@@ -349,8 +349,7 @@ async def test_restoring_comes_before_the_block_and_needs_a_checkpoint(tmp_path:
 
 
 class _Behind:
-    """A store whose process was killed between the engines' answer to an update and its
-    snapshot."""
+    """A store whose process died after the engines' answer to an update, before its snapshot."""
 
     inline = True
 
@@ -434,7 +433,7 @@ async def test_episodes_begin_again_and_are_given_what_they_were_given(tmp_path:
             known = sum(m.log.sampled_tokens for m in members)
             batches = [batch async for batch in rollouts]
             counters = rollouts.state.in_flight.counters
-        # Not one token that was known was generated again.
+        # No saved token was generated again.
         assert counters.tokens_generated - before + known == counters.tokens_delivered
         assert counters.tokens_discarded == 0
         assert by_key(batches) == expected
@@ -726,12 +725,12 @@ async def test_saves_do_not_pile_up_before_a_slow_store():
         store.gate.set()
         await rollouts.next_batch()
         saved_in_time = store.saves
-    # The one at the gate, the one behind it, and that of the batch; some may follow it.
+    # The save at the gate, the one behind it, and that of the batch; others may follow.
     assert saved_in_time <= 6
 
 
 class Killed(SimPublisher):
-    """Copies what kill -9 would leave while the weights are loaded."""
+    """Copies what kill -9 would leave during the load of weights."""
 
     def __init__(self, store: SqliteStore, to: Path, *, whole: bool) -> None:
         super().__init__()

@@ -74,7 +74,7 @@ async def test_a_two_turn_episode_survives_interrupts_in_each_turn(straggler: st
         config=config(straggler),
     ) as rollouts:
         for _ in range(12):
-            # Each turn takes about 1.2 s, so every one meets several refits.
+            # Each turn takes about 1.2 s, so several refits fall into each turn.
             await asyncio.sleep(0.25)
             await rollouts.update_weights(SimPublisher())
         batch = await rollouts.next_batch()
@@ -168,7 +168,7 @@ async def test_an_unread_timed_out_turn_is_dropped_and_counted(straggler: str):
             for rollout in batch.rollouts:
                 assert (rollout.turns, len(rollout)) == (1, 100)
                 assert rollout.loss_mask.all()
-            # Timeouts fall into the pause of a trainer at work, too.
+            # Timeouts also fall into the pause while the trainer trains.
             await asyncio.sleep(1)
             await rollouts.update_weights(SimPublisher())
         in_flight = rollouts.state.in_flight
@@ -190,7 +190,7 @@ def test_a_timeout_at_any_moment_keeps_or_drops_alike(every: int):
             context = prompt.input_ids
             asked = asyncio.create_task(turn.generate(context, sampling))
             await asyncio.sleep(delay)
-            # Cancelled although the answer may be there already.
+            # This cancels even if the answer has arrived.
             asked.cancel()
             with suppress(asyncio.CancelledError):
                 await asked

@@ -77,7 +77,7 @@ class Calls(ProtocolListener):
 async def running(
     calls: Calls | None = None, **changes: object
 ) -> AsyncGenerator[tuple[RolloutScheduler, Sequence[SimEngine]]]:
-    """A scheduler, and its two engines."""
+    """Open a scheduler; yields it and its two engines."""
     fleet, listeners = SimFleet(2), [] if calls is None else [calls]
     async with RolloutScheduler(
         fleet, prompts(), config=config(**changes), listeners=listeners
@@ -93,7 +93,7 @@ async def move(
     mode: PauseMode = "retract",
     seconds: float = 0.0,
 ) -> None:
-    """Do the trainer's own update: pause, flush, load, label, continue."""
+    """Perform the trainer's own update: pause, flush, load, label, continue."""
     for engine in engines:
         await engine.pause(mode)
     if mode == "retract":
@@ -107,8 +107,8 @@ async def move(
 
 
 def true_to_its_versions(rollout: Rollout) -> bool:
-    """Whether each token follows from the tokens before it under the weights of its version, given
-    that every refit was followed by a flush."""
+    """Return whether each token follows from the tokens before it under the weights of its version,
+    if a flush follows every refit."""
     changes: list[int] = (np.flatnonzero(np.diff(rollout.versions)) + 1).tolist()
     for start, end in zip([0, *changes], [*changes, len(rollout)], strict=True):
         key = weights_key_of_version(int(rollout.versions[start]))
@@ -204,7 +204,7 @@ def test_a_missing_label_is_set_and_open_requests_are_inexact(
     async def main() -> None:
         async with running(pace="asynchronous") as (rollouts, engines):
             await rollouts.next_batch()
-            # The weights are those of version 1, and the label stays that of version 0.
+            # The weights become those of version 1, but keep the label of version 0.
             await move(engines, 0, key=weights_key_of_version(1))
             there = set(rollouts.state.in_flight.rollouts)
             await rollouts.update_weights(ExternalWeights(label=True), version=1)
@@ -243,7 +243,7 @@ def test_a_wrong_timeout_is_refused():
 
 
 async def load(engines: Sequence[SimEngine], version: int, *, seconds: float = 0.5) -> None:
-    """The trainer loads and labels weights in a pause that the scheduler has made."""
+    """The trainer loads and labels weights while the scheduler pauses the engines."""
     for engine in engines:
         await asyncio.sleep(seconds)
         assert engine.batcher.paused == "retract"
@@ -302,7 +302,7 @@ class Failing(Exception):
 
 
 async def take_all(rollouts: RolloutScheduler, batches: list[Batch]) -> None:
-    """Take batches until there are no more."""
+    """Take all remaining batches."""
     while True:
         batches.append(await rollouts.next_batch())
 
@@ -363,8 +363,7 @@ async def test_a_label_of_another_version_is_not_taken():
 @each_row("back", [False, True])
 @each_row("label", [False, True])
 async def test_an_engine_may_die_while_the_trainer_loads(back: bool, label: bool):
-    """If it is back at once, its weights are those that it was first started with, whatever label
-    it is given."""
+    """An engine that restarts at once has its initial weights, whatever its label."""
     async with running() as (rollouts, engines):
         batches = [await rollouts.next_batch()]
         async with rollouts.paused_for_weights(label=label):
@@ -470,7 +469,7 @@ async def until_at(rollouts: RolloutScheduler, version: int) -> None:
     ],
 )
 async def test_foreign_updates_are_followed_without_a_word(straggler: str, pace: str):
-    """They come when batches are complete, and in the middle of them."""
+    """Updates arrive when batches are complete, and in the middle of batches."""
     calls = Calls()
 
     async def trainer() -> None:
@@ -493,7 +492,7 @@ async def test_foreign_updates_are_followed_without_a_word(straggler: str, pace:
 
 
 async def test_a_fleet_that_waits_for_the_next_version_is_watched():
-    """With this bound nothing is launched before the next version, so no token shows it."""
+    """With this bound nothing is launched before the next version, so no token would reveal it."""
     async with running(straggler="abort", follow_weights=True, max_staleness=0) as (
         rollouts,
         engines,

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 def workload() -> LongTailWorkload:
-    """Prompts whose responses take minutes: an engine gives such a request about 100 tokens/s."""
+    """Prompts whose responses take minutes at about 100 tokens/s per request."""
     return LongTailWorkload(median=4_000, sigma=0.7, cap=20_000, group_size=4, seed=3)
 
 
@@ -133,7 +133,7 @@ class Losses(ProtocolListener):
 async def running(
     fleet: SimFleet, losses: Losses | None = None, **changes: object
 ) -> AsyncGenerator[RolloutScheduler]:
-    """An open scheduler, some seconds after the start of its first batch."""
+    """Open a scheduler; yields it some seconds after the start of its first batch."""
     listeners = [losses] if losses is not None else []
     async with RolloutScheduler(
         fleet, workload(), config=config(**changes), listeners=listeners
@@ -238,7 +238,7 @@ async def test_an_engine_that_only_answers_stays_out(fault: str):
         fleet.spoilt.fault = fault
         if fault == "hung":
             fleet.spoilt.decode_at(0)
-        # A quarter of a second a token: what cannot be aborted is not soon over by itself.
+        # At 0.25 s per token, a response that cannot be aborted does not end soon.
         fleet.spoilt.decode_at(0.02) if fault == "deaf" else None
         await asyncio.sleep(200)
         assert set(rollouts.state.weights.versions.engines) == {"sim-0"}

@@ -62,7 +62,7 @@ LIMITS = HttpLimits(max_answer_bytes=2**20, flush_timeout=20.0)
 
 @dataclass
 class Seen:
-    """The tokens of one response, as the adapter gave them."""
+    """The tokens of one response, as the adapter returned them."""
 
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -116,7 +116,7 @@ async def read(engine: SGLangEngine) -> Seen:
 
 
 async def failure(call: Coroutine[Any, Any, object]) -> AprilschedError:
-    """The error that `call` ends with."""
+    """Return the error that `call` raises."""
     with pytest.raises(AprilschedError) as raised:
         async with asyncio.timeout(NEVER):
             await call
@@ -125,7 +125,7 @@ async def failure(call: Coroutine[Any, Any, object]) -> AprilschedError:
 
 @cache
 def reference() -> Seen:
-    """The response of an engine without faults."""
+    """Return the response of an engine without faults."""
 
     async def main() -> Seen:
         async with Setting() as setting:
@@ -139,7 +139,7 @@ def reference() -> Seen:
 
 @pytest.fixture(autouse=True)
 def _reference_is_known() -> None:  # pyright: ignore[reportUnusedFunction]
-    """Make the reference before a test's clock runs, because virtual clocks do not nest."""
+    """Compute the reference before a test's clock runs, because virtual clocks do not nest."""
     reference()
 
 
@@ -304,7 +304,7 @@ async def test_a_reset_generation_is_not_sent_twice():
 async def test_a_retry_on_a_closed_engine_is_an_aprilsched_error(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    # The wait is drawn from [0, 0.1 s]: a short one would be over before the engine is closed.
+    # The wait is drawn from [0, 0.1 s]; a short one would end before the engine is closed.
     def fixed(**_: float) -> wait_fixed:
         return wait_fixed(5.0)
 
@@ -435,7 +435,7 @@ async def _called(call: Callable[[SGLangEngine], Awaitable[object]], engine: SGL
 
 @pytest.mark.parametrize("lost", [False, True], ids=["the server continues", "the server is lost"])
 async def test_a_connection_broken_after_our_abort_ends_the_response(lost: bool):
-    """SGLang broke one once, and every token had arrived. A lost server has failed all the same."""
+    """SGLang once broke one after all tokens had arrived. A lost server is still a failure."""
     silence = Delay(routes=kinds.ABORT, after=2)
     broken = Cut(after_tokens=100, times=1)
     async with Setting(silence, broken) as setting:

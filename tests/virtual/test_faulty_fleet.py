@@ -37,7 +37,7 @@ pytestmark = pytest.mark.virtual_time
 LIMITS = HttpLimits(max_answer_bytes=2**20)
 BATCHES = 6
 OPENED = 1.0
-"""Seconds after which the servers are open."""
+"""Time in seconds by which the servers are open."""
 
 
 config = partial(small.config, group_size=2, over_provision=1.5)

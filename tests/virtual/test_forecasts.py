@@ -21,7 +21,7 @@ FORECAST = Forecast(
 
 
 def delivered(batch: int, tokens: int = 200) -> of.BatchDelivered:
-    """One rollout of which half of the tokens are one version old."""
+    """Return one rollout with half of its tokens one version old."""
     half = tokens // 2
     rollout = of.DeliveredRollout(
         rollout_id=batch,

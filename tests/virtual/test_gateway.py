@@ -182,7 +182,8 @@ async def test_rows_are_of_the_weights_that_sampled_their_token(tmp_path: Path):
     async with front(client_fields=ROWS) as one:
         plain = await one.stream(LONG, **ASKS).end()
         stream = await one.stream(LONG, **ASKS).reach(INTERVAL)
-        # Requests that wait inside would be computed again under the new weights, rows included.
+        # Requests that waited inside the engine would be recomputed under the new weights, with
+        # their rows.
         for call in ("/pause_generation", "/update_weights_from_disk", "/continue_generation"):
             body = {"mode": "retract", "model_path": str(weights)}
             await one.raw.done(call, body)
@@ -259,7 +260,7 @@ async def test_a_response_survives_an_update_and_lists_its_versions(one: Front, 
     assert (await one.raw.get("/ready"))[0] == 200
     await late.end()
     assert spans(late.last) == [("step-1", 0, 10)]
-    # Without a pause of the client's the scheduler pauses and continues by itself.
+    # Without a pause by the client, the scheduler pauses and continues by itself.
     before = len(reader.ids)
     await reader.reach(before + INTERVAL)
     body = {"model_path": str(second)}
@@ -311,7 +312,7 @@ async def test_concurrent_control_calls_run_one_at_a_time(one: Front, tmp_path: 
 
 @pytest.mark.parametrize("shown", [{}, IMAGES], ids=["text", "images"])
 async def test_a_response_survives_an_engine_that_dies(shown: dict[str, Any]):
-    """The engines sample by what they are shown, so the next attempt has the same images."""
+    """Images change what the engines sample, so the next attempt must have the same ones."""
     patient = SchedulerConfig(health=Health(fleet_wait_s=60))
     async with (
         front(engines=2, config=patient, client_fields=tuple(shown)) as two,
@@ -367,7 +368,7 @@ async def test_clients_of_a_busy_server_wait(tmp_path: Path):
 
 @pytest.mark.parametrize("path", CALLS)
 async def test_clients_of_a_busy_server_get_retry_after(path: str, tmp_path: Path):
-    # The first call is that of the opening, which looks for the size of the vocabulary.
+    # The first call comes from the opening, which reads the size of the vocabulary.
     server = FaultyServer(CONFIG, faults=[Answer(status=429, retry_after=0.01, after=2)])
     config = SchedulerConfig(health=Health(fleet_wait_s=0.0))
     async with (

@@ -71,7 +71,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with which random tokens call tools."""
+    """A tokenizer whose random tokens contain tool calls."""
     return calling_tokenizer(tmp_path_factory.mktemp("calling"))
 
 
@@ -362,7 +362,7 @@ async def test_tools_are_called(calling: Path):
         assert [call.function.arguments for call in final.message.tool_calls] == [
             call.function.arguments for call in message.tool_calls
         ]
-        # What a model has called and seen goes back through the template.
+        # Calls and results of tools go back through the template.
         history = [
             *TEXTS,
             {"role": "assistant", "content": None, "tool_calls": [message.tool_calls[0].to_dict()]},
@@ -379,7 +379,7 @@ SHORT: dict[str, Any] = {"messages": TEXTS, "max_tokens": 5}
 
 
 def with_call(arguments: str) -> list[dict[str, Any]]:
-    """Messages with a call of a tool."""
+    """Return messages with a tool call."""
     call = {"function": {"name": "x", "arguments": arguments}}
     return [{"role": "assistant", "tool_calls": [call]}]
 
@@ -634,7 +634,7 @@ async def test_generate_takes_text_and_gives_text(one: Front):
     whole = await one.raw.done("/generate", body)
     assert whole["output_ids"] == expected["output_ids"]
     assert whole["text"] == expected["text"] == tokenizer.decode(whole["output_ids"])
-    # A stream that was asked for with text repeats everything; one with token ids does not.
+    # A stream for a text prompt repeats the text; one for token ids does not.
     repeating = await one.raw.events(body)
     assert len(repeating) > 2
     for before, after in pairwise(repeating):
@@ -692,7 +692,7 @@ async def test_without_a_tokenizer_only_stop_strings_are_refused(plain: Path):
 async def test_a_client_that_reads_late_blocks_no_other(one: Front):
     body = {**asked(3000), "input_ids": [5, 6], "stream": True}
     async with one.raw.session.post("/generate", json=body) as answer:
-        # Nothing of the stream is read until its rollout is long over.
+        # The client reads the stream only long after its rollout has ended.
         await until(lambda: one.state.in_flight.counters.delivered == 1)
         received = await one.client.completions.create(
             model=MODEL, prompt="x", max_tokens=5, **GREEDY

@@ -51,7 +51,7 @@ async def reference(server: SimServer, tokens: int) -> list[int]:
 
 
 async def interrupted(reader: Reader) -> int:
-    """Wait until the gateway has ended a response for its own end; returns its tokens."""
+    """Wait until the gateway ends a response because it stops; returns the response's tokens."""
     await reader.end()
     error = reader.events.pop()["error"]
     assert (error["code"], error["retryable"]) == (503, True)
@@ -115,7 +115,7 @@ async def test_another_prompt_under_a_restored_rid_is_refused(server: SimServer,
             assert "another prompt" in await second.raw.refused(
                 "/generate", {**other, "rid": "mine"}
             )
-        # Of two clients that ask at once, one gets it.
+        # If two clients ask at once, only one gets it.
         one, two = await asyncio.gather(
             *(second.raw.post("/generate", asked(LONG, rid="mine")) for _ in range(2))
         )
@@ -261,7 +261,7 @@ class Process:
 
 
 def saved_tokens(store: Path, copy: Path) -> int:
-    """Number of tokens in a copy of a store that another process writes."""
+    """Return the number of tokens in a copy of a store that another process writes."""
     for path in store.parent.glob(f"{store.name}*"):
         shutil.copy(path, copy.with_name(path.name.replace(store.name, copy.name, 1)))
     try:

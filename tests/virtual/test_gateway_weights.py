@@ -30,7 +30,7 @@ def tensors(*parts: str, **more: Any) -> dict[str, Any]:
 
 
 def key(server: SimServer) -> int:
-    """What the server's weights are."""
+    """Return the key of the server's weights."""
     return server.engine.batcher.weights_key
 
 
@@ -62,13 +62,13 @@ async def test_without_a_pause_the_bucket_that_flushes_is_the_last(two: Front):
     await two.raw.done(TENSOR, tensors("a", "a", flush_cache=False))
     length = len(reader.ids)
     assert two.state.weights.update is not None, "the engines wait for the rest"
-    # What SGLang's default asks for: it is the last.
+    # SGLang's default marks this one as the last.
     await two.raw.done(TENSOR, tensors("b", "b"))
     assert two.state.weights.versions.trainer == 1
     await reader.reach(length + INTERVAL)
     await two.raw.done(TENSOR, tensors("c", "d"))
     assert two.state.weights.versions.trainer == 2
-    # Each engine has had the handles of its own ranks.
+    # Each engine got the handles of its own ranks.
     assert key(two.servers[0]) != key(two.servers[1])
     await reader.end()
     assert [label for label, _, _ in spans(reader.last)] == ["default", "1", "2"]
@@ -149,7 +149,7 @@ async def test_another_update_is_refused_while_buckets_come(two: Front, tmp_path
 
 
 async def test_a_client_leaving_in_the_middle_of_a_bucket_is_safe():
-    # Refits without a duration could all be over between two looks at the state.
+    # Instant refits could all end between two looks at the state.
     async with front(engines=2, refit_seconds=0.2) as two:
         calls = [two.raw.post(TENSOR, tensors("a", "a")) for _ in range(3)]
         tasks = [asyncio.create_task(call) for call in calls]
@@ -188,7 +188,7 @@ async def test_an_engine_that_dies_between_buckets_is_excluded(two: Front):
 async def test_an_update_that_no_server_accepts_reports_the_stop(
     two: Front, tmp_path: Path, paused: bool, caplog: pytest.LogCaptureFixture
 ):
-    """A server that refused a folder may have a part of it, so all of them wait."""
+    """A server that refuses a folder may have loaded a part of it, so all of them wait."""
     reports = "Nothing is generated until an update succeeds"
     if paused:
         await two.raw.done("/pause_generation", {"mode": "retract"})
@@ -216,7 +216,7 @@ async def test_the_next_trainer_can_replace_an_abandoned_update():
 
 
 async def test_stopping_in_the_middle_of_an_update_ends():
-    """Also the calls that wait for their turn."""
+    """This includes calls that wait for their turn."""
     async with front() as one:
         await one.stream(LONG).reach(INTERVAL)
         await one.raw.done(TENSOR, tensors("a", flush_cache=False))
@@ -230,13 +230,13 @@ async def test_stopping_in_the_middle_of_an_update_ends():
 
 
 async def test_a_client_leaving_at_the_end_leaves_no_update_open(two: Front):
-    """An update whose end was cancelled waited for its refit's timeout, and everybody with it."""
+    """Otherwise a cancelled end of an update would block every client until the refit times out."""
     await two.raw.done("/pause_generation", {"mode": "retract"})
     await two.raw.done(TENSOR, tensors("a", "a"))
     controls = two.gateway.service.controls
     session = controls._open  # pyright: ignore[reportPrivateUsage]
     assert session is not None
-    # What aiohttp does with the handler of a client that is gone.
+    # aiohttp does this to the handler of a disconnected client.
     call = asyncio.create_task(controls.carry_out(controls.resume()))
     while controls._open is not None:  # noqa: ASYNC110 # pyright: ignore[reportPrivateUsage]
         await asyncio.sleep(0)

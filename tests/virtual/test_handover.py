@@ -57,7 +57,7 @@ def scheduler(
 
 
 class GatedStore(MemoryStore):
-    """A store whose durable writes wait in their thread until the test lets them through."""
+    """A store whose durable writes block in their thread until the test releases them."""
 
     inline = False
 
@@ -162,7 +162,7 @@ def test_a_store_slower_than_the_trainers_timeout_is_no_loss(pace: str):
                     launched = state.in_flight.counters.launched
                     for _ in range(5):
                         assert await polled(rollouts) is None
-                    # It is decided and written once, and nothing runs ahead of it.
+                    # It is decided and written once, and no later batch overtakes it.
                     assert store.started == 2 * index + 1
                     assert state.in_flight.counters.batches == index
                     assert state.in_flight.counters.launched - launched <= 2 * 3 * 2
@@ -224,7 +224,7 @@ async def test_an_update_between_offer_and_take_rebuilds_the_batch():
 
     class Updating(Cancelling):
         def on_command(self, command: Command, now: float) -> None:
-            # It comes before the next step of the trainer, which is woken by this offer.
+            # The update comes before the trainer's next step, which this offer wakes.
             if isinstance(command, Offer) and not updates:
                 updates.append(asyncio.get_running_loop().call_soon(update))
 
@@ -270,7 +270,7 @@ def test_a_batch_not_taken_before_the_end_is_available_after():
 
     async def second() -> tuple[list[int], list[int]]:
         async with scheduler(store) as rollouts:
-            # Polled, as the first one was.
+            # This one is polled like the first.
             batch = await polled(rollouts) or await rollouts.next_batch()
             after = await rollouts.next_batch()
             check_invariants(rollouts.state)

@@ -76,7 +76,7 @@ def answer_of(odd: bool) -> Callable[[str], str]:
 
 
 class Tools:
-    """The tools of one agent; the first one waits until the policy is another one."""
+    """The tools of one agent; the first one waits until the policy has changed."""
 
     def __init__(self, refitted: asyncio.Event | None = None) -> None:
         self.looking = 0
@@ -186,7 +186,7 @@ async def test_an_agent_of_a_framework_has_the_tokens_of_a_coroutine(
         assert (rollout.turns, rollout.reward) == (3, 2.0)
         figures = rollout.info["session"]
         assert figures["branches"] == 1
-        # What the policy spelled in its own way stays so, and is counted.
+        # Text in the policy's own spelling is kept, and counted.
         assert (figures["drift"] > 0) == odd
         sampled = rollout.versions != NO_VERSION
         assert rollout.loss_mask.tolist() == sampled.tolist()

@@ -36,7 +36,7 @@ config = partial(small.config, group_size=2)
 
 
 class Setting:
-    """A scheduler on two servers, of which the first leaves."""
+    """Opens a scheduler on two servers, the first of which leaves."""
 
     def __init__(
         self, rollouts: RolloutScheduler, fleet: SGLangFleet, servers: Sequence[SimServer]
@@ -85,7 +85,7 @@ EXPECTED = ("it left the fleet", "takes part again", "has not answered the refit
 
 
 def text(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The messages of the test, except that an engine left or came back."""
+    """Return the log messages, except those about engines that leave or return."""
     own = [r.getMessage() for r in caplog.get_records("call") if r.name.startswith("aprilsched")]
     return [message for message in own if not any(words in message for words in EXPECTED)]
 
@@ -152,7 +152,7 @@ async def test_one_that_is_lost_asleep_comes_back_after_the_sleep():
 
 
 async def test_one_that_is_restarted_asleep_and_leaves_is_not_woken():
-    """A real server crashes when memory is woken that it has not released."""
+    """A real server crashes if it wakes memory that it has not released."""
 
     async with setting() as there:
         async with there.rollouts.asleep(tags=TAGS):
@@ -220,7 +220,7 @@ async def test_one_that_leaves_while_it_is_asked_for_its_version(monkeypatch: py
 
 
 class SlowPublisher:
-    """A publisher that waits before each engine, and needs the engine's connection after that."""
+    """A publisher that waits before each engine, and then needs the engine's connection."""
 
     def __init__(self, path: Any) -> None:
         self._path = path
@@ -243,8 +243,8 @@ class SlowPublisher:
 
 @each_row("asleep", [False, True])
 async def test_an_engine_leaving_in_a_refit_runs_after_it(asleep: bool, tmp_path: Any):
-    """Its connection stays open for the publisher, and it stays paused while its weights are
-    inconsistent."""
+    """The connection stays open for the publisher, and the engine stays paused while its weights
+    are inconsistent."""
 
     async def update(there: Setting) -> None:
         publisher = SlowPublisher(two_weights(tmp_path)[1])

@@ -156,7 +156,7 @@ def test_no_chunk_is_held_for_long() -> None:
 
 
 def test_a_violated_invariant_ends_the_run() -> None:
-    """The listener found the error and did not make it."""
+    """The error was found by the listener, not caused by it."""
     with pytest.raises(InvariantViolation, match="incomplete"):
         driven([Counting(AttemptEnded, InvariantViolation("a group is incomplete"))])
 
@@ -194,7 +194,7 @@ def test_one_that_holds_the_loop_up_is_named_once(
 
 
 class OfTheLibrary(Clock):
-    """Takes long as well, but is made by the library, and so no user can wrap it."""
+    """A slow listener of the library, which no user can wrap."""
 
     __module__ = "aprilsched.observe.figures.summary"
 

@@ -36,8 +36,8 @@ HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
 
 
 class Watching:
-    """Compares the figures with the scheduler itself, at some chunks of tokens. No decision follows
-    a chunk, so the figures have received everything that the scheduler has done."""
+    """Compares the figures with the scheduler at some chunks of tokens. No decision follows a
+    chunk, so the figures have received everything that the scheduler has done."""
 
     def __init__(self, figures: LiveFigures, listeners: Sequence[Listener]) -> None:
         self.in_flight: InFlight | None = None
@@ -63,7 +63,7 @@ class Watching:
         contexts = sum(engine.context_tokens for engine in state.engines.values())
         assert contexts == self.in_flight.held_on.total()
         assert sum(found.values()) == self.in_flight.generating
-        # What is offered waits for the trainer as well.
+        # Offered groups also wait for the trainer.
         offered = sum(group.offered for group in self.in_flight.groups.values())
         assert state.groups_ready == len(self.in_flight.ready) + offered
 

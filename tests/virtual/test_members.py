@@ -56,7 +56,7 @@ def dropped(rollouts: RolloutScheduler) -> dict[Reason, int]:
 
 
 class Sandboxes:
-    """Counts what episodes hold outside, and how often each was given back."""
+    """Counts the external resources of episodes, and how often each was released."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -105,7 +105,7 @@ async def test_a_lost_sandbox_costs_no_sibling_of_its_episode(rule: str, size: i
 
 
 async def test_episodes_of_lost_engines_restart_and_release_the_old():
-    """The attempts of a request are used up while its episode waits for it."""
+    """A request runs out of attempts while its episode waits for it."""
     sandboxes = Sandboxes()
 
     async def episode(turn: Turn, prompt: Prompt) -> float:

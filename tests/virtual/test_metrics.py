@@ -38,8 +38,8 @@ UNKNOWN = {
     "batch/efficiency", "batch/t_bound", "batch/reward", "batch/turns_mean", "batch/tool_share",
     "batch/drift_tokens", "batch/branches",
 }  # fmt: skip
-"""What the runs here have not: a bound, which only the command line knows, rewards, and episodes.
-"""
+"""Metrics that these runs lack: a bound, which only the command line knows, rewards, and
+episodes."""
 
 
 def scraped(url: str) -> tuple[Samples, dict[str, str]]:

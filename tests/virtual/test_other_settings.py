@@ -101,7 +101,7 @@ class Killed:
 
 @cache
 def killed(name: str) -> dict[str, Killed]:
-    """Copies of the run at each moment at which the first process is killed."""
+    """Return a copy of the run for each moment at which the first process is killed."""
     left: dict[str, Killed] = {}
 
     async def live() -> None:
@@ -161,8 +161,8 @@ PAIRS = (
     ("reward of groups", "pairs"),
     ("accept rewarded", "samples"),
 )
-"""Settings of the first process that leave something behind for those of the second. The
-interleavings of tests/property have the rest."""
+"""Settings of the first process whose state matters to the second. The interleavings of
+tests/property cover the others."""
 ONE_AT_A_TIME = (
     "plain", "buckets", "pool", "auto", "tail", "asynchronous pool", "asynchronous tokens",
     "accept rewarded",

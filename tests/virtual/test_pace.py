@@ -45,7 +45,7 @@ config = partial(small.config, over_provision="auto", pace="auto")
 
 
 class Switching(Planner):
-    """A planner that chooses these paces in turn, and keeps what it is asked."""
+    """A planner that chooses these paces in turn, and records its inputs."""
 
     def __init__(self, paces: Sequence[Pace], *, refill: Refill | None = None) -> None:
         super().__init__(inline=True)
@@ -176,8 +176,8 @@ def simulated(
 
 
 def test_training_time_is_measured_on_both_paces() -> None:
-    """The time for which a trainer of 20 s keeps the engines waiting is gone once the pace is
-    asynchronous, and its time for a batch is measured as 20 s all along."""
+    """Once the pace is asynchronous, a trainer of 20 s no longer keeps engines waiting, and its
+    time per batch is still measured as 20 s."""
     walls: dict[str, float] = {}
     for pace in ("synchronous", "asynchronous"):
         planner = Switching([pace])
@@ -202,14 +202,14 @@ def test_training_time_is_measured_on_both_paces() -> None:
 
 def test_the_figures_follow_a_pace_that_changes_twice() -> None:
     figures, facts, wall = simulated(Switching(["synchronous", "asynchronous", "synchronous"]))
-    # Lengths that drift may ask for the last one again.
+    # Drifting lengths may also need the last one.
     paces = [pace for pace, _ in facts.schedules]
     assert paces[:3] == ["synchronous", "asynchronous", "synchronous"]
     assert set(paces[3:]) <= {"synchronous"}
     took = sum(batch.seconds + batch.trainer_seconds for batch in figures.per_batch)
     assert took == pytest.approx(wall - 20.0 - 1.5, abs=1.0)
     waited = [batch.trainer_seconds for batch in figures.per_batch]
-    # A batch has the training on the one before it. The changes come with batches 3 and 9.
+    # A batch includes the training on the previous one. The changes come with batches 3 and 9.
     assert waited[1:3] == pytest.approx([20.0] * 2, abs=1e-3)
     assert waited[3:9] == pytest.approx([0.0] * 6, abs=1e-3)
     assert waited[9:] == pytest.approx([20.0] * 11, abs=1e-3)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.virtual_time
 
 GROUPS = 4
 LONG_S = 10_000
-"""Seconds of virtual time. What has not happened by then never happens."""
+"""Limit in seconds of virtual time; nothing new happens after it."""
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "wave": {"over_provision": 1.5},
@@ -199,7 +199,7 @@ def test_a_resumed_run_continues_with_the_next_prompts():
 
 
 async def test_any_thread_may_push_and_the_blocking_scheduler_takes():
-    """Every prompt arrives once, whatever the threads do."""
+    """Every prompt arrives once, however the threads interleave."""
     queue = PromptQueue()
     config = settings(over_provision=1.5, sampling=SamplingParams(max_new_tokens=3))
 

@@ -26,7 +26,7 @@ async def episode(turn: Turn, prompt: Prompt) -> Score:
 
 
 async def push(rollouts: PushedRollouts, found: dict[str, str], keys: Sequence[str]) -> None:
-    """Push prompts with these keys, and wait until all are reported."""
+    """Push prompts with these keys, and wait for a report on each."""
     await rollouts.open()
     for key in keys:
         sampling = FOR_ONE if key == "refused" else None

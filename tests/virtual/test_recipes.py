@@ -30,7 +30,7 @@ KEYS = {"CLIENT_KEY": "clients", "CONTROL_KEY": "control", "ENGINES_ADMIN_KEY": 
 
 
 def replaced(text: str, by: Mapping[str, str]) -> str:
-    """`text` with each key of `by` replaced, each of which must be there."""
+    """Return `text` with each key of `by` replaced; every key must occur."""
     for old, new in by.items():
         assert old in text, f"{old} is not in {text!r}"
         text = text.replace(old, new)
@@ -78,7 +78,7 @@ async def test_the_gateway_of_the_manifest_answers_its_probes(tmp_path: Path):
                 for path in probes:
                     assert (await control.get(path))[0] == 200, "a pause takes no client away"
                 assert (await control.post("/continue_generation", {}))[0] == 200
-                # A server that is gone is noticed by a request, which then waits.
+                # A request notices a lost server, and then waits.
                 await one.crash()
                 await two.crash()
                 waiting = asyncio.create_task(control.post("/generate", asked(4)))
@@ -158,7 +158,7 @@ async def test_the_job_starts_a_run_and_a_second_pod_resumes_it(engine: SimServe
     )
     await asyncio.to_thread(run_script, shell, script, tmp_path)
     assert (tmp_path / "runs" / "first" / "summary.json").is_file()
-    # As a pod that was killed leaves it: with a store, and without a summary.
+    # As a killed pod leaves it: with a store, and without a summary.
     (tmp_path / "runs" / "first" / "summary.json").unlink()
     printed = await asyncio.to_thread(run_script, shell, script, tmp_path)
     assert (tmp_path / "runs" / "first" / "summary.json").is_file(), printed
@@ -176,7 +176,7 @@ async def test_the_task_of_skypilot_runs(engine: SimServer, tmp_path: Path):
 
 
 class Parsed(Exception):
-    """The arguments of a program were taken."""
+    """The program accepted its arguments."""
 
 
 def test_the_ray_job_is_valid_and_its_arguments_parse(

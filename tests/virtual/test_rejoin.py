@@ -43,7 +43,7 @@ def lose(rollouts: RolloutScheduler, name: str) -> None:
 
 
 async def test_a_resumed_run_accepts_a_server_restarted_since(tmp_path: Path):
-    """It had been refused, because the servers do not have the same weights."""
+    """An engine once was refused, because the servers do not have the same weights."""
     lengths = LongTailWorkload(median=20, cap=60, group_size=4, seed=3, vocab_size=400)
     store, (weights, newer) = tmp_path / "rollouts.store", two_weights(tmp_path)
     async with served() as first, served() as second:
@@ -106,7 +106,7 @@ async def test_an_engine_catches_up_from_a_publisher_with_the_version():
 
 
 class Late(Once):
-    """A publisher that takes so long to prepare that an engine is back before it publishes."""
+    """A publisher so slow to prepare that an engine returns before it publishes."""
 
     async def prepare(self, version: int) -> None:
         await asyncio.sleep(60)
@@ -176,7 +176,7 @@ async def test_engines_join_and_leave_while_it_runs():
 
 
 class Noting(SimEngine):
-    """An engine that notes flushes and the requests of a run, but not those of a check."""
+    """An engine that records flushes and the requests of a run, but not those of a check."""
 
     def __init__(self, name: str = "sim-0") -> None:
         super().__init__(name)
@@ -192,7 +192,7 @@ class Noting(SimEngine):
 
 
 class Noted(Changing):
-    """A fleet of engines that note."""
+    """A fleet of recording engines."""
 
     def __init__(self, *engines: Noting) -> None:
         super().__init__()

@@ -53,7 +53,7 @@ config = partial(small.config, batch_groups=3, group_size=2)
 
 
 def prompts(media: tuple[Media, ...] = MEDIA) -> Iterator[Prompt]:
-    """Greedy prompts of 12 to 500 tokens, which say what they keep."""
+    """Greedy prompts for 12 to 500 tokens, with the media and fields that their answers keep."""
     workload = LongTailWorkload(median=60, cap=500, group_size=2, vocab_size=1000, seed=5)
     for key, prompt in enumerate(workload):
         assert isinstance(prompt.sampling, tuple)
@@ -202,7 +202,7 @@ async def test_each_turn_of_an_episode_may_keep_something_else() -> None:
 
 
 async def _shown_more(turn: Turn, prompt: Prompt) -> float:
-    """Two turns, where the environment answers the first one with another image."""
+    """Two turns; the environment answers the first one with another image."""
     assert isinstance(prompt.key, int)
     long = 100 + 70 * (prompt.key % 5)
     sampling = SamplingParams(max_new_tokens=long, ignore_eos=True, keep=KEEP)

@@ -67,7 +67,7 @@ async def steps(rollouts: RolloutScheduler, number: int, publisher: Any) -> list
 
 
 class Timed(SimPublisher):
-    """Notes what each call publishes and to whom."""
+    """Records the version and the engines of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Reader:
 async def test_files_stay_from_the_request_of_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking at them takes a thread, in which others may end their loads."""
+    """The check of the files runs in a thread, during which other loads may end."""
     publisher = on_disk(tmp_path)
     check, looking, may_go_on = publisher._versions.check, asyncio.Event(), asyncio.Event()
 
@@ -243,7 +243,7 @@ async def test_files_stay_from_the_request_of_a_load(
 
 
 async def test_the_age_of_a_version_ignores_file_times(tmp_path: Path) -> None:
-    """A copy has the times of what was copied, as `shutil.copytree` and `cp -a` make it."""
+    """`shutil.copytree` and `cp -a` keep the times of the original files."""
 
     def copied(path: Path) -> None:
         save(path, next(number))
@@ -282,7 +282,7 @@ async def test_a_version_written_at_the_end_of_a_load_stays(
 async def test_two_engines_that_finish_together_are_both_refitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them lets old versions be deleted, and one finds what the other has deleted."""
+    """Each of them deletes old versions, and one may find versions deleted by the other."""
     publisher = on_disk(tmp_path)
     for version in (1, 2, 3):
         await publisher.prepare(version)

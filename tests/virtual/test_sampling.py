@@ -162,7 +162,7 @@ async def test_engines_that_join_are_sampled_from_then_on(tmp_path: Path):
 
 
 async def test_rates_of_the_embedded_engine_add_up_to_its_counters(tmp_path: Path):
-    """They do so in the middle of the engine's steps, and while a scheduler uses the engine."""
+    """They join and leave in the middle of steps, while a scheduler uses the engine."""
     fleet = SimFleet(1)
     async with (
         RolloutScheduler(fleet, workload(), config=config()) as rollouts,

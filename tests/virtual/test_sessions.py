@@ -368,7 +368,7 @@ async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: Mode
             for number in range(5):
                 tasks.create_task(ask(number))
         assert answered == [0, 1, 2, 3, 4]
-        # A client that leaves while its answer is generated, or before, takes nothing from others.
+        # A client that leaves before or during generation takes no tokens from others.
         leaving = asyncio.ensure_future(ask(5))
         staying = asyncio.ensure_future(ask(6))
         await asyncio.sleep(0.05)
@@ -386,7 +386,7 @@ async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: Mode
 
 
 async def main_and_helper(session: Session, prompt: Prompt) -> float:
-    """Two branches that take turns."""
+    """Two alternating branches."""
     main, helper = [by("user", prompt.metadata["task"])], [by("system", "help")]
     for number in range(3):
         for messages in (main, helper):
@@ -431,8 +431,7 @@ async def test_a_killed_coroutine_resumes_where_it_stopped(
 
 
 class Outside:
-    """A harness in a process of its own: it keeps its messages, and tries again at the same
-    session."""
+    """An external harness: it keeps its messages, and retries on the same session."""
 
     def __init__(self, task: str) -> None:
         # A few-shot example, which no model sampled.
@@ -480,7 +479,7 @@ async def test_a_returning_harness_continues_and_a_lost_one_is_counted(
         assert session.turns == 3
         assert rollouts.state.in_flight.counters.tokens_generated == before + 60
         session.done(1.0)
-        # In the place of the lost one comes a new session, for a launcher.
+        # A new session replaces the lost one, for a launcher.
         instead = await sessions.next()
         assert instead.id not in keys
         await Outside("anew").step(instead)
@@ -555,7 +554,7 @@ async def test_a_harness_reporting_after_a_kill_keeps_its_answers(
 async def test_many_slow_sessions_survive_refits_and_dead_engines(
     tokenizer: ModelTokenizer,
 ):
-    """Nothing that was sampled is lost, and every session has the tokens that it was answered."""
+    """No sampled token is lost, and every session has the tokens of its answers."""
     answered: dict[str, list[list[int]]] = {}
 
     async def harness(session: Session, prompt: Prompt) -> float:
@@ -645,7 +644,8 @@ async def test_answers_that_wait_for_the_store_share_its_saves(
         before = store.saves
         await asyncio.gather(*(asks_once(session) for session in taken))
         assert store.saves - before < 8
-        # A client that leaves while its answer is saved takes it along, and it is not the next one.
+        # The answer is lost with a client that leaves during its save, and is not repeated to the
+        # next one.
         store.let.clear()
         leaving = asyncio.ensure_future(asks_once(taken[0]))
         in_flight = rollouts.state.in_flight
@@ -662,7 +662,7 @@ async def test_answers_that_wait_for_the_store_share_its_saves(
 
 
 class SlowStore(SqliteStore):
-    """Writes in a thread, as long as it is let."""
+    """Writes in a thread while it may."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -51,7 +51,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
-    """With it random tokens call tools."""
+    """A tokenizer whose random tokens contain tool calls."""
     return load_tokenizer(calling_tokenizer(tmp_path_factory.mktemp("calling"), every=3))
 
 
@@ -224,7 +224,7 @@ async def test_anthropics_messages_call_tools_and_get_their_results(
 
 
 def received(events: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """The content that the events of a stream make, as Anthropic's clients put it together."""
+    """Return the content that Anthropic's clients assemble from the events of a stream."""
     assert all(name == event["type"] for name, event in events)
     events = [event for event in events if event[0] != "ping"]
     assert events[0][0] == "message_start"
@@ -290,7 +290,7 @@ async def test_sglangs_generate_continues_its_previous_answer(
             body = {"sampling_params": sampling, "return_logprob": True, "rid": "mine"}
             body |= {"text": text} if form == "text" else {"input_ids": ids}
             path = f"{session.open_url}/generate"
-            # Programs that ask SGLang send no key.
+            # Clients of SGLang send no key.
             async with (
                 aiohttp.ClientSession() as http,
                 http.post(path, json={**body, "stream": stream}) as answer,
@@ -387,7 +387,7 @@ def block(role: str, **content: Any) -> dict[str, Any]:
 
 
 def calling_with(arguments: Any) -> dict[str, Any]:
-    """OpenAI's body with a call of a tool."""
+    """Return OpenAI's body with a tool call."""
     call = {"function": {"name": "a", "arguments": arguments}}
     return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
 
@@ -442,7 +442,7 @@ REFUSED: list[tuple[str, Any, str]] = [
         "`type` - at `$.messages[0].content[0].content[0]`",
     ),
 ]
-"""Bodies that are refused, and what the refusal contains. A chat without messages gets one."""
+"""Bodies that are refused, and a part of the error message. A chat without messages gets one."""
 TWICE = b'{"messages": [], "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}'
 ANSWERED: list[tuple[str, Any]] = [
     (CHAT, TWICE),
@@ -627,7 +627,7 @@ async def test_a_session_may_go_on_later_while_no_scheduler_is_open(
     body = {"messages": [by("user", "x")]}
 
     async def heard(session: Session, http: aiohttp.ClientSession) -> set[tuple[int, str | None]]:
-        """What an agent is answered, and a launcher that reports."""
+        """The answers to an agent, and a launcher that reports."""
         found: set[tuple[int, str | None]] = set()
         calls = [
             (f"{session.url}/chat/completions", session.key, body),
@@ -691,7 +691,7 @@ async def test_a_session_its_launcher_missed_is_offered_again(plain: ModelTokeni
             f"POST /launcher/next HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
             f'{sessions.launcher_key}\r\nContent-Length: 13\r\n\r\n{{"wait_s": 5}}'
         )
-        # Without its stream nothing of asyncio reads the answer.
+        # Without its stream, asyncio does not read the answer.
         broken = socket.create_connection(("127.0.0.1", port))
         if how == "waits":
             broken.sendall(call.encode())

@@ -27,7 +27,7 @@ DISK = "/update_weights_from_disk"
 
 @dataclass
 class Api:
-    """What answers, and the engine behind it."""
+    """The API under test, and the engine behind it."""
 
     url: str
     raw: Raw

@@ -149,7 +149,7 @@ async def test_a_new_version_aborts_requests_by_default(server: SimServer, raw: 
 
 
 async def test_a_new_version_does_not_wait_for_a_departed_client(server: SimServer, raw: Raw):
-    """Such a request is prefilled once more after a pause before it ends, and no call waits for
+    """Such a request is prefilled once more after a pause before it ends, and no call blocks on
     it."""
     request = GenerationRequest(
         request_id="left",

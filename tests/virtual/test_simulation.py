@@ -116,9 +116,9 @@ def test_both_shells_do_the_same(changes: dict[str, object]) -> None:
     ids=str,
 )
 def test_both_shells_take_as_long(changes: dict[str, object], engines: int) -> None:
-    """In the coordinator a wave arrives some turns of the loop after the continue call, in a
-    prefill pass of its own; in the simulation it arrives in the same pass. So the runs are alike
-    and not equal."""
+    """In the coordinator a wave arrives some loop iterations after the continue call, in its own
+    prefill pass; in the simulation it arrives in the same pass. So the runs are similar, not
+    equal."""
     settings = config(**changes)
     virtual, heap = on_the_virtual_clock(settings, engines), on_the_heap(settings, engines)
     assert heap[-1][0] == pytest.approx(virtual[-1][0], rel=0.05)
@@ -137,7 +137,7 @@ def test_no_engine_draws_the_whole_wave_after_a_pause() -> None:
 
 
 def test_carried_contexts_are_spread_over_all_engines() -> None:
-    """Nothing is sent until all engines are back. Otherwise the first one would get all carried
+    """Requests wait until all engines are back. Otherwise the first one would get all carried
     requests."""
     settings = config(batch_groups=32, refill="buckets", over_provision=1.5)
     simulation = Simulation(settings, WORKLOAD, engines=4, engine=MODEL, batches=BATCHES)
@@ -188,7 +188,7 @@ def test_the_end_of_the_prompts_ends_the_run() -> None:
 
 @pytest.mark.long
 def test_batches_of_similar_length_are_far_from_the_law() -> None:
-    """The distance of each batch against that of a batch drawn at random. Those of
+    """The distance of each batch from the law, compared with that of a random batch. Batches of
     length buckets are all short or all long."""
     workload = LongTailWorkload(within_group=0.9, median=200.0, cap=2000)
     first = april(SchedulerConfig(batch_groups=32, group_size=8))

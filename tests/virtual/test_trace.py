@@ -195,7 +195,7 @@ LINES = """
 {"t":22,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"flushing"}
 {"t":23,"fact":"ControlCallFailed","engine":"b","call":"flush","cause":"timeout"}
 """
-"""A fleet of two: one is lost and comes back, the other is put to sleep, and the process dies."""
+"""A fleet of two: one engine is lost and returns, the other sleeps, and the process dies."""
 
 
 def test_engines_that_are_lost_asleep_or_inconsistent(tmp_path: Path):

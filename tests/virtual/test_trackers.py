@@ -30,7 +30,7 @@ BLOCK, FULL, LAST = 32_768, 1, 4
 
 
 class Kept:
-    """A writer that keeps everything."""
+    """A writer that records everything."""
 
     def __init__(self) -> None:
         self.steps: Steps = {}
@@ -44,7 +44,7 @@ class Kept:
 
 
 def tracked(writer: Writer) -> Steps:
-    """Give the same run to `writer` and to a writer that keeps everything; returns the kept."""
+    """Send the same run to `writer` and to a recording writer; returns the record."""
     kept, figures = Kept(), LiveFigures(clock=None)
     with StepTracker(writer, figures) as tracker, StepTracker(kept, figures) as keeping:
         driven([figures, tracker, keeping])

@@ -4,9 +4,7 @@ Such an exception becomes an entry of the ledger with its cause, an error of the
 the run with one sentence. It never ends a task of the scheduler without a message.
 """
 
-# Functions of users have no types.
-# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false
+# User functions have no types.
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ pytestmark = pytest.mark.virtual_time
 SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
 ONE = np.array([1], dtype=np.int32)
 LONG_S = 10_000
-"""Seconds of virtual time. What has not happened by then never happens."""
+"""Limit in seconds of virtual time; nothing new happens after it."""
 
 STRANGE = [
     asyncio.CancelledError,
@@ -81,7 +79,7 @@ def raising(error: type[BaseException]) -> Callable[..., Any]:
 def opened(
     source: Any = None, *, fleet: SimFleet | None = None, **arguments: Any
 ) -> RolloutScheduler:
-    """A scheduler that is not opened yet."""
+    """Return a scheduler that is not open yet."""
     prompts = workload() if source is None else source
     settings = arguments.pop("config", config())
     return RolloutScheduler(fleet or SimFleet(1), prompts, config=settings, **arguments)
@@ -185,7 +183,7 @@ async def test_a_source_of_prompts_that_raises_anything_ends_the_run(
 
 async def test_a_source_that_waits_for_more_does_not_hold_closing_up():
     class Pushed:
-        """Gives some prompts and then waits for more, as a queue does."""
+        """Yields some prompts and then waits for more, as a queue does."""
 
         def __init__(self, count: int) -> None:
             self.left, self.waits, self.cancelled = count, False, False
@@ -256,7 +254,7 @@ async def test_a_publisher_that_raises_anything_fails_its_update(
 
 
 async def test_a_value_that_is_not_a_publisher_is_refused():
-    """A trainer's adapter takes a folder, so a scheduler is given one too."""
+    """An adapter of a trainer takes a folder, so users may pass a folder here too."""
     async with opened() as rollouts:
         with pytest.raises(ConfigError, match=r"got '/weights', .*give a publisher"):
             await rollouts.update_weights("/weights")  # pyright: ignore[reportArgumentType]
@@ -527,7 +525,7 @@ async def test_an_evaluation_of_empty_groups_is_refused():
 
 
 class Takes:
-    """Functions of every kind of parameters."""
+    """Functions with every kind of parameters."""
 
     def method(self, rollout: Any, prompt: Any) -> float:
         return 1.0

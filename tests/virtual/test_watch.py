@@ -33,14 +33,14 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has ended."""
+    """The folder of a run that has ended."""
     out = tmp_path_factory.mktemp("ended") / "run"
     assert main(["run", *SMALL, "--sim.engines", "2", "--quiet", "--out", str(out)]) == 0
     return out
 
 
 def part_of(run: Path, folder: Path, size: int) -> Path:
-    """A folder with what the run's folder had when its log had `size` bytes."""
+    """Return a copy of the run's folder from when its log had `size` bytes."""
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_bytes((run / CONFIG).read_bytes())
     (folder / EVENTS).write_bytes((run / EVENTS).read_bytes()[:size])
@@ -99,8 +99,7 @@ def test_a_partial_line_is_awaited_and_damage_is_reported(ended: Path, tmp_path:
 
 
 def test_a_resumed_run_shows_its_counts_at_every_cut(tmp_path: Path):
-    """At every cut of the log of a run that two processes wrote, with what was void and what was
-    handed over again."""
+    """The log comes from two processes, with void and redelivered batches."""
     cut = start_run(tmp_path / "b", times=(4.0,))[0]
     resume(cut)
     log = (cut / "run" / EVENTS).read_bytes()

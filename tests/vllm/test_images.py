@@ -18,7 +18,7 @@ KIND = "idefics3"
 
 
 class VisionServer(VLLMServer):
-    """A server that has the tokenizer, which vLLM needs to find placeholders."""
+    """A server with the tokenizer, which vLLM needs to find placeholders."""
 
     def _arguments(self) -> list[str]:
         given = [part for part in super()._arguments() if part != "--skip-tokenizer-init"]

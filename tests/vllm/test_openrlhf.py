@@ -79,7 +79,7 @@ def test_an_episode_of_openrlhfs_trainer(
 
 
 def trained(path: Path) -> list[dict[str, Any]]:
-    """The rollouts of one step as the policy got them."""
+    """Return the rollouts of one step as the policy received them."""
     import torch
 
     found: list[dict[str, Any]] = []
