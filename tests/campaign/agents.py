@@ -228,7 +228,7 @@ class _Campaign:
         while True:
             session = await sessions.next()
             if session.id in self.agents:
-                continue  # It had no answer that was saved, and its agent is back.
+                continue  # No answer was saved, and its agent has returned.
             drawn = np.random.default_rng([self.outcome.seed, int(session.id)])
             task = session.prompt.metadata["task"]
             agent = self.agents[session.id] = _Agent(

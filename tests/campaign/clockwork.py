@@ -78,6 +78,6 @@ class VirtualThreads:
     def _workers_of(self, executor: Any) -> _Workers:
         key = id(executor)
         if key not in self._workers:
-            self._executors.append(executor)  # or another one could get its id
+            self._executors.append(executor)  # otherwise another object could get its id
             self._workers[key] = _Workers(getattr(executor, "_max_workers", 32))
         return self._workers[key]

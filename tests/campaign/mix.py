@@ -155,7 +155,7 @@ class Mix:
         reward = draw.choice(["none", "rollout", "group"]) if draw.random() < 0.4 else self.reward
         accepts = not self.accepts if draw.random() < 0.2 else self.accepts
         settings = _settings(draw, stops=self.has("stops"))
-        if draw.random() < 0.5:  # just a few are others
+        if draw.random() < 0.5:  # only a few differ
             some = draw.sample(_INDEPENDENT, draw.randrange(1, 4))
             settings = self.settings | {name: settings[name] for name in some}
         return replace(self, settings=settings, reward=reward, accepts=accepts)

@@ -80,7 +80,7 @@ def _at_some_time(
             return replace(fault, at=start)
         return replace(fault, at=start, routes=_ROUTES[rng.integers(len(_ROUTES))], times=1)
     if rng.random() < 0.1:
-        when: dict[str, Any] = {"at": OPEN_S}  # and to the end
+        when: dict[str, Any] = {"at": OPEN_S}  # until the end
     else:
         when = {"at": start, "until": round(start + 1 + float(rng.exponential(60)), 3)}
     counts: dict[str, list[float]] = {

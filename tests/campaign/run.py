@@ -52,7 +52,7 @@ def outcome_of(seed: int, options: argparse.Namespace) -> Outcome:
 def one(task: tuple[int, argparse.Namespace]) -> dict[str, Any]:
     """Run one seed, and return plain data."""
     seed, options = task
-    gc.freeze()  # what is imported need not be looked at again after each seed
+    gc.freeze()  # imports need not be scanned again after each seed
     signal.signal(signal.SIGPROF, _raise_loops_forever)
     signal.setitimer(signal.ITIMER_PROF, CPU_S, CPU_S)
     started = time.process_time()

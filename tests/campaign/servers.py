@@ -107,7 +107,7 @@ def settings_of(mix: Mix) -> SchedulerConfig:
 
 def run(seed: int, *, companions: bool = False) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
-    random.seed(seed)  # the adapter's retries draw their waits from it
+    random.seed(seed)  # the adapter draws its retry delays from it
     mix = replace(Mix.of(seed, only=(), companions=companions), episodes=False)
     horizon_s = BATCHES * (BATCH_S + TRAIN_S[seed % len(TRAIN_S)])
     script = random_script(seed, engines=ENGINES, horizon_s=horizon_s)
@@ -210,7 +210,7 @@ class _Run:
                         batch, version=rollouts.version, secured=False, settings=self.mix.settings
                     )
                     break
-                except RefitError:  # no engine has whole weights
+                except RefitError:  # no engine has consistent weights
                     await self._update(rollouts)
             await asyncio.sleep(self.train_s)
             await self._update(rollouts)

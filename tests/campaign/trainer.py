@@ -129,7 +129,7 @@ class Trainer:
         if not parts or parts[-1].index >= state.in_flight.counters.batches:
             return
         if any(batch.index == parts[-1].index for batch in state.delivery.batches_again):
-            return  # the rest of it comes
+            return  # more groups will follow
         self.parts = []
         groups = tuple(group for part in parts for group in part.groups)
         ended = replace(parts[-1], groups=groups, redelivered=_any_redelivered(parts))
@@ -187,7 +187,7 @@ class Trainer:
         groups = life.mix.settings["stop"] == "groups"
         enough = len(list(state.in_flight.ready)) >= life.mix.settings["batch_groups"]
         if not state.fleet.control.engines:
-            return  # they were lost a moment ago
+            return  # they were lost just before
         if state.prompts.stock or waits or (groups and enough and not state.weights.update):
             life.complain(f"the source is dry, and other work is left undone: {life.in_flight()}")
 

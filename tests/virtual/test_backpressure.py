@@ -55,7 +55,7 @@ class Watching:
 
 @dataclass
 class Outcome:
-    """Run a program under back-pressure and return its result."""
+    """The outcome of a program under back-pressure."""
 
     watching: Watching
     batches: list[Batch]

@@ -241,7 +241,7 @@ async def test_a_killed_run_resumes_with_its_rows(turns: Any) -> None:
         kept = copy.deepcopy(store)
     carried = 0
     second = RolloutScheduler(SimFleet(2), workload(), store=kept, **named)
-    async with second as rollouts:  # its engines were started anew
+    async with second as rollouts:  # its engines were restarted
         await rollouts.update_weights(SimPublisher(), version=3)
         async for batch in batches(rollouts, 3):
             for rollout in batch.rollouts:
@@ -279,7 +279,7 @@ async def test_rows_of_an_abandoned_prompt_are_not_restored() -> None:
         await rollouts.update_weights(SimPublisher())
         updated.set()
         await asyncio.sleep(2)
-        await rollouts.update_weights(SimPublisher())  # the responses come back, with their rows
+        await rollouts.update_weights(SimPublisher())  # the responses are restored, with their rows
         await asyncio.sleep(0.1)
         assert all(1 < each.log.size < 600 for each in members)
         kept = copy.deepcopy(store)

@@ -238,8 +238,8 @@ async def two(server: SimServer, tmp_path: Path) -> tuple[Path, Path]:
 async def test_a_refit_is_proved_and_taken_back(
     server: SimServer, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, works: bool
 ):
-    """An engine that computes with a copy of its first weights never changes its tokens, so it
-    fails."""
+    """An engine that computes with a copy of its first weights never changes its tokens, so the
+    check fails."""
 
     async def stale(self: ServedEngine, body: Any) -> str:
         return await self.relabel(body.weight_version)

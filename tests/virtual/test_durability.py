@@ -309,7 +309,7 @@ async def test_a_checkpoint_takes_the_place_of_what_the_store_has(tmp_path: Path
     async with restored(checkpoint, store) as rollouts:
         assert (await rollouts.next_batch()).index == 1
     again = await first_batch(store)
-    assert again.index == 1, "the batch was not acknowledged, and is given again"
+    assert again.index == 1, "the batch was not acknowledged, and is delivered again"
 
 
 @pytest.mark.parametrize("acknowledge", [True, False])

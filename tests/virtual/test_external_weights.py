@@ -322,7 +322,7 @@ async def test_a_trainer_that_raises_is_repaired_by_the_next_update(moved: int):
         assert rollouts.version == 0
         assert not rollouts.state.weights.versions.engines
         with pytest.raises(RefitError, match="no engine has the fleet's weights"):
-            await take_all(rollouts, batches)  # what was complete before is delivered
+            await take_all(rollouts, batches)  # batches that were already complete are delivered
         async with rollouts.paused_for_weights():
             await load(engines, 1)
         batches.append(await rollouts.next_batch())
@@ -355,7 +355,7 @@ async def test_a_label_of_another_version_is_not_taken():
             async with rollouts.paused_for_weights(version=1):
                 await load(engines, 3)
         async with rollouts.paused_for_weights(version=3):
-            pass  # the engines have it already
+            pass  # the engines already have it
         await rollouts.next_batch()
         assert rollouts.version == 3
 
@@ -391,7 +391,7 @@ async def test_a_trainer_cancelled_before_the_pause_changes_nothing():
 
     async with running(straggler="run", pace="asynchronous") as (rollouts, _):
         batches = [await rollouts.next_batch()]
-        with pytest.raises(TimeoutError):  # the stragglers have not ended by then
+        with pytest.raises(TimeoutError):  # the stragglers are still running then
             await asyncio.wait_for(block(rollouts), 0.1)
         batches.append(await rollouts.next_batch())
         assert rollouts.state.weights.versions.engines == {"sim-0": 0, "sim-1": 0}

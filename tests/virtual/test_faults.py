@@ -279,7 +279,7 @@ def test_a_reset_before_the_answer_breaks_the_connection():
     async def main(fault: Fault, carried_out: bool) -> tuple[int, int]:
         fault = replace(fault, routes=("/pause_generation",))
         async with Setting(replace(fault, times=1)) as setting:
-            await setting.engine.pause("retract")  # harmless to repeat, so it was
+            await setting.engine.pause("retract")  # repeated, because that is harmless
             paused_once = setting.server.engine.counters.paused_seconds
             await setting.engine.resume()
         async with Setting(fault) as setting:

@@ -122,7 +122,7 @@ async def test_clients_set_only_the_fields_that_the_operator_lists():
     async with front() as one:
         plain = await one.reference(40)
         ignored = await one.raw.done("/generate", asked(40, **fields))
-        assert ignored["output_ids"] == plain, "nothing of it has arrived"
+        assert ignored["output_ids"] == plain, "none of its tokens has arrived"
         for name in ("extra", "request", "keep"):
             params = {**asked(40)["sampling_params"], name: {"priority": 1}}
             status, refused = await one.raw.post(
@@ -255,7 +255,7 @@ async def test_a_response_survives_an_update_and_lists_its_versions(one: Front, 
     status, answer = await one.raw.post("/update_weights_from_disk", body)
     assert (status, answer["success"]) == (200, True)
     assert one.servers[0].engine.batcher.paused == "retract", "it stays paused after the update"
-    assert not late.events, "a request that comes during a pause waits"
+    assert not late.events, "a request that arrives during a pause waits"
     await one.raw.done("/continue_generation", {})
     assert (await one.raw.get("/ready"))[0] == 200
     await late.end()

@@ -51,7 +51,7 @@ async def reference(server: SimServer, tokens: int) -> list[int]:
 
 
 async def interrupted(reader: Reader) -> int:
-    """Wait until the gateway ends a response because it stops; returns the response's tokens."""
+    """Wait until the gateway ends a response because it stops; returns the number of its tokens."""
     await reader.end()
     error = reader.events.pop()["error"]
     assert (error["code"], error["retryable"]) == (503, True)
@@ -268,7 +268,7 @@ def saved_tokens(store: Path, copy: Path) -> int:
         stored = SqliteStore(copy)
         saved = stored.open()
         stored.close()
-    except StoreError:  # It was copied in the middle of a write.
+    except StoreError:  # The copy was made in the middle of a write.
         return 0
     return 0 if saved is None else sum(len(each.token_ids) for each in saved.tokens.values())
 

@@ -36,7 +36,7 @@ config = partial(small.config, group_size=2)
 
 
 class Setting:
-    """Opens a scheduler on two servers, the first of which leaves."""
+    """A scheduler on two servers, the first of which leaves."""
 
     def __init__(
         self, rollouts: RolloutScheduler, fleet: SGLangFleet, servers: Sequence[SimServer]
@@ -106,7 +106,7 @@ async def test_an_engine_leaving_asleep_stays_asleep_until_the_end(straggler: st
         async with there.rollouts.asleep(tags=TAGS):
             await there.leaves()
             await asyncio.sleep(100)
-            assert there.released() == frozenset(TAGS), "the trainer has the memory"
+            assert there.released() == frozenset(TAGS), "the memory belongs to the trainer"
             assert there.engine.batcher.paused == "retract"
         await there.is_handed_back()
         await there.rollouts.next_batch()
@@ -130,7 +130,7 @@ async def test_an_engine_rejoining_asleep_works_after_the_sleep(closes: bool):
             await there.fleet.remove(there.servers[0].url)
             await there.comes_back()
             await asyncio.sleep(100)
-            assert there.released() == frozenset(TAGS), "the trainer has the memory"
+            assert there.released() == frozenset(TAGS), "the memory belongs to the trainer"
         if closes:
             await there.rollouts.close()
             assert there.is_as_it_was()
@@ -147,7 +147,7 @@ async def test_one_that_is_lost_asleep_comes_back_after_the_sleep():
         async with there.rollouts.asleep(tags=TAGS):
             there.rollouts._session.feed(EngineLost(engine=there.name, cause="who knows"))
             await asyncio.sleep(1000)
-            assert there.released() == frozenset(TAGS), "the trainer has the memory"
+            assert there.released() == frozenset(TAGS), "the memory belongs to the trainer"
         await until(lambda: there.name in there.rollouts.state.fleet.control.engines, 120.0)
 
 

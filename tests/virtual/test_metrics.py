@@ -198,7 +198,7 @@ def test_metrics_listen_on_loopback_and_refuse_bad_ports():
             pass
     with pytest.raises(urllib.error.URLError), urllib.request.urlopen(server.url, timeout=600):
         pass
-    with socket.socket() as again:  # it has let go of the port
+    with socket.socket() as again:  # the port is free again
         again.bind(("127.0.0.1", server.port))
     with pytest.raises(ConfigError, match="port is 70000"), serve_metrics(metrics, 70_000):
         pass

@@ -202,7 +202,7 @@ def test_training_time_is_measured_on_both_paces() -> None:
 
 def test_the_figures_follow_a_pace_that_changes_twice() -> None:
     figures, facts, wall = simulated(Switching(["synchronous", "asynchronous", "synchronous"]))
-    # Drifting lengths may also need the last one.
+    # Drifting lengths may request the last schedule again.
     paces = [pace for pace, _ in facts.schedules]
     assert paces[:3] == ["synchronous", "asynchronous", "synchronous"]
     assert set(paces[3:]) <= {"synchronous"}

@@ -76,7 +76,7 @@ async def test_the_gateway_of_the_manifest_answers_its_probes(tmp_path: Path):
             async with Raw(url, "control") as control:
                 assert (await control.post("/pause_generation", {"mode": "in_place"}))[0] == 200
                 for path in probes:
-                    assert (await control.get(path))[0] == 200, "a pause takes no client away"
+                    assert (await control.get(path))[0] == 200, "a pause disconnects no client"
                 assert (await control.post("/continue_generation", {}))[0] == 200
                 # A request notices a lost server, and then waits.
                 await one.crash()

@@ -43,7 +43,7 @@ def lose(rollouts: RolloutScheduler, name: str) -> None:
 
 
 async def test_a_resumed_run_accepts_a_server_restarted_since(tmp_path: Path):
-    """An engine once was refused, because the servers do not have the same weights."""
+    """The restarted server once was refused, because the servers do not have the same weights."""
     lengths = LongTailWorkload(median=20, cap=60, group_size=4, seed=3, vocab_size=400)
     store, (weights, newer) = tmp_path / "rollouts.store", two_weights(tmp_path)
     async with served() as first, served() as second:

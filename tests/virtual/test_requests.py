@@ -137,7 +137,7 @@ async def test_a_killed_run_resumes_with_media_and_answers() -> None:
     scheduler = RolloutScheduler(fleet, prompts(), config=config(straggler="abort"), store=store)
     async with scheduler as rollouts:
         (await rollouts.next_batch()).acknowledge()
-        await asyncio.sleep(10)  # until the others have come back
+        await asyncio.sleep(10)  # until the others have returned
         kept = copy.deepcopy(store)
     again = RolloutScheduler(SimFleet(2, vocab_size=1000), prompts(), config=config(), store=kept)
     carried = 0

@@ -145,8 +145,8 @@ def test_a_hanging_engine_gets_one_call_and_blocks_no_other(tmp_path: Path):
     engines = sample(tmp_path, Fleet(hangs, well), 25.5).engines
     assert engines["well"].t.tolist() == list(range(26))
     assert hangs.most == 1
-    assert hangs.asked == 3, "every 10 s, when its time is up"
-    assert hangs.at_once == 0, "the end of the block left nothing behind"
+    assert hangs.asked == 3, "one call every 10 s, after the timeout"
+    assert hangs.at_once == 0, "the end of the block cancels open calls"
     assert np.isnan(engines["hangs"].running).all()
 
 
@@ -162,7 +162,7 @@ async def test_engines_that_join_are_sampled_from_then_on(tmp_path: Path):
 
 
 async def test_rates_of_the_embedded_engine_add_up_to_its_counters(tmp_path: Path):
-    """They join and leave in the middle of steps, while a scheduler uses the engine."""
+    """Samples fall into the middle of steps, while a scheduler uses the engine."""
     fleet = SimFleet(1)
     async with (
         RolloutScheduler(fleet, workload(), config=config()) as rollouts,

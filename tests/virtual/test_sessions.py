@@ -662,7 +662,7 @@ async def test_answers_that_wait_for_the_store_share_its_saves(
 
 
 class SlowStore(SqliteStore):
-    """Writes in a thread while it may."""
+    """Writes in a thread, and only while `let` is set."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -627,7 +627,7 @@ async def test_a_session_may_go_on_later_while_no_scheduler_is_open(
     body = {"messages": [by("user", "x")]}
 
     async def heard(session: Session, http: aiohttp.ClientSession) -> set[tuple[int, str | None]]:
-        """The answers to an agent, and a launcher that reports."""
+        """Return the answers that an agent and a reporting launcher get."""
         found: set[tuple[int, str | None]] = set()
         calls = [
             (f"{session.url}/chat/completions", session.key, body),

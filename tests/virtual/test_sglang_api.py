@@ -135,7 +135,7 @@ async def test_a_flush_wants_an_idle_or_paused_engine(api: Api):
             assert (status, text) == (400, "Flush cache failed.\n")
         late = tasks.create_task(api.raw.post("/flush_cache?timeout=60"))
         await api.raw.post("/pause_generation", {"mode": "retract"})
-        assert (await late)[0] == 200, "it waits so long"
+        assert (await late)[0] == 200, "the flush waits until the engine is idle"
         await api.raw.post("/continue_generation", {})
         await api.raw.post("/abort_request", {"abort_all": True})
     assert call.done()

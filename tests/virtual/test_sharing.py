@@ -143,7 +143,7 @@ async def test_a_scheduler_whose_claim_is_lost_stops():
             async def claim() -> bool:
                 return False
 
-            engine.claim = claim  # as if another process had got both sessions
+            engine.claim = claim  # as if another process held both sessions
             with pytest.raises(EngineTaken, match="is claimed by another scheduler"):
                 await take_batches(rollouts)
 

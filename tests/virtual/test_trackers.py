@@ -133,7 +133,7 @@ def records(file: Path) -> Iterator[bytes]:
     wandb has no reader for it."""
     data, place, whole = file.read_bytes(), 7, b""
     while place + 7 <= len(data):
-        if place % BLOCK > BLOCK - 7:  # the rest of a block that no record's header fits into
+        if place % BLOCK > BLOCK - 7:  # the end of a block, too short for another header
             place += BLOCK - place % BLOCK
             continue
         length, kind = struct.unpack_from("<HB", data, place + 4)

@@ -299,7 +299,7 @@ def test_every_id_is_delivered_once_or_in_flight(name: str):
     held = sorted(run.sent & set(run.in_flight))
     assert len(held) >= BATCH_GROUPS * GROUP // 2
     assert misplaced(run.sent, run.delivered, held) == set()
-    assert misplaced(run.sent, run.delivered) == set(held), "who is left out is found"
+    assert misplaced(run.sent, run.delivered) == set(held), "rollouts left out are found"
 
 
 # --- 2. and 3. equivalence, and what must fail it ------------------------------------------------
@@ -358,7 +358,7 @@ def test_evicting_the_stale_fails():
     assert run.evicted
     dropped = [rollout_id for rollout_id, _ in run.evicted]
     places = (run.delivered, run.in_flight, dropped)
-    assert misplaced(run.sent, *places) == set(), "what is dropped is named"
+    assert misplaced(run.sent, *places) == set(), "dropped rollouts are listed"
     found = compared(run.lengths)
     assert not found["mean"].equivalent
     assert found["mean"].high < -0.05

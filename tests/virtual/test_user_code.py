@@ -620,7 +620,7 @@ async def test_a_reward_that_always_fails_raises_with_its_traceback(
     assert "no_answer (" in record.getMessage()
     assert record.exc_info is not None
     names = [frame.name for frame in traceback.extract_tb(record.exc_info[2])]
-    assert names == ["no_answer"], "no line of the library stands before the caller's"
+    assert names == ["no_answer"], "no line of the library precedes the caller's"
 
 
 @each_row(
