@@ -172,7 +172,7 @@ def drawn(count: int, seed: int = 11) -> Ints:
 
 
 def compared(batches: Sequence[Ints], *, block: int = 1) -> Equivalence:
-    """Compare batches after the burn-in with the draws for that many prompts and a third more."""
+    """Compare batches after the burn-in with the draws for a third more prompts."""
     return equivalence(
         batches[BURN_IN:],
         [drawn(BATCHES * BATCH_GROUPS * 4 // 3).ravel()],
