@@ -225,7 +225,7 @@ def test_the_engines_generate_until_the_weights_are_on_the_disk(
         saved(parts, made.config, 0, Path(meta.path))
         future.result(60)
         assert [each for each in commands if isinstance(each, facts.RefitBegun)]
-        assert made.get_version() == 0, "the trainer has not told its number yet"
+        assert made.get_version() == 0, "the trainer has not set its version yet"
         made.set_version(1)
         assert made.get_version() == 1
         assert Path(meta.path).exists()

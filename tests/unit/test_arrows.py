@@ -283,7 +283,7 @@ def forbidden(found: Import, rule: Rule) -> str | None:
         return None
     if top in LAZY and not rule.pure:
         return "must wait until it is used"
-    return "is no dependency of this part"
+    return "is not a dependency of this part"
 
 
 def effects(tree: ast.AST) -> Iterator[tuple[str, int]]:

@@ -120,8 +120,8 @@ def test_pauses_grow_while_an_engine_takes_nothing_and_start_again_with_an_answe
 
 
 def serve(room: int, requests: int, *, total: bool) -> tuple[int, int]:
-    """Let an engine answer `requests` that has room for so many, in all or in its queue. Returns
-    how many it refused, and how many it had at most."""
+    """Send `requests` requests to an engine that holds at most `room`, in all if `total`, else in
+    its queue. Return how many it refused, and how many it held at most."""
     admission, now, sent, refused, most = Admission(), 0.0, 0, 0, 0
     queue: list[int] = []
     running: list[int] = []
@@ -230,7 +230,7 @@ def test_a_dropped_group_of_a_busy_engine_is_forgotten():
 
 
 def test_a_quiet_engine_is_asked_while_another_one_is_busy():
-    """A busy engine without requests is no spare one."""
+    """A busy engine without requests does not count as idle."""
     driver = driver_of(groups=1, engines=("a", "b", "c"))
     driver.auto_verify = False
     (busy,) = {send.engine for send in driver.sends.values()}

@@ -1,4 +1,4 @@
-"""Tests how the core takes a version that somebody else has brought into the engines."""
+"""Tests how the core follows a version that another client has loaded into the engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.driver import Driver, Key, config, span
 
 
 def loaded(driver: Driver, version: int = 1, *, labelled: bool = True) -> list[do.Command]:
-    """The trainer says that it has loaded `version`; no engine has answered yet."""
+    """Let the trainer report that it has loaded `version`; no engine has answered yet."""
     return driver.feed(ev.UpdateRequested(version=version, external=True, labelled=labelled))
 
 
@@ -316,7 +316,7 @@ def test_the_trainers_own_word_ends_the_following():
 
 
 def test_tokens_of_a_newer_label_are_not_exact_if_their_engine_is_lost_before_the_fleet_follows():
-    """Their attempt was sent after the following had begun."""
+    """Their attempt was sent while the fleet was already following the newer version."""
     driver = following("a", "b", "c", batch_groups=1, group_size=1, over_provision=1.0)
     key = driver.attempts()[0]
     engine = driver.sends[key].engine

@@ -84,7 +84,7 @@ def test_a_request_that_two_engines_refuse_is_not_tried_again():
     driver.fail((key[0], 2), cause="too long", final=True)
     assert driver.state.in_flight.ledger.rollouts[Reason.FAILED] == 1
     assert driver.state.in_flight.ledger.entries[0].cause == "refused at attempt 2: too long"
-    assert not driver.lost, "requests that nobody takes are no engine's fault"
+    assert not driver.lost, "requests that every engine refuses are not an engine's fault"
 
 
 @each_row("final", [True, False])
@@ -205,7 +205,7 @@ def test_requests_that_fail_everywhere_cost_no_engine_that_serves_others():
 
 
 def failing(engine_fails: bool) -> Driver:
-    """Three failures of the only engine, which serves nobody, and what it says when it is asked."""
+    """Fail the only engine, which has no other request, three times, and answer its check."""
     driver = Driver(config(batch_groups=1, group_size=1), engines=("a",), auto_verify=False)
     driver.request_batch()
     for _ in range(3):

@@ -80,7 +80,7 @@ def test_what_still_arrives_for_a_lost_member_is_counted_as_lost():
     assert ledger(driver) == {Reason.MEMBER_LOST: (1, 5)}
     replaced = group.members[0]
     assert (replaced.index, replaced.again) == (0, 1)
-    assert replaced.rollout_id in driver.dialogues.thinking, "its episode begins from the start"
+    assert replaced.rollout_id in driver.dialogues.thinking, "its episode restarts"
 
 
 def test_after_the_last_try_the_group_is_dropped():
@@ -141,7 +141,7 @@ def test_a_response_whose_reward_is_lost_is_scored_again_and_not_generated_again
     lost = driver.scores[-1].rollout.rollout_id
     for _ in range(3):
         driver.feed(ev.RewardFailed(group_id=group.group_id, cause="no sandbox", lost=lost))
-    assert group.dropped is Reason.REWARD_FAILED, "after so many tries"
+    assert group.dropped is Reason.REWARD_FAILED, "after three tries"
 
 
 @pytest.mark.parametrize("lost_last", [True, False])

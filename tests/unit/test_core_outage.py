@@ -32,7 +32,7 @@ def evaluate(driver: Driver) -> None:
     driver.evaluate(3, evaluation_id=7)
 
 
-# --- nobody is there -----------------------------------------------------------------------------
+# --- no engine is there --------------------------------------------------------------------------
 
 
 def test_the_wait_is_said_with_every_cause_then_each_minute_and_has_an_end():
@@ -46,7 +46,7 @@ def test_the_wait_is_said_with_every_cause_then_each_minute_and_has_an_end():
     (given_up,) = tick(driver, 5)
     assert isinstance(given_up, facts.FleetGivenUp)
     assert given_up.waited_s >= 200
-    assert not tick(driver, 500), "it is said once"
+    assert not tick(driver, 500), "FleetGivenUp is reported once"
 
 
 def test_an_engine_that_is_back_in_time_goes_on_as_if_nothing_had_been():
@@ -133,7 +133,7 @@ def test_an_update_waits_for_the_only_engine_which_is_catching_up():
     assert driver.state.weights.versions.engines == {"a": 2}
 
 
-# --- somebody is there, without the fleet's weights ----------------------------------------------
+# --- an engine is there, without the fleet's weights ---------------------------------------------
 
 
 def without_weights(driver: Driver) -> None:
@@ -152,8 +152,8 @@ def test_who_waits_for_a_batch_is_told_to_update_after_a_time_in_which_another_m
     (want,) = tick(driver, 4)
     assert want == facts.UpdateWanted(engines=("a",), version=1, batch=True, evaluations=())
     assert stranded(driver.state)
-    assert not tick(driver, 100), "it is said once"
-    assert "UpdateWanted" in names(driver.feed(ev.BatchRequested())), "and to who asks again"
+    assert not tick(driver, 100), "UpdateWanted is reported once"
+    assert "UpdateWanted" in names(driver.feed(ev.BatchRequested())), "and to a new request"
     driver.update()
     driver.request_batch()
     assert len(driver.sends) == 8

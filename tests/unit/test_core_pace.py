@@ -30,13 +30,13 @@ def config(**changes: object) -> SchedulerConfig:
 
 
 def schedule(
-    pace: Pace | None, *, ratio: float = 2.0, refill: Refill | None = None, why: str = "told"
+    pace: Pace | None, *, ratio: float = 2.0, refill: Refill | None = None, why: str = "given"
 ) -> Schedule:
     return Schedule(over_provision=ratio, refill=refill or Wave(), pace=pace, why=why)
 
 
 class Received:
-    """A driver with the facts that it was told."""
+    """A driver, with the facts since its last schedule."""
 
     def __init__(self, **changes: object) -> None:
         self.facts: list[Fact] = []
@@ -119,7 +119,7 @@ def test_a_schedule_that_is_not_possible_changes_nothing_and_is_told(
     received.plan(planned)
     assert (received.driver.state.plan.schedule, received.driver.state.plan.target_groups) == before
     (refused,) = [fact for fact in received.facts if isinstance(fact, ScheduleRefused)]
-    assert refused.schedule == "told"
+    assert refused.schedule == "given"
     assert why in refused.cause
     assert not any(isinstance(fact, ScheduleChanged) for fact in received.facts)
 
@@ -149,13 +149,13 @@ def test_engines_that_wait_for_the_trainer_go_on_as_soon_as_the_pace_is_asynchro
     assert held
     assert not any(driver.state.fleet.control.runs(name) for name in held)
     received.plan(schedule("asynchronous"))
-    assert ScheduleChanged(schedule="told", refill="wave", pace="asynchronous") in received.facts
+    assert ScheduleChanged(schedule="given", refill="wave", pace="asynchronous") in received.facts
     assert driver.state.asynchronous
     assert [(type(c).__name__, c.engine) for c in driver.controls] == [
         ("Continue", engine) for engine in held
     ]
     driver.settle()
-    assert len(driver.state.in_flight.groups) == 4, "a wave is begun without a request"
+    assert len(driver.state.in_flight.groups) == 4, "a wave starts without a request"
     assert all(driver.state.fleet.control.runs(name) for name in driver.engines)
 
 
@@ -163,7 +163,7 @@ def test_engines_that_generate_ahead_are_paused_as_soon_as_the_pace_is_synchrono
     received = Received()
     driver = received.driver
     received.plan(schedule("asynchronous"))
-    assert driver.attempts(), "nobody has asked for a batch"
+    assert driver.attempts(), "no batch has been requested"
     received.plan(schedule("synchronous"))
     assert [type(control).__name__ for control in driver.controls] == ["Pause"] * 2
     driver.settle()
@@ -183,7 +183,7 @@ def test_in_the_middle_of_a_batch_no_second_wave_is_begun() -> None:
     received.plan(schedule("asynchronous", ratio=2.0))
     assert driver.state.in_flight.training == 2
     driver.finish_batch(10)
-    assert driver.state.in_flight.training == 4, "the next batch has begun"
+    assert driver.state.in_flight.training == 4, "the next batch has started"
 
 
 def test_a_planner_that_knows_no_paces_leaves_the_pace_as_it_is() -> None:
@@ -236,7 +236,7 @@ def test_a_resumed_run_goes_on_with_the_pace_that_it_had() -> None:
     assert received.driver.state.asynchronous
     assert [type(fact) for fact in received.facts][:2] == [RunOpened, ScheduleChanged]
     assert received.facts[1] == ScheduleChanged(
-        schedule="told", refill="wave", kept=True, pace="asynchronous"
+        schedule="given", refill="wave", kept=True, pace="asynchronous"
     )
     received.driver.request_batch()
     assert len(received.driver.redelivered) == 1

@@ -295,7 +295,7 @@ def test_a_resumed_run_continues_each_rollout_under_its_version():
     others = [send for send in sent.values() if send.rollout_id not in waiting]
     assert {send.engine for send in others} <= {"a"}
     end_all(driver, "b")
-    # Nobody can publish version 1 again before the trainer's next update.
+    # Version 1 cannot be published again before the trainer's next update.
     assert list(driver.state.fleet.control.standby) == ["b"]
     update(driver)
     driver.settle()
@@ -315,7 +315,7 @@ def test_a_rollout_that_met_a_restarted_engine_begins_again_and_is_not_mixed():
 
 
 def test_an_update_takes_the_engine_that_began_to_catch_up_while_it_waited():
-    """It waited for ever for that engine when the others were lost."""
+    """Otherwise it would wait forever for that engine once the others are lost."""
     driver = started(Driver(rolling()))
     update(driver)
     for engine in ("a", "b"):
@@ -351,12 +351,11 @@ def test_an_episode_keeps_an_engine_of_its_version_between_two_turns():
     driver.feed(ev.EngineLost(engine=old, cause="killed"))
     assert driver.state.in_flight.ledger.rollouts == {Reason.MEMBER_LOST: 1}
     started = driver.state.in_flight.rollouts.keys() & driver.dialogues.thinking.keys()
-    assert max(started) > max(thinking), "the lost episode begins again"
+    assert max(started) > max(thinking), "the lost episode restarts"
 
 
 def test_after_a_quiet_time_the_engine_of_a_turns_own_version_is_asked():
-    """The engines that have another version by then were taken for ones that are ready for it, and
-    the turn waited for ever."""
+    """If engines of another version counted as candidates, the turn would wait forever."""
     driver = Driver(rolling(), engines=("a", "b", "c"), episodes=True)
     driver.request_batch()
     for rollout_id in list(driver.dialogues.thinking):

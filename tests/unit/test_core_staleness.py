@@ -224,7 +224,7 @@ def test_a_batch_by_tokens_takes_what_the_lengths_say():
     assert len(driver.group_ids()) == 3, "batch_groups is what is known at first"
     driver.finish_groups(driver.group_ids()[:2], count=5)
     assert driver.state.batch_groups == 60
-    assert len(driver.group_ids()) == 87, "57 are missing, and half as many more"
+    assert len(driver.group_ids()) == 87, "1.5 times the 58 groups that are missing"
     while not driver.batches:
         driver.finish_group(driver.group_ids()[0], count=5)
     assert len(driver.batches[0].groups) == 60

@@ -287,7 +287,7 @@ def test_a_rollout_that_ended_in_the_pause_has_no_stale_keys():
 
 
 def test_an_evaluation_that_comes_while_an_update_waits_is_of_the_new_version():
-    """A trainer that evaluated often kept an update waiting for ever."""
+    """Otherwise frequent evaluations would keep an update waiting forever."""
     driver = Driver(config(pace="synchronous"))
     evaluate = [
         ev.EvaluationRequested(evaluation_id=number, prompts=prompts(1), group_size=1)

@@ -162,7 +162,7 @@ def test_a_label_of_an_older_version_counts_the_tokens_under_it():
 
 
 def test_a_label_alone_brings_the_only_engine_up_again():
-    """No other event of the engine follows that could begin the refit."""
+    """No later event of the engine would start the refit."""
     driver = one_at_a_time()
     driver.update(republishable=True)
     driver.request_batch()
@@ -305,7 +305,7 @@ def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: Str
     driver.request_batch()
     driver.feed(ev.UpdateRequested(version=1))
     if not BEHAVIOURS[straggler].waits_inside:
-        for key in driver.attempts():  # until nothing runs the update waits, and has not begun
+        for key in driver.attempts():  # the update starts once no request runs
             driver.interrupt(key)
     assert driver.state.weights.update is not None
     assert driver.state.weights.update.phase is not UpdatePhase.WAITING

@@ -138,7 +138,7 @@ async def test_a_failure_at_the_very_end_repeats_nothing():
 
 
 class Loading(GroupMember):
-    """It has the bytes of the second bucket, and then loads them until it may go on."""
+    """Keeps loading the second bucket, after its bytes have arrived, until `may_go_on` is set."""
 
     def __init__(self, name: str, *, refuses: bool = False) -> None:
         super().__init__(name)
@@ -199,7 +199,7 @@ async def test_an_engine_that_cannot_load_a_bucket_tears_no_other_although_the_n
 
 
 async def test_a_mistake_in_the_weights_of_a_later_bucket_is_told_before_a_failure_of_an_engine():
-    """The engine loads one bucket meanwhile, and what it has of the others is no version."""
+    """The engine is loading a bucket when reading fails, and must not take the new version."""
     asked = threading.Event()
 
     def broken() -> Iterator[tuple[str, Tensor]]:
@@ -306,7 +306,7 @@ def test_no_engine_is_blamed_for_a_failure_of_the_trainers_side():
 
 
 class Gathered:
-    """Weights that every rank gathers: counts how often they are begun and read to the end."""
+    """Weights that every rank gathers: counts how often reading starts and reaches the end."""
 
     def __init__(self) -> None:
         self.started = self.ended = 0

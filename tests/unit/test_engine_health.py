@@ -207,7 +207,7 @@ def test_a_lighter_load_is_not_held_against_a_heavier_one():
     health = EngineHealth()
     health.learn(Window(rate=200.0, fair=200.0, octave=1))
     assert health.usual_at(1) == 200.0
-    assert health.usual_at(8) is None, "it never had so many"
+    assert health.usual_at(8) is None, "no window had a load of this octave"
     health.learn(Window(rate=30.0, fair=30.0, octave=8))
     assert health.usual_at(5) == 30.0
 

@@ -1,4 +1,4 @@
-"""Tests that files in a folder of somebody else neither block a command nor redirect a write."""
+"""Tests that files in another user's folder neither block a command nor redirect a write."""
 
 from __future__ import annotations
 

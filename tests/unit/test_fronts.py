@@ -1,7 +1,7 @@
 """Tests what every front of a scheduler promises to a trainer, with simulated engines: whatever
-ends a call early, no batch is lost, none comes twice, and nobody waits for ever.
+ends a call early, no batch is lost or delivered twice, and no call waits forever.
 
-What only one of them has is in the tests of that one.
+Each front's own tests cover what only that front has.
 """
 
 # pyright: basic
@@ -317,7 +317,7 @@ def test_a_store_changes_nothing_of_it(front: Front):
 
 
 def test_an_interrupt_of_a_stream_loses_no_group(front: Front, rollouts: Any):
-    """Each loop takes one group, and the next loop goes on."""
+    """Each loop takes one group, and the next loop continues."""
     parts: list[Batch] = []
 
     def take() -> None:
@@ -487,7 +487,7 @@ PHASES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_close_ends_a_call_in_each_phase(rollouts: Any, phase: str):
-    """Another thread calls again and again, and is told."""
+    """Another thread that calls repeatedly receives SchedulerClosed."""
     call, started = PHASES[phase], threading.Event()
 
     def again_and_again() -> None:

@@ -23,7 +23,7 @@ TAKEN = 64 * MIB
 what is sent."""
 LIMITS = HttpLimits(max_answer_bytes=4 * MIB, control_timeout=20.0)
 TOKENS = 8
-KEY = "a-key-that-nobody-must-see"
+KEY = "a-key-that-must-stay-secret"
 
 OK = b"HTTP/1.1 200 OK\r\n"
 LAST = chunked(event(0, TOKENS, finish="length"))
@@ -232,7 +232,7 @@ async def test_an_endless_control_answer_is_cut_off(path: str, name: str) -> Non
             assert str(error).isprintable()  # noqa: PT017
             assert len(str(error)) < 500  # noqa: PT017
         else:
-            # A missing schema is no reason to refuse a server.
+            # A server without a schema is accepted.
             assert path == "openapi.json"
             await engine.close()
         assert server.written < 3 * TAKEN  # a broken connection is tried three times

@@ -293,7 +293,7 @@ def test_probes_that_are_thrown_away_are_remembered_by_the_key_of_their_prompt()
 
 
 def test_a_batch_that_waits_for_all_its_groups_runs_no_more_than_it_takes() -> None:
-    """However many groups are overdue: those that lost would begin again."""
+    """This holds for any number of overdue groups: groups beyond the batch would restart."""
     driver = Driver(config(**ON_POLICY))
     for _ in range(12):
         driver.request_batch()
@@ -426,7 +426,7 @@ def test_a_call_that_was_withdrawn_has_not_ended_its_bucket() -> None:
     assert set(driver.sends) == running
     driver.feed(ev.BatchWithdrawn())
     driver.finish_groups(whole(driver))
-    assert driver.state.delivery.offer is None, "nobody waits for it"
+    assert driver.state.delivery.offer is None, "no call waits for it"
     assert driver.aborts, "the bucket has ended"
     driver.settle()
     driver.feed(ev.BatchRequested())

@@ -186,7 +186,7 @@ def test_a_script_without_a_guard_is_not_run_again() -> None:
     with script(
         """
         import asyncio
-        print("begins")
+        print("starts")
         from aprilsched.kernel.shell.planning import plan_in_process
         from tests.unit.test_planning_process import CONFIG, Telling, command
         print(asyncio.run(plan_in_process(Telling(), command(), CONFIG)).refill)
@@ -194,7 +194,7 @@ def test_a_script_without_a_guard_is_not_run_again() -> None:
     ) as process:
         out, _ = process.communicate(timeout=LONG_S)
     assert process.returncode == 0, out
-    assert out.count("begins") == 1
+    assert out.count("starts") == 1
     assert "Wave()" in out
 
 

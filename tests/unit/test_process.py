@@ -192,7 +192,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[process.RolloutSchedule
     with process.RolloutScheduler(in_a_process.pushed, queue, batch_groups=2) as rollouts:
         rollouts.next_batch()
         os.kill(child().pid, signal.SIGSTOP)
-        # More than a pipe takes, which had kept the trainer's loop.
+        # More than a pipe holds; a blocking write would block the trainer's loop.
         for _ in range(1000):
             queue.put(prompt(list(range(1, 200))))
         yield rollouts
@@ -218,10 +218,12 @@ def test_stops_forks_and_short_timeouts_at_random_lose_no_batch(
     with process.RolloutScheduler(in_a_process.simple, pace="asynchronous") as rollouts:
         scheduler = child().pid
         while len(got) < 40:
-            what = rng.choice(["stop", "go on", "go on", "go on", "update", "fork", "", ""])
+            what = rng.choice(
+                ["stop", "continue", "continue", "continue", "update", "fork", "", ""]
+            )
             if what == "stop":
                 os.kill(scheduler, signal.SIGSTOP)
-            if what in ("go on", "update"):
+            if what in ("continue", "update"):
                 os.kill(scheduler, signal.SIGCONT)
             if what == "update":
                 rollouts.update_weights(SimPublisher())
@@ -304,7 +306,7 @@ def test_the_process_ends_with_the_trainers(tmp_path: Path, how: str):
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     with (
-        (tmp_path / "said").open("w") as printed,
+        (tmp_path / "output").open("w") as printed,
         subprocess.Popen(
             [sys.executable, "-W", "ignore::DeprecationWarning", str(script), how],
             stdin=subprocess.PIPE,
@@ -329,7 +331,7 @@ def test_the_process_ends_with_the_trainers(tmp_path: Path, how: str):
         if forked:
             assert runs(forked)
             os.kill(forked, signal.SIGKILL)
-    assert "Traceback" not in (tmp_path / "said").read_text()
+    assert "Traceback" not in (tmp_path / "output").read_text()
 
 
 def runs(pid: int) -> bool:

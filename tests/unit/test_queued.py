@@ -1,4 +1,4 @@
-"""Tests a slow listener in a thread: what it is passed, and how it tells what it missed."""
+"""Tests a slow listener in a thread: what it receives, and how it reports what it missed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aprilsched.observe.queued import QueuedListener
 
 
 class Slow:
-    """A listener that waits until it may continue; `begun` is set while it works."""
+    """A listener that waits until `may_go_on` is set; `started` is set by its first call."""
 
     def __init__(self) -> None:
         self.received: list[tuple[str, float]] = []

@@ -295,7 +295,7 @@ async def test_an_actor_that_dies_in_a_checkpoint(
         again = await rollouts.next_batch()
         assert (first.index, second.index, again.index) == (0, 1, 1)
         kill()
-        # It goes on from its store, and not from the checkpoint again.
+        # The restarted actor resumes from its store, not from the checkpoint.
         last = await rollouts.next_batch()
         assert last.index == 2
         assert not set(keys([first, again])) & set(keys([last]))
@@ -420,9 +420,9 @@ async def test_a_name_that_is_taken(server: ThreadedServer):
 
 async def test_an_actor_that_is_not_there():
     with pytest.raises(SchedulerClosed, match=r"was not there.*start it again"):
-        async with ActorScheduler("nobody", wait_s=0.5):
+        async with ActorScheduler("missing", wait_s=0.5):
             pass
-    stop_scheduler("nobody")
+    stop_scheduler("missing")
 
 
 async def test_an_actor_that_cannot_be_placed(

@@ -163,7 +163,7 @@ def test_a_mismatch_of_engines_is_shown(
     assert f"differ by {k3:.2g} nats, and 50 % of the tokens by more than 0.1 nats" in shown
     assert "sim-1 differs by 0.021 nats; sim-0 differs by 5e-05 nats." in shown
     assert "differ most from position 256 to 511 of the response" in shown
-    # Beside a run that says nothing of it, and beside one that does.
+    # The text appears also in a comparison, for the first and for the second run.
     assert "A: With the same weights" in page([report, reports["sync"]], library="")
     assert "B: With the same weights" in page([reports["sync"], report], library="")
     found = next(

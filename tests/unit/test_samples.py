@@ -94,7 +94,7 @@ def test_every_figure_of_a_line_can_be_read():
 
 
 def written(folder: Path, *parts: tuple[float, list[SampleLine]]) -> None:
-    """Write each part by a process of its own, which begins at that time."""
+    """Write each part by its own process, which starts at that time."""
     for t, lines in parts:
         log = SampleLog(folder / "samples.jsonl", interval=1.0)
         log.start(t)

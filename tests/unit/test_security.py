@@ -48,7 +48,7 @@ def listening() -> set[str]:
 
 
 needs_proc = pytest.mark.skipif(
-    not Path("/proc/self/net/tcp").exists(), reason="only Linux tells who listens"
+    not Path("/proc/self/net/tcp").exists(), reason="only Linux lists the listening sockets"
 )
 
 

@@ -218,7 +218,7 @@ ONE_CALL = (
     "{{ m['tool_calls'][0]['function'] | tojson }}{% else %}{{ m['content'] }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Takes one call, and leaves out the text beside it, as those of Llama 3.1 do."""
+"""Takes one call, and omits the text of a message with a call, as Llama 3.1's templates do."""
 RESULT_INSIDE = (
     "{% for m in messages %}{% if m['role'] != 'tool' %}<|im_start|>{{ m['role'] }}\n"
     "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"

@@ -403,7 +403,7 @@ def test_sampling_masks_come_with_their_tokens(cumulative: bool) -> None:
 
 @each_row("cumulative", [False, True])
 def test_likely_tokens_come_with_their_tokens(cumulative: bool) -> None:
-    """A logprob that is no number of JSON is of an id that cannot be sampled."""
+    """A null logprob stands for -inf: its id cannot be sampled, and JSON has no infinity."""
 
     def likely(start: int, end: int) -> dict[str, Any]:
         low = 0 if cumulative else start

@@ -177,7 +177,7 @@ def test_every_prompt_is_delivered_after_a_bounded_number_of_batches(
         for key in prompts(driver):
             first.setdefault(key, batch)
         while len(driver.batches) == batch:
-            # The oldest prompts are the slowest ones: whoever has lost would lose each race.
+            # The oldest prompts are the slowest ones: a prompt that lost once would always lose.
             groups = driver.state.in_flight.groups
             driver.finish_group(max(driver.group_ids(), key=lambda g: prompt(groups[g])))
         took |= {p: batch - first[p] for p in map(prompt, driver.batches[-1].groups)}

@@ -195,7 +195,7 @@ async def test_weights_that_every_rank_gathers_are_read_to_the_end_whatever_happ
 async def test_a_relay_hands_each_engine_the_copy_of_its_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trainer changes its tensors in place meanwhile."""
+    """The trainer changes its tensors in place while the relay sends."""
     trained, handed = torch.zeros(4), list[float]()
     serialize = Serializer.serialize
 
