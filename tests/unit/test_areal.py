@@ -649,7 +649,7 @@ def test_areals_settings_are_those_of_the_scheduler(parts: SimpleNamespace):
     assert made.dispatch.max_in_flight == 7
 
 
-def test_the_memory_of_the_engines_is_lent_to_the_trainer(
+def test_the_trainer_can_use_the_engines_memory(
     parts: SimpleNamespace, opened: RolloutEngine, tmp_path: Path
 ):
     """AReaL's order where trainer and engines are on the same GPUs."""

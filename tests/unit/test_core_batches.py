@@ -122,7 +122,7 @@ def test_stop_by_tokens_launches_more_when_everything_is_in_and_it_is_not_enough
     ],
     ids=str,
 )
-def test_engines_go_on_while_a_full_batch_waits_for_rewards(
+def test_engines_continue_while_a_full_batch_awaits_rewards(
     over_provision: float, changes: dict[str, object], stops: bool
 ):
     """Engines continue only with requests beyond the batch, and only if their tokens are kept."""

@@ -196,7 +196,7 @@ def test_time_in_which_an_engine_is_not_asked_does_not_count():
     assert not driver.state.in_flight.counters.retries
 
 
-def test_an_engine_that_has_other_requests_may_be_busy_for_ever():
+def test_an_engine_with_other_requests_may_stay_busy():
     driver = driver_of(groups=1, health=Health(fleet_wait_s=30.0))
     kept = driver.attempts()[0]
     for _ in range(20):
@@ -229,7 +229,7 @@ def test_a_dropped_group_of_a_busy_engine_is_forgotten():
     assert group not in driver.group_ids()
 
 
-def test_a_quiet_engine_is_asked_while_another_one_is_busy():
+def test_an_idle_engine_is_verified_while_another_is_busy():
     """A busy engine without requests does not count as idle."""
     driver = driver_of(groups=1, engines=("a", "b", "c"))
     driver.auto_verify = False

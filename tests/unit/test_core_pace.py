@@ -110,7 +110,7 @@ def test_settings_with_which_no_pace_can_be_chosen_are_refused(
     ],
     ids=str,
 )
-def test_a_schedule_that_is_not_possible_changes_nothing_and_is_told(
+def test_an_impossible_schedule_is_reported_and_not_applied(
     settings: dict[str, object], planned: Schedule, why: str
 ) -> None:
     received = Received(**settings)
@@ -124,7 +124,7 @@ def test_a_schedule_that_is_not_possible_changes_nothing_and_is_told(
     assert not any(isinstance(fact, ScheduleChanged) for fact in received.facts)
 
 
-def test_the_preset_leaves_a_pace_that_follows_weights_of_somebody_else_as_it_is() -> None:
+def test_the_preset_keeps_the_pace_of_followed_weights() -> None:
     assert PRESETS["auto"](SchedulerConfig(pace="asynchronous")).pace == "auto"
     follows = SchedulerConfig(pace="asynchronous", follow_weights=True)
     assert PRESETS["auto"](follows).pace == "asynchronous"
@@ -133,7 +133,7 @@ def test_the_preset_leaves_a_pace_that_follows_weights_of_somebody_else_as_it_is
 # --- a change of the pace ------------------------------------------------------------------------
 
 
-def test_it_begins_synchronous_and_the_schedule_says_so() -> None:
+def test_a_run_starts_synchronous_as_its_schedule_states() -> None:
     state = Received().driver.state
     assert state.plan.schedule.pace == "synchronous"
     assert not state.asynchronous
@@ -173,7 +173,7 @@ def test_engines_that_generate_ahead_are_paused_as_soon_as_the_pace_is_synchrono
     assert len(driver.batches[0].groups) == 2
 
 
-def test_in_the_middle_of_a_batch_no_second_wave_is_begun() -> None:
+def test_within_a_batch_no_second_wave_starts() -> None:
     received = Received()
     driver = received.driver
     received.plan(schedule("synchronous", ratio=1.0))
@@ -226,7 +226,7 @@ def test_the_pace_is_saved_with_the_schedule() -> None:
         assert schedule_from(schedule_record(schedule(pace))) == schedule(pace)
 
 
-def test_a_resumed_run_goes_on_with_the_pace_that_it_had() -> None:
+def test_a_resumed_run_keeps_its_pace() -> None:
     received = Received(store=MemoryStore())
     received.step()
     received.plan(schedule("asynchronous"))
@@ -277,7 +277,7 @@ def test_the_first_duration_and_those_far_above_the_others_are_left_out() -> Non
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous", "auto"])
-def test_the_planner_is_told_how_long_the_trainer_and_the_weights_take(pace: str) -> None:
+def test_the_planner_receives_the_trainers_and_refits_times(pace: str) -> None:
     received = Received(pace=pace)
     received.step(training=300.0, refit=70.0)
     (first,) = received.driver.plans
@@ -350,7 +350,7 @@ def test_a_trainer_that_has_become_slower_is_planned_for_again() -> None:
     assert driver.state.plan.planned_training == pytest.approx(30.0, rel=0.2)
 
 
-def test_a_small_part_of_a_step_is_no_reason_to_plan_again() -> None:
+def test_a_small_part_of_a_step_triggers_no_plan() -> None:
     received = Received()
     driver = received.driver
     asked: list[int] = []

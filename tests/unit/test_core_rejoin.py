@@ -32,7 +32,7 @@ def test_an_engine_that_kept_the_old_weights_stands_by_and_the_next_refit_brings
     assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
 
 
-def test_engines_with_inconsistent_weights_stand_by_while_the_others_go_on():
+def test_inconsistent_engines_are_on_standby_while_others_run():
     driver = Driver(config())
     refit(driver, a=(0, "broke off"), b=(None, "broke off in the middle"))
     assert "broke off" in driver.updates[0].cause

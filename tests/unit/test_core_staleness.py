@@ -217,7 +217,7 @@ def test_a_batch_by_samples_is_planned_as_the_groups_that_it_takes(pace: str):
     assert len(driver.group_ids()) == 12, "twice six: the bound is 1"
 
 
-def test_a_batch_by_tokens_takes_what_the_lengths_say():
+def test_a_batch_by_tokens_follows_the_observed_lengths():
     settings = config(stop=Tokens(600), max_staleness=None, over_provision=1.5, group_size=2)
     driver = Driver(settings)
     driver.request_batch()

@@ -131,7 +131,7 @@ def test_a_request_that_the_engine_refuses_says_nothing_of_its_version():
     assert not driver.verifications
 
 
-def test_an_engine_with_inconsistent_weights_stands_by():
+def test_an_engine_with_inconsistent_weights_is_on_standby():
     driver = one_at_a_time()
     ask_after_a_quiet_time(driver)
     driver.verify(None)
@@ -297,7 +297,7 @@ def test_a_group_of_an_evaluation_with_other_tokens_is_generated_again(ends: boo
 
 
 @pytest.mark.parametrize("straggler", list(BEHAVIOURS))
-def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: StragglerRule):
+def test_an_evaluation_requested_in_an_update_starts_after_it(straggler: StragglerRule):
     driver = Driver(
         config(batch_groups=2, group_size=2, straggler=straggler, pace="asynchronous"),
         engines=("a", "b"),

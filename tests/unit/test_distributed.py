@@ -198,7 +198,7 @@ async def test_an_engine_that_cannot_load_a_bucket_tears_no_other_although_the_n
         assert good.version_now == 1
 
 
-async def test_a_mistake_in_the_weights_of_a_later_bucket_is_told_before_a_failure_of_an_engine():
+async def test_a_fault_in_later_weights_precedes_an_engine_failure():
     """The engine is loading a bucket when reading fails, and must not take the new version."""
     asked = threading.Event()
 
@@ -333,7 +333,7 @@ async def test_weights_that_are_read_once_are_read_to_their_end_for_each_version
 
 
 @each_row("fail_at", ["join", "begin"])
-async def test_an_engine_that_fails_before_the_first_bucket_costs_no_second_reading(fail_at: str):
+async def test_a_failure_before_the_first_bucket_reads_weights_once(fail_at: str):
     given, good, bad = Gathered(), GroupMember("good"), GroupMember("bad", fail_at=fail_at)
     made = publisher(given, once=True)
     outcome = await made.publish(1, fleet(good, bad))
@@ -345,7 +345,7 @@ async def test_an_engine_that_fails_before_the_first_bucket_costs_no_second_read
 
 
 @each_row("fail_at", ["receive 1", "receive 3"])
-async def test_what_was_sent_in_part_cannot_be_repeated_and_the_others_are_told(fail_at: str):
+async def test_a_partial_transfer_ends_for_every_engine(fail_at: str):
     given, good, bad = Gathered(), GroupMember("good"), GroupMember("bad", fail_at=fail_at)
     made = publisher(given, once=True)
     outcome = await made.publish(1, fleet(good, bad))

@@ -101,7 +101,7 @@ def test_a_trainer_that_holds_the_event_loop_up_makes_no_engine_silent():
     assert not fleet.lost, "each late tick counts for two seconds"
 
 
-def test_a_long_prefill_is_no_silence():
+def test_a_long_prefill_does_not_count_as_silence():
     prompts = tuple(Prompt(input_ids=np.zeros(20_000, dtype=np.int32)) for _ in range(8))
     fleet = Driver(config(batch_groups=4), engines=("a",), auto_prompts=False)
     fleet.feed(ev.PromptsArrived(prompts=prompts))

@@ -157,7 +157,7 @@ def test_media_go_out_and_kept_answers_come_back(front: Front):
     [("episode", "again", {0: 1, 1: 2, 2: 1}), ("reward", "shrink", {0: 1, 2: 1})],
     ids=["episode again", "reward shrink"],
 )
-def test_groups_go_on_without_a_lost_member(
+def test_groups_continue_without_a_lost_member(
     front: Front, where: str, rule: str, asked: dict[int, int]
 ):
     with opened(front, in_a_process.losing_parts, where, rule) as rollouts:
@@ -223,7 +223,7 @@ def test_the_trainer_pushes_prompts(front: Front):
         assert [len(batch.groups) for batch in rollouts] == [1]
 
 
-def test_a_run_goes_on_from_a_checkpoint(front: Front, tmp_path: Path):
+def test_a_run_resumes_from_a_checkpoint(front: Front, tmp_path: Path):
     path = tmp_path / "checkpoint"
     with opened(front, in_a_process.parts, stored=True) as rollouts:
         first = rollouts.next_batch()
@@ -278,7 +278,7 @@ def test_a_timeout_of_a_stream_loses_no_group(rollouts: Any):
     check_parts(parts)
 
 
-def test_a_timeout_that_is_no_duration_is_refused(rollouts: Any):
+def test_a_timeout_must_be_a_duration(rollouts: Any):
     for timeout in (-1, float("nan")):
         with pytest.raises(ConfigError, match="give seconds, 0 or more"):
             rollouts.next_batch(timeout=timeout)
@@ -453,7 +453,7 @@ def process_of(front: Front) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_process_is_told_that_the_scheduler_is_not_there(rollouts: Any):
+def test_a_forked_process_gets_an_error(rollouts: Any):
     batch = rollouts.next_batch()
     for call in (
         rollouts.next_batch,

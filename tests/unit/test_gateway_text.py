@@ -276,7 +276,7 @@ def received(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_text_thoughts_and_calls_are_told_apart(tokenizer: ModelTokenizer, seed: int):
+def test_text_thoughts_and_calls_are_distinguished(tokenizer: ModelTokenizer, seed: int):
     text = f"{THOUGHT}\n\nLet me see. {CALL}\n{CALL.replace('3', '4')}\nDone.<|im_end|>"
     message = Message(tokenizer.parser("", None))
     changes, whole = received(message, text, seed)

@@ -143,7 +143,7 @@ async def test_a_packed_answer_is_not_unpacked() -> None:
             await generated(engine)
 
 
-async def test_a_long_answer_goes_on_for_as_long_as_its_tokens_come() -> None:
+async def test_a_long_answer_continues_while_its_tokens_arrive() -> None:
     """The whole answer exceeds every limit, but no part of it does."""
     tokens = 4000
     parts = [chunked(event(0, n)) for n in range(4, tokens, 4)]

@@ -83,7 +83,7 @@ def moments(law: KaplanMeier) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("sigma", "longest"), [(0.9, 800), (1.1, 1500)])
-def test_a_completed_law_has_the_tail_that_nobody_has_seen(sigma: float, longest: int):
+def test_a_completed_law_has_the_unobserved_tail(sigma: float, longest: int):
     """Means over 20 samples, each of which is known to several percent."""
     found: list[tuple[float, float]] = []
     before: list[tuple[float, float]] = []
@@ -124,7 +124,7 @@ def test_a_completed_law_is_the_same_up_to_where_responses_were_seen():
     assert law.completed(1).end == law.longest[0] + 1, "ten have more tokens already"
 
 
-def test_two_that_ended_early_enough_to_be_seen_are_not_the_end_of_the_law():
+def test_the_last_observed_end_is_not_the_end_of_the_law():
     """Three of 400 responses started first. When the last of them ends, others may still become
     longer."""
     lengths = log_normal(0.9, 400, 3)

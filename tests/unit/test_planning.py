@@ -98,7 +98,7 @@ def test_a_plan_is_asked_for_again_when_lengths_have_doubled() -> None:
     assert batches(driver, 16, tokens=20) == [17], "not sooner, and once"
 
 
-def test_small_changes_of_the_lengths_are_no_drift() -> None:
+def test_small_changes_of_the_lengths_are_not_drift() -> None:
     driver = Driver(config())
     batches(driver, 9, tokens=10)
     assert batches(driver, 16, tokens=12) == []
@@ -330,7 +330,7 @@ def test_from_length_buckets_to_waves_within_a_batch_and_within_the_calling_back
 
 
 @pytest.mark.parametrize("straggler", ["retract", "abort"])
-def test_from_waves_to_length_buckets_what_runs_goes_on(straggler: str) -> None:
+def test_running_groups_continue_from_waves_to_length_buckets(straggler: str) -> None:
     driver = Driver(config(straggler=straggler))
     driver.feed(ev.Planned(schedule=schedule(3.0)))
     batches(driver, 1)
@@ -620,7 +620,7 @@ def test_the_trainers_times_scatter_around_their_mean_in_a_trial() -> None:
     assert alone[1].trainer_seconds == pytest.approx(alone[0].trainer_seconds, rel=0.01)
 
 
-def test_a_pool_of_equal_responses_that_takes_over_is_interrupted_at_refits() -> None:
+def test_refits_interrupt_a_pool_that_takes_over() -> None:
     """Equal responses that start together also end together, which leaves nothing to recompute."""
     equal = setting(lengths=np.full((400, 8), 1000), pace="asynchronous")
     pool = schedule(4.0, Pool(together=4))
@@ -631,7 +631,7 @@ def test_a_pool_of_equal_responses_that_takes_over_is_interrupted_at_refits() ->
     assert scattered.off_policy_share > together.off_policy_share
 
 
-def test_a_trial_that_goes_on_is_a_longer_one() -> None:
+def test_a_continued_trial_equals_a_longer_one() -> None:
     trial = Trial(schedule(1.5), setting())
     assert trial.outcome(6) == try_out(schedule(1.5), setting(batches=6))
     assert trial.outcome(24) == try_out(schedule(1.5), setting(batches=24))
@@ -837,7 +837,7 @@ def test_no_candidate_is_better_by_more_than_the_tolerance_nor_much_fresher_and_
     )
 
 
-def test_a_choice_says_what_it_is() -> None:
+def test_a_choice_describes_itself() -> None:
     best = chosen("retract")
     assert best.why.startswith(in_words(best))
     assert best.forecast is not None
@@ -1068,14 +1068,14 @@ def test_without_stale_tokens_every_candidate_waits_or_settles() -> None:
     assert kinds == {Wave, LengthBuckets, TailBatching}
 
 
-def test_what_the_user_says_of_a_bound_is_kept() -> None:
+def test_the_users_staleness_bound_is_kept() -> None:
     assert rules(max_staleness=Staleness(0)).policies.staleness == Staleness(0)
     assert rules(max_staleness=1).policies.staleness == Staleness(1)
     assert rules(max_staleness=0, over_provision=1.0).policies.staleness == Staleness(0)
     assert rules(max_staleness=0, straggler="in_place").policies.staleness == Staleness(0)
 
 
-def test_the_core_refuses_a_schedule_under_which_prompts_would_begin_again_for_ever() -> None:
+def test_the_core_refuses_a_schedule_of_endless_restarts() -> None:
     driver = Driver(config(straggler="retract", max_staleness=0))
     first = driver.state.plan.schedule
     assert driver.config.settles(first)
@@ -1108,7 +1108,7 @@ def _outcome(planner: Planner, command: do.Plan, settings: SchedulerConfig) -> O
     "preset",
     ["on_policy", *(at_length(p) for p in ("sync", "rollpacker"))],
 )
-def test_a_trial_throws_away_what_the_simulation_throws_away(preset: str) -> None:
+def test_a_trial_discards_what_the_simulation_discards(preset: str) -> None:
     """In both, a restarted prompt draws new lengths, which agree only in their law."""
     settings = PRESETS[preset](SchedulerConfig(batch_groups=16))
     summary = Summary(
@@ -1135,7 +1135,7 @@ def test_a_trial_throws_away_what_the_simulation_throws_away(preset: str) -> Non
     assert outcome.distance == pytest.approx(steady.length_distance, abs=0.04)
 
 
-def test_what_earlier_epochs_say_makes_length_buckets_better() -> None:
+def test_lengths_of_earlier_epochs_improve_length_buckets() -> None:
     waited = schedule(1.0, LengthBuckets(store=4.0, probe_after=0.97))
     zero = setting(max_staleness=0, restarts=True)
     first, second = (try_out(waited, replace(zero, remembered=r)) for r in (0.0, 0.9))

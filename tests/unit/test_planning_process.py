@@ -76,7 +76,7 @@ async def test_a_failure_there_is_one_here(planner: Planner, shown: str) -> None
         await plan_in_process(planner, command(), CONFIG)
 
 
-async def test_a_failure_there_says_where(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_there_names_its_place(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, logger="aprilsched")
     (planned,) = await planned_by(Broken())
     assert planned == Planned(schedule=None, cause="ArithmeticError('no such number')")

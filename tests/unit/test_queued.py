@@ -55,7 +55,7 @@ def test_of_chunks_and_of_other_facts_only_those_asked_for_are_passed_on() -> No
     assert slow.received == [("PromptsEnded", 1.0), ("TokensReceived", 3.0)]
 
 
-def test_it_says_what_its_thread_has_missed_and_why() -> None:
+def test_it_reports_what_its_thread_missed_and_why() -> None:
     """The thread is a Worker, whose own tests have the rest."""
 
     class Raising(Slow):

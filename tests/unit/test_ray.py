@@ -155,7 +155,7 @@ async def test_actors_are_asked_for_their_addresses_in_the_ways_that_they_have(
         assert len(fleet.engines) == 1
 
 
-async def test_actors_that_tell_no_address_are_refused_with_a_sentence(received: Any):
+async def test_actors_without_an_address_are_refused(received: Any):
     await received.tell.remote(None)
     with pytest.raises(EngineUnreachable, match="start the servers first"):
         await RayFleet([received, "missing"]).open()

@@ -158,7 +158,7 @@ def joined(parts: list[Batch]) -> Batch:
     return replace(parts[-1], groups=tuple(group for part in parts for group in part.groups))
 
 
-async def test_a_stream_goes_on_when_the_actor_dies(
+async def test_a_stream_continues_when_the_actor_dies(
     server: ThreadedServer, store: Path, weights: Path
 ):
     """The trainer gets the groups that it does not have, and an update ends the batch."""
@@ -418,7 +418,7 @@ async def test_a_name_that_is_taken(server: ThreadedServer):
         start(in_an_actor.served, server.url)
 
 
-async def test_an_actor_that_is_not_there():
+async def test_a_missing_actor_is_an_error():
     with pytest.raises(SchedulerClosed, match=r"was not there.*start it again"):
         async with ActorScheduler("missing", wait_s=0.5):
             pass

@@ -233,7 +233,7 @@ def test_steps_in_the_trainers_order_lose_nothing_and_carry_partial_responses(
     assert len(slime._current._samples) <= 4 + 2 + len(list(flying.training_groups()))
 
 
-def test_a_saved_training_goes_on_with_everything_that_was_in_flight(
+def test_a_saved_training_resumes_everything_in_flight(
     started: Callable[..., Loop], servers: list[ThreadedServer]
 ):
     first = started()
@@ -410,7 +410,7 @@ def test_a_reward_function_that_never_works_ends_the_training(
         loop.generate(0)
 
 
-def test_a_reward_function_that_blocks_holds_up_no_stream(started: Callable[..., Loop]):
+def test_a_blocking_reward_function_delays_no_stream(started: Callable[..., Loop]):
     """It blocks its own event loop only, and engines keep streaming tokens to the scheduler."""
     Judge.calls, Judge.gate = 0, threading.Event()
     loop = started(custom_rm_path=f"{HERE}.blocks", aprilsched={"over_provision": 1.0})
@@ -653,7 +653,7 @@ def test_an_evaluation_may_come_first_have_nothing_to_ask_and_fail(
     check(loop.generate(0).samples, 1)
 
 
-def test_an_engine_that_missed_an_update_stands_by_until_the_next(
+def test_an_engine_that_missed_an_update_waits_for_the_next(
     started: Callable[..., Loop], servers: list[ThreadedServer]
 ):
     loop = started()
@@ -779,9 +779,7 @@ def test_a_router_without_engines_or_with_half_engines_is_refused(
         loop.generate(0)
 
 
-def test_the_class_form_of_miles_checks_the_version_that_it_is_told(
-    folder: Path, servers: list[ThreadedServer]
-):
+def test_the_class_form_of_miles_checks_its_version(folder: Path, servers: list[ThreadedServer]):
     with trainer_modules("miles"):
         args = arguments(
             folder,
@@ -1204,7 +1202,7 @@ def test_images_reach_the_engine_once_and_the_trainer_expanded(
     assert {tuple(each.input_ids[:5].tolist()) for each in shown} == {tuple(once)}
 
 
-def test_without_a_trainer_the_function_says_where_it_belongs():
+def test_without_slime_or_miles_the_function_is_refused():
     with pytest.raises(ConfigError, match="neither slime nor miles is loaded"):
         slime.generate_rollout(SimpleNamespace(), 0, None)
 

@@ -114,7 +114,7 @@ class Engine:
     ("called_back", "every"), [(True, 1), (False, 1), (True, 8)], ids=["back", "inside", "full"]
 )
 @each_row("true", [EXPERTS, replace(H200_QWEN3_4B, t0=7e-3)], ids=["moe", "dense"])
-def test_passes_after_an_update_are_no_slow_steps(
+def test_passes_after_an_update_do_not_count_as_slow_steps(
     true: StepTimeModel, called_back: bool, every: int
 ) -> None:
     planner = Planner(inline=True)

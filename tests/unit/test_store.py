@@ -450,7 +450,7 @@ def test_a_store_that_lost_everything_is_not_taken_for_a_new_one(
 
 
 @pytest.mark.parametrize("where", [4, 40, 0.3, 0.6, 0.95])
-def test_a_damaged_place_of_the_log_is_told_with_what_is_behind_it(
+def test_a_damaged_log_entry_is_logged_with_what_follows_it(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, where: float
 ):
     store = SqliteStore(path)
@@ -514,7 +514,7 @@ def test_a_read_only_file_is_refused_with_what_to_do(path: Path):
         raise raised.value
 
 
-def test_an_unopened_store_says_so(path: Path):
+def test_an_unopened_store_is_refused(path: Path):
     with pytest.raises(StoreError, match="is not open"):
         SqliteStore(path).save(full_snapshot(Driver(config()).state), durable=False)
 
@@ -711,7 +711,7 @@ def test_a_value_that_json_does_not_have_is_refused():
                 check_storable(prompt)
 
 
-def test_metadata_that_is_no_dict_or_holds_itself_is_refused():
+def test_metadata_must_be_a_dict_that_does_not_contain_itself():
     endless: list[Any] = []
     endless.append(endless)
     for metadata in (MappingProxyType({"a": 1}), {"x": endless}):

@@ -111,7 +111,7 @@ async def test_an_engine_that_fails_gets_no_more_and_no_version() -> None:
     assert good.calls[-1] == ("end", 7)
 
 
-async def test_other_engines_are_refused_and_hinder_nobody() -> None:
+async def test_other_engines_are_refused_and_delay_no_engine() -> None:
     good = TensorEngine("good")
     outcomes = await publisher().publish(7, as_engines(SocketEngine("other"), good))
     assert isinstance(outcomes["other"], ConfigError)

@@ -180,7 +180,7 @@ def test_who_waits_for_a_place_is_let_go_when_a_call_raises(gate: Gate):
     assert failing.dropped == 2
 
 
-def test_an_end_that_raises_is_told_too(caplog: pytest.LogCaptureFixture):
+def test_an_end_that_raises_is_logged_too(caplog: pytest.LogCaptureFixture):
     def fail() -> None:
         raise OSError("cannot be closed")
 
@@ -191,7 +191,7 @@ def test_an_end_that_raises_is_told_too(caplog: pytest.LogCaptureFixture):
     assert sum("cannot be closed" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_thread_that_cannot_start_is_told_as_an_error(caplog: pytest.LogCaptureFixture):
+def test_a_thread_that_cannot_start_is_an_error(caplog: pytest.LogCaptureFixture):
     before = threading.stack_size(1 << 46)  # more than any address space has
     try:
         unstarted = worker()
