@@ -25,7 +25,7 @@ pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
         ("actor_rollout_ref.hybrid_engine=True", "set it to False"),
         ("actor_rollout_ref.rollout.name=vllm", "set it to sglang"),
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "set its companions"),
-        ("actor_rollout_ref.rollout.disaggregation.enabled=True", "paused as a whole"),
+        ("actor_rollout_ref.rollout.disaggregation.enabled=True", "is sent to one"),
         ("actor_rollout_ref.model.lora_rank=8", "set model.lora.merge=True"),
     ],
 )
