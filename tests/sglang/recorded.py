@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +44,6 @@ __all__ = [
     "CONFIG",
     "SCORED",
     "TOLERANCE",
-    "TRIES",
     "Recorder",
     "Run",
     "check_greedy",
@@ -52,8 +52,11 @@ __all__ = [
     "record",
     "scores",
     "sequence_scores",
+    "try_until",
     "until_crossing",
 ]
+
+T = TypeVar("T")
 
 BATCHES = 6
 GROUPS = 4
@@ -67,8 +70,8 @@ SCORED = 80
 TOLERANCE = 1e-4
 """Largest difference of a logprob between SGLang's paged decode and one pass of transformers, both
 in float32."""
-TRIES = 5
-"""Number of runs that may pass before a response must have outlived an update."""
+TRIES = 8
+"""Number of runs that may pass before one must show what its test is about."""
 _SHORT = (8, 48)
 
 
@@ -189,14 +192,15 @@ async def record(
         folder, lambda path: shutil.copytree(checkpoint(), path, dirs_exist_ok=True)
     )
     async with scheduler as rollouts, asyncio.TaskGroup() as group:
-        if lose_one:
-            group.create_task(_lose_one(rollouts))
+        losing = group.create_task(_lose_one(rollouts)) if lose_one else None
         for _ in range(batches):
             try:
                 taken.append(await rollouts.next_batch())
             except PromptsExhausted:
                 break
             await rollouts.update_weights(publisher or DiskPublisher(checkpoint()))
+        if losing is not None:
+            losing.cancel()  # It may still wait for a response that is long enough.
         in_flight = rollouts.state.in_flight
         return Run(
             batches=taken,
@@ -229,16 +233,24 @@ def crossing(run: Run) -> list[Rollout]:
     return [r for r in run.rollouts if len(set(r.versions.tolist())) > 1]
 
 
-async def until_crossing(once: Callable[[int], Awaitable[Run]]) -> Run:
-    """The first run of `once`, given the number of the try, in which a response outlived an update.
+async def try_until(
+    once: Callable[[int], Awaitable[T]], shows: Callable[[T], object], missing: str
+) -> T:
+    """Return the first result of `once` that shows what a test is about.
 
-    A server generates while a busy machine keeps the scheduler waiting, so the stragglers of a
-    whole run may end before an update reaches them.
+    `once` gets the number of the try; `missing` names what no result shows. A server generates
+    while a busy machine keeps the scheduler waiting, so the stragglers of a whole run may end
+    before an update reaches them.
     """
     for number in range(TRIES):
-        if crossing(run := await once(number)):
-            return run
-    raise AssertionError(f"no response outlived an update in {TRIES} runs")
+        if shows(result := await once(number)):
+            return result
+    raise AssertionError(f"{missing} in {TRIES} runs")
+
+
+async def until_crossing(once: Callable[[int], Awaitable[Run]]) -> Run:
+    """Return the first run of `once` in which a response outlived an update."""
+    return await try_until(once, crossing, "no response outlived an update")
 
 
 def check_greedy(delivered: Sequence[Rollout], models: Sequence[Path], folder: Path) -> int:
