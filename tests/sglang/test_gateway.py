@@ -284,7 +284,7 @@ async def test_no_client_notices_three_updates_and_the_death_of_a_server(
                 AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
                 asyncio.TaskGroup() as group,
             ):
-                # On a busy machine some responses were over before the last client had begun.
+                # Otherwise some responses may end before the last client starts.
                 await asked(session, "pause_generation", mode="retract")
                 group.create_task(streamed_completion(client, completion))
                 group.create_task(streamed_chat(client, chat))
