@@ -25,8 +25,6 @@ ray = pytest.importorskip("ray")
 
 from aprilsched.fronts import ray as actors  # noqa: E402
 
-ENOUGH = 30
-"""Rollouts of several versions that prove that versions are right."""
 ARGUMENTS = (
     "--device", "cpu",
     "--dtype", "float32",
@@ -101,12 +99,6 @@ class Training:
         return ray.get(self._call)
 
 
-def crossed(batches: list[Any]) -> int:
-    """Number of rollouts whose tokens are of several versions, all of them exact."""
-    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
-    return sum(r.versions_exact and len(set(r.versions.tolist())) > 1 for r in rollouts)
-
-
 @pytest.mark.long
 def test_everybody_dies_and_nothing_is_lost_or_doubled(
     cluster: None, models: tuple[Path, Path], tmp_path: Path
@@ -137,9 +129,6 @@ def test_everybody_dies_and_nothing_is_lost_or_doubled(
         training.until(lambda: url_of(second) is not None)
         dies(lambda: os.kill(pid_of(ray.get_actor(first)), signal.SIGKILL))
         dies(lambda: None)
-        # How many responses outlive an update depends on the machine.
-        while crossed(ray_parts.trained(results)) < ENOUGH and training.steps() < 200:
-            dies(lambda: None)
         known = training.stop()
         with actors.RolloutScheduler(ray_parts.NAME) as rollouts:
             state = rollouts.state
@@ -162,7 +151,7 @@ def test_everybody_dies_and_nothing_is_lost_or_doubled(
     # The versions of what was in flight on a process that died are not all known, and they say so.
     exact = [rollout for rollout in delivered if rollout.versions_exact]
     assert len(exact) > len(delivered) / 2
-    assert crossed(batches) >= ENOUGH
+    assert sum(len(set(rollout.versions.tolist())) > 1 for rollout in exact) > len(batches)
     of_model = scores(models, exact, tmp_path)
     for index, rollout in enumerate(exact):
         first_model = rollout.versions % 2 == 0
