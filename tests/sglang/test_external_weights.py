@@ -249,16 +249,19 @@ async def test_a_foreign_update_in_mid_generation_is_followed_without_a_word(
         engines = rollouts.state.weights.versions.engines
         batches: list[Batch] = []
         met: set[int] = set()
-        for version in (1, 2, 3):
+        for version in itertools.count(1):
             met.add(await halfway(rollouts, batches))
             await trainer.update(version, mode=mode, flush=not in_place)
             await until(lambda version=version: list(engines.values()) == [version] * 2)
-        while not met <= {rollout.rollout_id for batch in batches for rollout in batch.rollouts}:
-            batches.append(await rollouts.next_batch())
+            if version < 3:
+                continue
+            while not met <= {r.rollout_id for batch in batches for r in batch.rollouts}:
+                batches.append(await rollouts.next_batch())
+            if crossed(batches):
+                break
         delivered = [rollout for batch in batches for rollout in batch.rollouts]
         for rollout in delivered:
             assert rollout.versions.tolist() == recorder.reported(rollout)
-        assert any(len(set(rollout.versions.tolist())) > 1 for rollout in delivered)
         if not in_place:
             check(rollouts, batches, models, tmp_path)
         assert not [command for command in recorder.commands if isinstance(command, EngineLost)]

@@ -67,12 +67,19 @@ async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_it
         batches = [await rollouts.next_batch()]
         # One that holds the version, so that an engine which comes back is brought to it at once.
         publisher = DiskPublisher(
-            tmp_path / "weights", lambda to: shutil.copytree(models[1], to, dirs_exist_ok=True)
+            tmp_path / "weights",
+            lambda to: shutil.copytree(models[(rollouts.version + 1) % 2], to, dirs_exist_ok=True),
         )
-        await rollouts.update_weights(publisher)
-        batches.append(await rollouts.next_batch())
         in_flight = rollouts.state.in_flight
-        assert (in_flight.open_attempts > 0) is held
+
+        def ready() -> bool:
+            """A restarted server has other weights. On a busy machine all responses may end."""
+            return rollouts.version % 2 == 1 and (in_flight.open_attempts > 0) is held
+
+        while not ready():  # The prompts bound the updates.
+            await rollouts.update_weights(publisher)
+            batches.append(await rollouts.next_batch())
+        version = rollouts.version
         # Of these nobody will ever hear which tokens are of before the update and which of after.
         untold = {
             request.rollout.rollout_id
@@ -89,8 +96,8 @@ async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_it
         await until(lambda: name(first) in rollouts.state.fleet.control.engines)
         batches.append(await rollouts.next_batch())
 
-        assert versions(evaluation) == {evaluation.version} == {1}
-        assert versions(batches[-1]) <= {0, 1}
+        assert versions(evaluation) == {evaluation.version} == {version}
+        assert max(versions(batches[-1])) <= version
         assert not in_flight.ledger.total
     delivered = [rollout for batch in (*batches, evaluation) for rollout in batch.rollouts]
     assert {rollout.rollout_id for rollout in delivered if not rollout.versions_exact} <= untold
