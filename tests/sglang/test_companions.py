@@ -101,8 +101,8 @@ def prompts(every: int = 5) -> list[Prompt]:
 
 @dataclass
 class Truth:
-    """What transformers says of each rollout, for each model: experts [P + T, layers, experts per
-    token] and log-probabilities of the next token [P + T - 1, vocabulary]."""
+    """Results of transformers for each model and rollout: experts [P + T, layers, experts a token]
+    and log-probabilities of the next token [P + T - 1, vocabulary]."""
 
     experts: list[list[NDArray[np.uint8]]]
     logprobs: list[list[NDArray[np.float32]]]

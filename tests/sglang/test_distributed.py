@@ -1,4 +1,4 @@
-"""Tests broadcasting weights to real servers: one, two at once, and servers that fail meanwhile."""
+"""Tests broadcasting weights to real servers: one, two at once, and servers that fail amid it."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ async def test_a_cancelled_publish_frees_a_server_that_waits_for_a_broadcast(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trainer told it to receive, and is cancelled before it sends anything."""
+    """The trainer has made it wait for weights, and is cancelled before it sends any."""
     reached, never = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
 

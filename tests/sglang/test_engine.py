@@ -155,8 +155,8 @@ async def test_hazard_08_an_update_outside_a_pause_waits_and_is_bounded(
 async def test_hazard_09_a_stream_that_is_left_leaves_no_zombie(
     engine: SGLangEngine, clean_server: CpuServer
 ) -> None:
-    """A stream is cancelled once, or again while it tells the server to abort. In both cases
-    nothing is decoded any more."""
+    """A stream is cancelled once, or again while it aborts its request on the server. In both cases
+    the server stops decoding."""
     streams = [await Stream(engine, greedy(ENDLESS)).start().reach(1) for _ in range(4)]
     tasks = [stream.task for stream in streams if stream.task is not None]
     for task in tasks:

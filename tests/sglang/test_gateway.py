@@ -45,7 +45,7 @@ TEXTS: Any = [{"role": "user", "content": "How are you, Zoë?"}]
 
 @dataclass
 class Received:
-    """What a client was told of one response."""
+    """What a client received of one response."""
 
     prompt: list[int] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
@@ -226,8 +226,8 @@ def prove(received: Sequence[Received], models: tuple[Path, Path], folder: Path)
     """Check that each token's logprob is its score by the model of its version alone.
 
     A server that dies takes with it which tokens it had sampled before an update and sent after it.
-    The response says then that its versions are not exact, and these tokens, the first ones behind
-    the border, are of the version before.
+    The response then reports that its versions are not exact, and these tokens, the first ones
+    behind the border, are of the previous version.
     """
     prompts = [(np.array(t.prompt, np.int32), np.array(t.ids, np.int32)) for t in received]
     found = sequence_scores(models, prompts, folder)

@@ -1,5 +1,5 @@
-"""Tests real servers that have other weights than recorded: they were restarted, or somebody else
-has loaded weights."""
+"""Tests real servers that have other weights than recorded: they were restarted, or another
+client has loaded weights."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_it
             await rollouts.update_weights(publisher)
             batches.append(await rollouts.next_batch())
         version = rollouts.version
-        # Of these nobody will ever hear which tokens are of before the update and which of after.
-        untold = {
+        # Rollouts in which the place of the update stays unknown.
+        uncertain = {
             request.rollout.rollout_id
             for request in in_flight.open_requests(name(first))
             if request.crossed
@@ -100,10 +100,10 @@ async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_it
         assert max(versions(batches[-1])) <= version
         assert not in_flight.ledger.total
     delivered = [rollout for batch in (*batches, evaluation) for rollout in batch.rollouts]
-    assert {rollout.rollout_id for rollout in delivered if not rollout.versions_exact} <= untold
+    assert {rollout.rollout_id for rollout in delivered if not rollout.versions_exact} <= uncertain
     check_greedy([r for r in delivered if r.versions_exact], models, tmp_path)
     losses = [r for r in caplog.records if r.getMessage().startswith(f"engine {name(first)} is o")]
-    assert len(losses) == 1, "one line says so"
+    assert len(losses) == 1, "one line reports it"
 
 
 class LoadedAlready:
@@ -155,7 +155,7 @@ async def test_weights_that_somebody_else_loads_are_never_taken_for_those_of_bef
         await asyncio.gather(taking, return_exceptions=True)
         assert not rollouts.state.fleet.control.engines
         assert not rollouts.state.in_flight.open_attempts
-        # One of them is lost before the trainer says what it has done.
+        # One of them is lost before the trainer reports its update.
         rollouts._feed(EngineLost(engine=name(clean_pair[0]), cause="given up by the test"))
         report = await rollouts.update_weights(LoadedAlready(), version=1)
         assert report.version == 1

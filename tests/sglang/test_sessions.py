@@ -191,7 +191,7 @@ async def test_frameworks_call_the_tools_of_a_random_policy(
     assert proven_versions(list(batch.rollouts), models, tmp_path) == {0, 1}
     assert looking
     straight = [r for r in batch.rollouts if r.info["session"]["branches"] == 1]
-    assert straight, "pydantic-ai asks again after an empty answer, which begins a branch"
+    assert straight, "pydantic-ai asks again after an empty answer, which starts a branch"
     for rollout in straight:
         sampled = rollout.versions != NO_VERSION
         assert rollout.loss_mask.tolist() == sampled.tolist()
@@ -199,7 +199,7 @@ async def test_frameworks_call_the_tools_of_a_random_policy(
         assert (rollout.versions[sampled] == 0).sum() == len(first)
         answers = [first, *others[1::2]]
         assert len(answers) == rollout.turns
-        # Between two answers is what the tools have said, as often as they were called.
+        # Between two answers is one result for each call of a tool.
         for answer, between in zip(answers, others[0::2], strict=False):
             calls = int(((answer >= 5) & (answer % 2 == 0)).sum())
             results = "<|im_start|>tool\nrain<|im_end|>\n" * calls
