@@ -720,8 +720,7 @@ class Interleavings(RuleBasedStateMachine):
             assert rollout.sampled + rollout.environment == record.log.size
             assert rollout.sampled == record.log.sampled_tokens
             assert rollout.finished == (record.state not in GENERATING)
-        assert len(run.growing) == sum(group.unfinished for group in in_flight.groups.values())
-        assert run.open_attempts == in_flight.open_attempts
+        assert len(run.attempts) == in_flight.open_attempts
         offered = state.offered_groups
         assert run.groups_ready == sum(bool(group.accepted) for group in in_flight.ready) + offered
         if not driver.restarts:

@@ -40,6 +40,7 @@ class RunState:
         opened_at: time at which the first process opened the run; None before.
         counters, ledger: what the facts add up to.
         rollouts, groups: the rollouts and groups in flight, by id.
+        outside: the episodes without a request at an engine, and what they wait for.
         engines: the engines and their time by part, by name, in the order of joining.
         attempts: the open attempts, by the id of their request.
     """
@@ -54,6 +55,7 @@ class RunState:
         self._time = EngineTime(recording)
         self.counters, self.ledger = self._rollouts.counters, self._rollouts.ledger
         self.rollouts, self.groups = self._rollouts.rollouts, self._rollouts.groups
+        self.outside = self._rollouts.outside
         self.engines, self.attempts = self._time.engines, self._time.attempts
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
