@@ -49,24 +49,27 @@ nitpick_ignore_regex = [
     # Not ours, or of the standard library, whose pages cannot be fetched.
     (
         r"py:.*",
-        r"(asyncio|collections|concurrent|contextlib|matplotlib|np|numpy|os|pathlib|time|torch)\..*",
+        r"(aiohttp|asyncio|collections|concurrent|contextlib|np|numpy|os|pathlib|time|torch)\..*",
     ),
-    (r"py:.*", r"(types\.TracebackType|Figure|NDArray|Tensor|MsgspecError|looptime\.\w+)"),
+    (r"py:.*", r"(types\.TracebackType|NDArray|Tensor|MsgspecError)"),
     # Inner workings that a signature or a sentence names, and the decisions describe.
     (r"py:.*", r"aprilsched\.kernel\.core\..*"),
     (r"py:mod", r"aprilsched\..*"),
-    (r"py:class", r"aprilsched\.(types\.Receipt|engines\.sim\.toy_model\.(ToyModel|KvTier))"),
+    (r"py:class", r"aprilsched\.types\.Receipt"),
+    (r"py:class", r"aprilsched\.simulation\.engine\.toy_model\.(ToyModel|KvTier)"),
     (r"py:class", r"aprilsched\.kernel\.engines\.fleet\.(EngineT|ServerSettings)"),
-    (r"py:class", r"aprilsched\.observe\.(lines\..*|report\.report_data\..*)"),
-    (r"py:class", r"aprilsched\.observe\.(batch_figures|live_figures|table)\..*"),
-    (r"py:class", r"aprilsched\.observe\.sampling\.sampler\.HasEngines"),
+    (r"py:class", r"aprilsched\.kernel\.shell\.rollouts\.SchedulerOptions"),
+    (r"py:class", r"aprilsched\.observe\.figures\.(live_figures\.LiveFigures|table\.Clients)"),
     (r"py:class", r"aprilsched\.observe\.figures\.engine_time\.Recording"),
-    (r"py:class", r"aprilsched\.(chat\.tokenizer\.ModelTokenizer|sessions\.history\.Question)"),
-    (r"py:class", r"Served"),
+    (r"py:class", r"aprilsched\.observe\.report\.report_data\.ReportData"),
+    (r"py:class", r"aprilsched\.observe\.sampling\.engine_sampler\.HasEngines"),
+    (r"py:class", r"aprilsched\.agents\.chat\.tokenizer\.ModelTokenizer"),
+    (r"py:class", r"aprilsched\.agents\.sessions\.history\.Question"),
+    (r"py:class", r"aprilsched\.testing\.contract\.Stream"),
     (r"py:data", r"FIELDS"),
-    # Type variables, and types that the signature of a dataclass breaks at their commas.
-    (r"py:class", r"aprilsched\..*\._?[CT]"),
-    (r"py:class", r"tuple\[.*|Weights|device|Tracer|_Attributes"),
+    # Type variables, and names that a signature has without their module.
+    (r"py:class", r"aprilsched\..*\._?T"),
+    (r"py:class", r"Weights|device"),
 ]
 # Written as they are in the code, and not as what they stand for.
 _ALIASES = ("BoolArray", "Command", "Event", "Float32Array", "Int32Array")

@@ -155,7 +155,7 @@ class Foreign(Interleavings):
         supply=st.sampled_from([9, 10_000]),
         takes=st.booleans(),
     )
-    def low(  # type: ignore[override]
+    def open_run(  # type: ignore[override]
         self,
         straggler: StragglerRule,
         pace: Pace,

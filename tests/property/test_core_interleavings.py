@@ -100,7 +100,7 @@ class Interleavings(RuleBasedStateMachine):
         rolling=st.sampled_from([False, False, True]),
         member=st.sampled_from(["again", "again", "shrink", "drop_group"]),
     )
-    def first(
+    def open_run(
         self,
         straggler: StragglerRule,
         pace: PaceRule,

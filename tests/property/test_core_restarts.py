@@ -263,7 +263,7 @@ class Restarts(Interleavings):
 class Branches(Restarts):
     """Mostly episodes that talk, and restarts in between."""
 
-    start = sleep = wake = hold = planned = None  # pyright: ignore[reportAssignmentType]
+    open_run = sleep = wake = hold = planned = None  # pyright: ignore[reportAssignmentType]
     evaluate = withdraw_evaluation = load_seen = None  # pyright: ignore[reportAssignmentType]
     withdraw_group = withdraw_update = None  # pyright: ignore[reportAssignmentType]
     lose = fail = other_weights = None  # pyright: ignore[reportAssignmentType]

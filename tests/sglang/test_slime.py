@@ -61,7 +61,7 @@ class Run:
         self.step = 0
         self._loop: Loop | None = None
 
-    def low(self) -> None:
+    def launch(self) -> None:
         """Start a process. Its labels start at 1, and its first weights are the next version's."""
         args = arguments(
             self._folder,
@@ -164,7 +164,7 @@ def run(
 
 
 def test_responses_are_carried_over_the_trainers_own_updates_and_over_a_restart(run: Run):
-    run.low()
+    run.launch()
     while not run.crossed(3):
         run.take()
     # The process dies with responses in flight that are half generated. Its checkpoint has them.
@@ -178,7 +178,7 @@ def test_responses_are_carried_over_the_trainers_own_updates_and_over_a_restart(
         }
     run.end()
     version = run.version + 1
-    run.low()
+    run.launch()
     run.take()
     assert run.batches[-1].version == version, "versions continue, and labels start again"
     found: dict[int, list[int]] = {}

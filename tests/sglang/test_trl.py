@@ -64,10 +64,10 @@ def test_twenty_steps_on_a_real_server_with_a_resume_between(
     step 10."""
     folder = tmp_path / "run"
 
-    def since(**steps: Any) -> Run:
+    def train(**steps: Any) -> Run:
         return Run(sglang([clean_server.url]), model, folder, **steps)
 
-    train_and_resume(torch, model, folder, since, saved=10, ended=12, last=20)
+    train_and_resume(torch, model, folder, train, saved=10, ended=12, last=20)
 
 
 async def look(where: str, days: int) -> str:

@@ -178,7 +178,7 @@ _RULES: dict[str, Rule] = {
     ),
     **{
         f"observe.exports.{name}": rule(
-            "errors kernel.core.messages kernel.values.extras observe",
+            "errors kernel.core.messages kernel.shell.listener kernel.values.extras observe",
             others=frozenset({"tensorboard", "trackio", "wandb"}),
         )
         for name in ("trackers", "tracker_writers")

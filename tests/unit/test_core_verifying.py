@@ -6,7 +6,7 @@ import pytest
 
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS, StragglerRule
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.weights import UpdatePhase
 from tests.support.driver import Driver, config, names, span
@@ -297,14 +297,14 @@ def test_a_group_of_an_evaluation_with_other_tokens_is_generated_again(ends: boo
 
 
 @pytest.mark.parametrize("straggler", list(BEHAVIOURS))
-def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: str):
+def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: StragglerRule):
     driver = Driver(
         config(batch_groups=2, group_size=2, straggler=straggler, pace="asynchronous"),
         engines=("a", "b"),
     )
     driver.request_batch()
     driver.feed(ev.UpdateRequested(version=1))
-    if straggler in ("abort", "run"):
+    if not BEHAVIOURS[straggler].waits_inside:
         for key in driver.attempts():  # until nothing runs the update waits, and has not begun
             driver.interrupt(key)
     assert driver.state.weights.update is not None

@@ -46,8 +46,8 @@ def test_a_training_ends_and_another_trainer_goes_on_from_its_checkpoint(
     """Each trainer writes its weights into the folder that the server reads."""
     model, folder = with_tokenizer(models[0], tmp_path / "model"), tmp_path / "run"
 
-    def since(**steps: Any) -> Run:
+    def train(**steps: Any) -> Run:
         fleet = VLLMFleet([clean_server.url])
         return Run(fleet, model, folder, weights=tmp_path / "weights", **steps)
 
-    train_and_resume(torch, model, folder, since, saved=saved, ended=ended, last=last)
+    train_and_resume(torch, model, folder, train, saved=saved, ended=ended, last=last)

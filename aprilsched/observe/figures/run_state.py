@@ -38,8 +38,10 @@ class RunState:
     Attributes:
         now: time of the last fact, in seconds.
         opened_at: time at which the first process opened the run; None before.
-        counters, ledger: what the facts add up to.
-        rollouts, groups: the rollouts and groups in flight, by id.
+        counters: counts since the start of the run.
+        ledger: rollouts and tokens by reason.
+        rollouts: the rollouts in flight, by id.
+        groups: the groups in flight, by id.
         outside: the episodes without a request at an engine, and what they wait for.
         engines: the engines and their time by part, by name, in the order of joining.
         attempts: the open attempts, by the id of their request.

@@ -1,9 +1,9 @@
 """The model of a chart: its data, axes, units, texts and colours.
 
-Two renderers draw it: :func:`aprilsched.observe.report.charts.spec` as plotly's JSON for a page,
-and :func:`aprilsched.observe.report.style.draw` with matplotlib for files and notebooks. Shares are
-between 0 and 1, and renderers write them as percentages. A colour that depends on the theme is a
-role, written as "@name" after the page's CSS variables (--name).
+The report draws it with :func:`aprilsched.observe.report.charts.spec`, as plotly's JSON; the
+notebooks draw it with matplotlib. Shares are between 0 and 1, and renderers write them as
+percentages. A colour that depends on the theme is a role, written as "@name" after the page's CSS
+variables (--name).
 """
 
 from __future__ import annotations

@@ -43,6 +43,8 @@ class RepositoryLinks(SphinxTransform):
             path = Path(self.env.srcdir, f"{target}.md")
         else:
             path = (Path(self.env.doc2path(self.env.docname)).parent / target).resolve()
+            if not path.exists() and (root / target).exists():  # of a file that the page includes
+                path = root / target
         if not path.is_relative_to(root) or self._is_part_of_the_site(path):
             return
         inside = path.relative_to(root).as_posix()
