@@ -76,7 +76,7 @@ def test_text_is_drawn_in_fonts_that_the_browser_brings(browser: Browser, tmp_pa
         assert page.screenshot(tmp_path / "page.png").read_bytes() != picture
 
 
-def test_a_missing_browser_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_missing_browser_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "chrome"))
     with pytest.raises(RuntimeError, match=r"There is no browser at .*; run `make \.browser`"):
         browser_program()

@@ -37,7 +37,7 @@ PATIENCE_S = 120.0
 
 SMALL = ["--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap", "600"]
 ONE_RUN = 7
-"""Number of charts of one run that was not sampled."""
+"""Number of charts of a run without samples."""
 TWO_RUNS = 11
 DRAWN = "html[data-drawn]"
 EMPTY = """() => [...document.querySelectorAll('.chart')].filter((chart) => {
@@ -91,7 +91,7 @@ def drawn(
     viewport: tuple[int, int] = DESKTOP,
     scheme: ColorScheme = "light",
 ) -> Generator[OpenPage]:
-    """The page, after all of its charts were drawn."""
+    """Return the page after all of its charts are drawn."""
     with opened(browser, path, viewport=viewport, color_scheme=scheme) as page:
         page.page.wait_for_selector(DRAWN, state="attached")
         yield page
@@ -102,7 +102,7 @@ def charts(page: OpenPage) -> int:
 
 
 def ink(page: OpenPage) -> str:
-    """The colour of the page's text, and of a chart's axis."""
+    """Return the colour of the page's text, and of a chart's axis."""
     both = """[document.body, document.querySelector('#utilization .xtitle')]
       .map((each) => getComputedStyle(each)).map((style, i) => i ? style.fill : style.color)"""
     return str(page.evaluate(both))
@@ -250,7 +250,7 @@ def test_the_theme_is_switched_in_page_and_charts(
         assert ink(page) == light  # the reader's choice stays
     with drawn(browser, path) as page:
         page.page.emulate_media(color_scheme="dark")
-        # The page hears of it in an event of its own, and only then draws its charts again.
+        # The page gets an event of its own, and only then redraws its charts.
         ends = time.monotonic() + PATIENCE_S
         while ink(page) != dark and time.monotonic() < ends:
             page.page.wait_for_timeout(20)
@@ -329,7 +329,7 @@ def test_a_long_run_opens(browser: Browser, long_run: Path, viewport: tuple[int,
 
 @pytest.fixture(scope="module", params=[30_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 def long_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a run whose log was cut off after a number of lines."""
+    """Return the report of a run whose log was cut after a number of lines."""
     folder = tmp_path_factory.mktemp("long")
     assert write_long_run(folder, request.param) >= request.param
     path, _ = write_report(folder)

@@ -1,8 +1,8 @@
 """Five hundred agents at once, through refits, dead engines and a killed trainer; see README.md.
 
-Each agent is a harness outside. It has two contexts, calls tools that take heavy-tailed time, and
-comes back to its session after the trainer's process was killed, also where it had ended. The truth
-of versions is that of the campaign: a token's logprob says which weights sampled it.
+Each agent is an external harness. It has two contexts, calls tools with heavy-tailed durations, and
+returns to its session after the trainer's process is killed, even if it has finished. As everywhere
+in the campaign, the logprob of a token encodes the version of the weights that sampled it.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ REFITS, EVERY_S = 10, 2.0
 DEAD = {2: 0, 6: 1}
 """The engine that is killed before a refit, by the number of the refit."""
 ODD = "odd calls"
-"""The kind of the seeds, every second one, whose policy samples calls of all forms."""
+"""Every second seed; its policy samples tool calls of all forms."""
 KILLED = 4
 """The refit after which the trainer's process is killed."""
 _FIRST_LETTER = 5 + ord("a")
-"""As a token of the tests' tokenizer of bytes."""
+"""As one token of the byte tokenizer of the tests."""
 _FIRST_CALL = 5 + 256
 _CALLS = [CALL, *(each for each in ODD_CALLS if len(each) < 250)]
-"""Tokens of the seeds with odd calls: one that can be obeyed, and those that cannot."""
+"""Tokens of the seeds with odd calls: a valid call, and malformed ones."""
 
 
 class Letters(TruthModel):
-    """Samples letters, because a text with random special tokens is cut where one ends it."""
+    """Samples letters only, because random special tokens would end texts early."""
 
     def sample(
         self, states: Sequence[ContextState], counts: Sequence[int], key: int
@@ -72,12 +72,12 @@ class Letters(TruthModel):
         return [(self.shown(ids).astype(np.int32), logprobs) for ids, logprobs in blocks]
 
     def shown(self, ids: Int32Array) -> Int32Array:
-        """The tokens for those of the toy model."""
+        """Return the tokens that replace those of the toy model."""
         return _FIRST_LETTER + ids % 26
 
 
 class _OddCalls(Letters):
-    """Samples calls too: each is one token, of which there is one in forty."""
+    """Samples calls too: each is one token, on average one in forty."""
 
     def shown(self, ids: Int32Array) -> Int32Array:
         return np.where(ids % 40, super().shown(ids), _FIRST_CALL + ids // 40 % len(_CALLS))
@@ -94,7 +94,7 @@ class _Fleet(SimFleet):
 
 @dataclass
 class _Agent:
-    """A harness outside, with what it knows. It speaks a dialect, less the socket."""
+    """An external harness and its knowledge. It speaks a dialect, without the socket."""
 
     dialect: type[Dialect]
     drawn: np.random.Generator
@@ -103,11 +103,11 @@ class _Agent:
     heard: list[list[int]] = field(default_factory=list[list[int]])
     """The tokens of each answer."""
     asking: tuple[int, int] | None = None
-    """The context, and the tokens, of the request that is not answered yet."""
+    """The context and the number of tokens of the open request."""
     ended: bool = False
 
     async def run(self, session: Session) -> None:
-        """Work until the end, or until there is no trainer any more."""
+        """Run every turn, or stop when the trainer is gone."""
         while len(self.heard) < self.turns:
             if self.asking is None:
                 self.asking = int(self.drawn.random() < 0.15), int(self.drawn.integers(1, 120))
@@ -137,7 +137,7 @@ class _Agent:
 
 @dataclass
 class _Campaign:
-    """The agents, and the lives of the trainer's process."""
+    """The agents, and the successive processes of the trainer."""
 
     outcome: Outcome
     history: History
@@ -147,7 +147,7 @@ class _Campaign:
     figures: Counter[str] = field(default_factory=Counter[str])
 
     async def run(self) -> None:
-        """A life that is killed, and one that goes on to the batch."""
+        """Run one life that is killed, and one that resumes and delivers the batch."""
         killed = await self._life(SqliteStore(self.folder / "store", inline=True), first=True)
         self.outcome.ending.append("killed")
         await self._life(killed, first=False)
@@ -207,20 +207,20 @@ class _Campaign:
                 self._check(await rollouts.next_batch(), rollouts)
             finally:
                 launcher.cancel()
-                # Those that wait for an answer are told the end by their sessions.
+                # Let the sessions end the agents that wait for an answer.
                 await asyncio.sleep(0)
                 tools = [task for task in agents if not task.done()]
                 for task in tools:
                     task.cancel()
         for task in agents:
             if not task.cancelled() and (error := task.exception()) is not None:
-                self.outcome.complaints.append(f"an agent was told {error!r}")
+                self.outcome.complaints.append(f"an agent got {error!r}")
         return store
 
     async def _launch(self, sessions: Sessions, tasks: set[asyncio.Task[None]]) -> None:
-        """Let the agents of the life before come back, and start one for each new session."""
+        """Resume the agents of the previous life, and start one for each new session."""
         for name, agent in self.agents.items():
-            # One that had ended says so again, because its report may not have been saved.
+            # A finished agent reports again, because its report may not have been saved.
             while (session := sessions.get(name)) is None and not agent.ended:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             if session is not None:
@@ -228,7 +228,7 @@ class _Campaign:
         while True:
             session = await sessions.next()
             if session.id in self.agents:
-                continue  # It had no answer that was saved, and its agent is back.
+                continue  # No answer was saved, and its agent has returned.
             drawn = np.random.default_rng([self.outcome.seed, int(session.id)])
             task = session.prompt.metadata["task"]
             agent = self.agents[session.id] = _Agent(
@@ -252,7 +252,7 @@ class _Campaign:
             self._check_one(rollout, self.agents[str(rollout.rollout_id)])
         counters = rollouts.state.in_flight.counters
         ledger = rollouts.state.in_flight.ledger
-        # Beginnings of answers whose ends were heard and not saved.
+        # Answers that were received whole, but saved in part.
         started = ledger.tokens[Reason.RESTARTED]
         if ledger.rollouts or set(ledger.tokens) - {Reason.RESTARTED}:
             self._complain(f"the ledger has {ledger.rollouts} and {ledger.tokens}")
@@ -260,7 +260,7 @@ class _Campaign:
             self._complain(f"generated tokens are neither delivered nor counted: {counters}")
 
     def _check_one(self, rollout: Rollout, agent: _Agent) -> None:
-        """Hold a session against the truth, and against what its agent was answered."""
+        """Compare a session with the truth, and with the answers that its agent received."""
         kept: list[int] = []
         versions: set[int] = set()
         for each in (rollout, *rollout.branches):
@@ -270,10 +270,10 @@ class _Campaign:
             kept += each.token_ids[each.loss_mask].tolist()
             versions |= set(each.versions[each.loss_mask].tolist())
         heard = Counter([i for ids in agent.heard for i in ids])
-        # An answer of the last moments before a kill is text afterwards.
+        # After a kill, an answer from just before it is known as text only.
         lost = heard - Counter(kept)
         if Counter(kept) - heard:
-            self._complain(f"session {rollout.rollout_id} has tokens that nobody heard")
+            self._complain(f"session {rollout.rollout_id} has tokens that its agent never received")
         self.figures["tokens"] += len(kept)
         self.figures["tokens_heard_and_not_saved"] += lost.total()
         self.figures["sessions_of_several_versions"] += len(versions) > 1
@@ -286,7 +286,7 @@ class _Campaign:
 
 
 def left_behind(store: SqliteStore, to: Path) -> SqliteStore:
-    """What kill -9 leaves at this moment: a copy of the files, open or not."""
+    """Return what kill -9 would leave now: a copy of the files, open or not."""
     to.mkdir()
     for file in store.path.parent.glob(f"{store.path.name}*"):
         shutil.copy(file, to / file.name)

@@ -15,7 +15,7 @@ from tests.campaign.mix import Mix
 
 
 class Odd(BaseException):
-    """What a test framework raises to skip: no Exception."""
+    """Raised by test frameworks to skip; not an Exception."""
 
 
 RAISED: tuple[Callable[[], BaseException], ...] = (
@@ -35,7 +35,7 @@ GOOD_SCORES: tuple[Any, ...] = (0.0, 1, True, np.float32(0.5), np.int64(2), -3.5
 
 
 class Callers:
-    """The functions of one run. What they raise is kept in `raised`."""
+    """The functions of one run; `raised` records their errors."""
 
     def __init__(self, mix: Mix) -> None:
         self._mix = mix
@@ -47,10 +47,10 @@ class Callers:
         draw = mix.draw("broken functions")
         self._breaks = draw.choice(["raise", "return None", "block"])
         self._whole = draw.choice([0, 0, 10, 60]) if mix.has("broken_functions") else math.inf
-        """Calls after which they are broken."""
+        """Number of calls after which they are broken."""
 
     def throw(self, *but: type[BaseException]) -> BaseException:
-        """Something to raise, `but` not of these types."""
+        """Draw an error to raise, `but` not of these types."""
         error = self._draw.choice(RAISED)()
         while isinstance(error, but):
             error = self._draw.choice(RAISED)()
@@ -63,7 +63,7 @@ class Callers:
 
     @property
     def _broken(self) -> str:
-        """What the functions do in the place of their work; empty if they do it."""
+        """The fault that replaces the work of a function; empty for none."""
         return self._breaks if self._whole <= 0 else ""
 
     def _maybe_raise(self, share: float) -> None:
@@ -81,7 +81,7 @@ class Callers:
             await asyncio.sleep(seconds * self._draw.random())
 
     def _slow(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """The coroutine function that dawdles, and then does what `plain` does."""
+        """Return a coroutine function that delays `plain`."""
 
         async def slow(*given: Any) -> Any:
             await self._dawdle()
@@ -153,7 +153,7 @@ class Callers:
         return episode
 
     async def _turn(self, turn: Turn, context: Any) -> Any:
-        """Context and output of one turn; None if there is none and the episode is to end."""
+        """Return context and output of one turn, or None to end the episode."""
         draw, mix = self._draw, self._mix
         sampling = SamplingParams(
             max_new_tokens=1 + int(draw.lognormvariate(0.0, 0.7) * mix.median),
@@ -183,11 +183,11 @@ class Callers:
                 if after < 0.35 or asked > 3:
                     return None
                 if after < 0.7:
-                    # What had come is kept, and asked for once more if it was enough.
+                    # Continue from the partial output; if that is complete, request it again.
                     context = _after(context, await self._partial(turn))
 
     async def _partial(self, turn: Turn) -> TurnOutput:
-        """What came of a turn that was given up; perhaps that is given up, too."""
+        """Return the partial output of an abandoned turn; this call may be abandoned too."""
         while self._draw.random() < 0.3:
             try:
                 async with asyncio.timeout(self._draw.random()):
@@ -197,7 +197,7 @@ class Callers:
         return await turn.partial()
 
     async def _misuse(self, turn: Turn, context: Any, sampling: SamplingParams) -> None:
-        """Ways to ask that are refused, or that an episode gives up."""
+        """Make calls that are refused, or that an episode abandons."""
         draw = self._draw
         match draw.randrange(4):
             case 0:

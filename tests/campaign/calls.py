@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from tests.campaign.life import Life
 
 PATIENCE_S = 2 * 3600.0
-"""Of virtual time: a call that takes longer hangs. Everything in a mix ends within 20 minutes."""
+"""In virtual time; a longer call hangs. Everything in a mix ends within 20 minutes."""
 
 
 class Hang(BaseException):
-    """A call does not return, so the seed ends."""
+    """A call does not return, which ends the seed."""
 
 
 class Calls:

@@ -35,11 +35,11 @@ class Given:
     fingerprint: str
     keys: list[Any]
     secured: bool
-    """It was in the store, healthy, when the trainer got it, or was saved since."""
+    """Whether a healthy store contained it at delivery, or has saved it since."""
     acknowledged: bool = False
-    """It need not come again, and may."""
+    """It may be delivered again, but need not be."""
     version: int = 0
-    """The trainer's when it took it for the first time."""
+    """The trainer's version at the first delivery."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Records:
 
     batches: dict[int, Given] = field(default_factory=dict[int, Given])
     expected: set[int] = field(default_factory=set[int])
-    """Batches that must come again first."""
+    """Batches that must be delivered again first."""
     launched: dict[int, Any] = field(default_factory=dict[int, Any])
     """The prompt's key of each training group that was launched."""
     evaluated: set[int] = field(default_factory=set[int])
@@ -56,30 +56,30 @@ class Records:
 
     @property
     def acknowledged(self) -> set[int]:
-        """The batches that need not come again."""
+        """The batches that need not be delivered again."""
         return {index for index, batch in self.batches.items() if batch.acknowledged}
 
     def copy(self) -> Records:
-        """Copy them, for a checkpoint of the trainer."""
+        """Copy the records, for a checkpoint of the trainer."""
         batches = {index: replace(batch) for index, batch in self.batches.items()}
         return Records(batches, set(self.expected), dict(self.launched), set(self.evaluated))
 
     def killed(self) -> None:
-        """Forget what the store never had: it may be generated again."""
+        """Forget batches that were never stored: they may be generated again."""
         self.batches = {index: b for index, b in self.batches.items() if b.secured}
         self.expected = self.batches.keys() - self.acknowledged
 
     def expect_redelivery(self, *, with_store: bool) -> None:
-        """Expect again what the store has and the trainer did not acknowledge."""
+        """Expect stored batches again that the trainer has not acknowledged."""
         saved = {i for i, b in self.batches.items() if b.secured or not with_store}
         self.expected = saved - self.acknowledged
 
 
 class Checks:
-    """A listener that checks the state after each event; and the checks of what is delivered."""
+    """A listener that checks the state after each event, and every delivery."""
 
     weights_key: Callable[[int], int] = staticmethod(weights_key_of_version)
-    """What the engines call the weights of a version."""
+    """The engines' key for the weights of a version."""
 
     def __init__(self, mix: Mix, records: Records, complain: Callable[[str], None]) -> None:
         self.mix = mix
@@ -89,7 +89,7 @@ class Checks:
         self._model = TruthModel(mix.machine.vocab_size)
         self._broken = False
         self.figures = Counter[str]()
-        """How much was checked."""
+        """Amounts of what was checked."""
 
     # --- as a listener ---------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Checks:
         for fact in facts:
             if self.state is None or not isinstance(fact, GroupLaunched):
                 continue
-            # What a killed process has not saved is launched again under the same ids.
+            # Unsaved work of a killed process is launched again under the same ids.
             self.records.evaluated.discard(fact.group_id)
             group = self.state.in_flight.groups.get(fact.group_id)
             if fact.evaluation_id is not None:
@@ -117,7 +117,7 @@ class Checks:
     # --- batches ---------------------------------------------------------------------------------
 
     def batch(self, batch: Batch, *, version: int, secured: bool, settings: dict[str, Any]) -> None:
-        """The trainer has taken a batch while its version was `version`."""
+        """Check a batch that the trainer took at `version`."""
         name = f"batch {batch.index}"
         known = self.records.batches.get(batch.index)
         shown = fingerprint(batch)
@@ -160,7 +160,7 @@ class Checks:
             )
 
     def evaluation(self, batch: Batch, asked: int, *, between: tuple[int, int]) -> None:
-        """An evaluation came back; the trainer's version was within `between` all the while."""
+        """Check an evaluation, during which the trainer's version was within `between`."""
         self.figures["evaluations"] += 1
         found: set[int] = set()
         for rollout in batch.rollouts:
@@ -169,14 +169,16 @@ class Checks:
         if len(found) > 1:
             self._complain(f"an evaluation of version {batch.version} has versions {sorted(found)}")
         elif found and found != {batch.version}:
-            self._complain(f"an evaluation says version {batch.version} and is of {sorted(found)}")
+            self._complain(
+                f"an evaluation reports version {batch.version}, sampled by {sorted(found)}"
+            )
         if not between[0] <= batch.version <= between[1]:
             self._complain(f"an evaluation asked for within {between} is of {batch.version}")
         if len(batch.groups) > asked:
             self._complain(f"an evaluation of {asked} prompts has {len(batch.groups)} groups")
 
     def rollout(self, rollout: Rollout, name: str) -> Any:
-        """Arrays of one length, versions that are true; returns the true versions."""
+        """Check the lengths of the arrays and the versions; return the true versions."""
         self.figures["rollouts"] += 1
         self.figures["tokens"] += len(rollout)
         arrays = (rollout.token_ids, rollout.logprobs, rollout.versions, rollout.loss_mask)
@@ -192,7 +194,7 @@ class Checks:
         elif wrong.size:
             first = int(wrong[0])
             self._complain(
-                f"{name} says version {int(rollout.versions[first])} of token {first}, which "
+                f"{name} reports version {int(rollout.versions[first])} for token {first}, which "
                 f"version {int(truth[first])} sampled ({wrong.size} of {len(rollout)} are wrong)"
             )
         mixed = rollout.versions_exact and len(set(truth[sampled].tolist())) > 1
@@ -213,15 +215,15 @@ class Checks:
         for companion in rollout.companions.values():
             self.figures["rows"] += int(companion.exact.sum())
             self.figures["rows_of_another_pass"] += int((~companion.exact).sum())
-        # With adapters the truth says nothing of the weights below them.
+        # With adapters the logprobs do not reveal the base weights.
         if not self.mix.has("adapters") and (wrong := wrong_rows(rollout, truth, self.weights_key)):
             self._complain(f"{name} {wrong}")
 
     def _content(self, rollout: Rollout, group: Group) -> None:
-        """Is each token what the model samples after those before it?"""
+        """Check that each token is the model's sample after the tokens before it."""
         mix = self.mix
-        # Under weights that somebody else brought in, keys of older ones are met. In an earlier
-        # life keys may have been kept too.
+        # Weights loaded by another client keep the keys of older ones in the cache. An earlier
+        # life may also have left keys.
         mixed = mix.settings["straggler"] == "in_place" or mix.has("foreign")
         if mix.has("adapters") or mixed or rollout.stale_keys:
             return
@@ -237,7 +239,7 @@ class Checks:
             self._complain(f"rollout {rollout.rollout_id} of {group.prompt.key} has other tokens")
 
     def asked(self, rollout: Rollout, group: Group) -> list[SamplingParams] | None:
-        """How the rollout may have been sampled; None if its prompt is a bad one."""
+        """Return the possible sampling of the rollout, or None if its prompt is a bad one."""
         if self.mix.episodes:
             return [SamplingParams(temperature=0.0)]
         key = group.prompt.key
@@ -251,7 +253,7 @@ class Checks:
     # --- the end of a life -----------------------------------------------------------------------
 
     def ended(self, error: RunEnded, state: SchedulerState) -> None:
-        """The prompts have ended, and `error` says how."""
+        """Check the end of the prompts, of which `error` is the reason."""
         ledger, prompts = state.in_flight.ledger, state.prompts.cursor
         groups = {entry.group_id for entry in ledger.entries if entry.reason in FAILURES}
         failed = len(groups - self.records.evaluated)
@@ -267,7 +269,7 @@ class Checks:
             )
 
     def end(self, state: SchedulerState) -> None:
-        """Nothing is lost: every prompt and every token has its place."""
+        """Check that every prompt and every token is accounted for."""
         if self._broken:
             return
         try:
@@ -298,8 +300,8 @@ class Checks:
 
 
 def fingerprint(batch: Batch) -> str:
-    """Equal for two deliveries of the same batch. Groups that are taken one by one come in the
-    order in which they are accepted, and the batch has them in that in which they are complete."""
+    """Return a value that is equal for two deliveries of the same batch. Groups that are taken one
+    by one are in the order of acceptance; a batch has them in the order of completion."""
     found = hashlib.blake2b(digest_size=8)
     for group in sorted(batch.groups, key=lambda group: group.group_id):
         found.update(f"{group.group_id} {group.prompt.key}".encode())

@@ -36,10 +36,10 @@ class VirtualThreads:
         self._workers: dict[int, _Workers] = {}
         self._executors: list[Any] = []
         self.open = 0
-        """Pieces of work that are not done."""
+        """Work that is not done yet."""
 
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let `loop` give its work to these threads from now on."""
+        """Run the executor work of `loop` on these threads from now on."""
         loop.run_in_executor = self._run  # type: ignore[method-assign]
 
     def _run(self, executor: Any, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
@@ -78,6 +78,6 @@ class VirtualThreads:
     def _workers_of(self, executor: Any) -> _Workers:
         key = id(executor)
         if key not in self._workers:
-            self._executors.append(executor)  # or another one could get its id
+            self._executors.append(executor)  # otherwise another object could get its id
             self._workers[key] = _Workers(getattr(executor, "_max_workers", 32))
         return self._workers[key]

@@ -1,4 +1,4 @@
-"""What happens to the engines of a life: at random times, and at the worst moments."""
+"""Disturbs the engines of a life: at random times, and at the worst moments."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Disturber:
                     pass
 
     def _some_version(self) -> int:
-        """Draw the version of a restarted engine: mostly what a server starts with."""
+        """Draw the version of a restarted engine: mostly the initial one."""
         version, draw = self._life.scheduler.version, self._draw
         if self._life.mix.has("adapters"):
             return 0  # the base, which is never another one

@@ -15,7 +15,7 @@ from tests.campaign.mix import Mix
 
 
 class ChaosFleet:
-    """Engines "sim-0", "sim-1", …; whatever is done to one is written into the history."""
+    """Engines "sim-0", "sim-1", …; the history records every action on one."""
 
     def __init__(self, mix: Mix, history: History) -> None:
         self._mix = mix
@@ -23,7 +23,7 @@ class ChaosFleet:
         self._made = 0
         self._members: list[SimEngine] = []
         self.all: list[SimEngine] = []
-        """Every engine that ever was a member."""
+        """Every engine that has been a member."""
         self.down: set[str] = set()
         """Engines that crashed and have not restarted."""
         self._changes: asyncio.Queue[FleetChange] = asyncio.Queue()
@@ -66,7 +66,7 @@ class ChaosFleet:
             yield await self._changes.get()
 
     def restart(self, engine: SimEngine, version: int, after: float = 0.0) -> None:
-        """The server's process is replaced, by one with the weights of `version`."""
+        """Replace the server's process by one with the weights of `version`."""
         work = "busy" if engine.batcher.running or engine.batcher.waiting else "idle"
         paused = f", paused ({engine.batcher.paused})" if engine.batcher.paused else ""
         self._note(
@@ -84,7 +84,7 @@ class ChaosFleet:
     def _begin(self, engine: SimEngine, version: int) -> None:
         if engine.name in self.down and self._open:
             self.down.discard(engine.name)
-            # It has nothing to wait for: a restarted engine is there at once.
+            # The coroutine never waits: a restarted engine is available at once.
             starting = engine.restart()
             try:
                 starting.send(None)
@@ -95,13 +95,13 @@ class ChaosFleet:
             engine.batcher.refit(version, weights_key_of_version(version))
 
     def foreign_refit(self, engine: SimEngine, version: int) -> None:
-        """Somebody else brings weights in, where the engine lets them."""
+        """Load weights as another client would, if the engine accepts them."""
         if engine.name in self.down:
             return
         before = engine.batcher.version
         if engine.batcher.refit(version, weights_key_of_version(version)):
             self._note(
-                f"CHAOS somebody else brings version {version} into {engine.name}, "
+                f"CHAOS another client loads version {version} into {engine.name}, "
                 f"which had {before}"
             )
 
@@ -119,7 +119,7 @@ class ChaosFleet:
             self._begin(engine, engine.batcher.version)
 
     async def left_on_engines(self) -> list[str]:
-        """Return what a scheduler that is closed should not have left."""
+        """Return what a closed scheduler has wrongly left on the engines."""
         found: list[str] = []
         for engine in self.all:
             inside = engine.batcher
@@ -133,7 +133,7 @@ class ChaosFleet:
         return found
 
     def pause_again(self, paused: Mapping[str, Any]) -> None:
-        """Pause what a killed process left paused; engines outside the fleet are restarted."""
+        """Pause the engines that a killed process left paused; restart those outside the fleet."""
         for engine in self.all:
             if engine.batcher.paused is not None and engine not in self._members:
                 self.down.add(engine.name)
@@ -142,7 +142,7 @@ class ChaosFleet:
                 engine.batcher.pause(paused[engine.name], engine.batcher.next_event_time() or 0.0)
 
     async def change(self, draw: random.Random, most: int) -> None:
-        """One engine joins or leaves."""
+        """Let one engine join or leave."""
         if not self._open:
             return
         if len(self._members) > 1 and draw.random() < 0.5:

@@ -1,4 +1,4 @@
-"""What happened in a run, as lines for people, and what it came to."""
+"""The history of a run as readable lines, and its outcome."""
 
 from __future__ import annotations
 
@@ -24,26 +24,25 @@ _IDS = ("rollout_id", "group_id", "key", "index")
 
 @dataclass
 class Outcome:
-    """What a seed did."""
+    """The outcome of a seed."""
 
     seed: int
     complaints: list[str] = field(default_factory=list[str])
     ending: list[str] = field(default_factory=list[str])
     """How each life ended."""
     figures: dict[str, int] = field(default_factory=dict[str, int])
-    """Counts, which the campaign adds up."""
+    """Counts, which the campaign sums."""
     seconds: float = 0.0
-    """Virtual."""
+    """In virtual time."""
     history: list[str] = field(default_factory=list[str])
     kinds: list[str] = field(default_factory=list[str])
-    """What goes wrong in it."""
+    """The kinds of chaos in the run."""
     settings: str = ""
-    """Those that matter most, in a line."""
+    """The most important settings, in one line."""
 
 
 class History(logging.Handler):
-    """A listener that writes everything down, and what the library logs and the campaign notes
-    between."""
+    """A listener that records all facts, log messages of the library, and notes of the campaign."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +69,7 @@ class History(logging.Handler):
 
 
 def recorded(outcome: Outcome, history: History, run: Coroutine[Any, Any, None]) -> Outcome:
-    """Run a seed on the virtual clock. Whatever it raises is a complaint."""
+    """Run a seed on the virtual clock. Any error that it raises is a complaint."""
     with _logged(history):
         try:
             run_virtual(run, idle_timeout=20.0)
@@ -83,7 +82,7 @@ def recorded(outcome: Outcome, history: History, run: Coroutine[Any, Any, None])
 
 @contextmanager
 def _logged(history: History) -> Generator[None]:
-    """Write what the library logs into a history, and nowhere else."""
+    """Redirect the log of the library into a history."""
     logger = logging.getLogger("aprilsched")
     before = logger.level, logger.propagate, logging.root.manager.disable
     logger.addHandler(history)
@@ -100,7 +99,7 @@ def _logged(history: History) -> Generator[None]:
 
 
 def _shown(message: Any) -> str:
-    # A message without fields has no names, which is no reason to look for others.
+    # A struct without fields has an empty tuple, which must not select the dataclass branch.
     names = getattr(message, "__struct_fields__", None)
     names = message.__dataclass_fields__ if names is None else names
     fields = ", ".join(f"{name}={_short(getattr(message, name))}" for name in names)
@@ -108,7 +107,7 @@ def _shown(message: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    """Show a value in few characters, and objects with an id by the id."""
+    """Return a short text for a value; objects with an id are shown by the id."""
     if isinstance(value, np.ndarray):
         return f"[{value.size}]"
     for name in _IDS:

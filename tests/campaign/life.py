@@ -1,4 +1,4 @@
-"""One scheduler of a trial, from its making to its close."""
+"""One scheduler of a trial, from its creation to its close."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Life:
             batch.secured = True
 
     async def _open(self) -> str | None:
-        """Open the scheduler; return how the life ended if it did already."""
+        """Open the scheduler; return how the life ended if it has already ended."""
         trial = self.trial
         if self.number and self.mix.has("restores") and trial.checkpoints:
             path, records = self.draw.choice(trial.checkpoints)
@@ -139,7 +139,7 @@ class Life:
         try:
             await self.calls.call("open", self.scheduler.__aenter__())
         except ConfigError as error:
-            # A run of which nothing was saved starts on engines with later versions.
+            # A run without a save starts on engines that may have later versions.
             if "different policy versions" not in str(error):
                 self.complain(f"open() raised {error!r}")
                 return "refused"
@@ -148,7 +148,7 @@ class Life:
                 trial.fleet.restart(engine, 0)
             self._make()
             await self.calls.call("open", self.scheduler.__aenter__())
-        # What a process launched and never saved was never launched.
+        # Unsaved launches of a process do not count as launched.
         launched, groups = trial.records.launched, self.scheduler.state.in_flight.groups
         trial.records.launched = {gid: key for gid, key in launched.items() if gid in groups}
         if not self.scheduler.state.resumed and self.number:
@@ -158,7 +158,7 @@ class Life:
         return None
 
     def _killed(self) -> dict[str, Any]:
-        """Kill the process: from now on only its connections have an effect."""
+        """Kill the process: after this, only its connections have an effect."""
         self.note("CHAOS the process is killed")
         if self.store is not None:
             self.store.dead = True
@@ -174,7 +174,7 @@ class Life:
         return task
 
     def failed(self) -> bool:
-        """Return whether the run has ended with an error, which every call raises now."""
+        """Return whether the run has ended with an error, which every call now raises."""
         try:
             self.scheduler._session.check_open()
         except BaseException:
@@ -183,7 +183,7 @@ class Life:
 
     async def _check_the_end(self, before: set[Any], paused: dict[str, Any]) -> None:
         trial, state = self.trial, self.scheduler.state
-        # The engines outlive the scheduler: what it left on them continues there.
+        # The engines outlive the scheduler: requests that it left on them continue.
         await trial.fleet.open()
         for engine in trial.fleet.all:
             await engine.open()
@@ -206,7 +206,7 @@ class Life:
         trial.fleet.pause_again(paused)
 
     def in_flight(self) -> str:
-        """Describe why nothing happens, for a person who debugs a hang."""
+        """Describe why the run is stuck, to debug a hang."""
         state = self.scheduler.state
         lines = [
             f"{state.delivery}\n{state.weights}\n{state.fleet}\n{state.prompts}"[:4000],

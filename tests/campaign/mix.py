@@ -29,14 +29,14 @@ from aprilsched.simulation.engine.toy_model import KvTier
 from tests.campaign.truth import COMPANIONS, TruthModel
 
 KINDS: dict[str, float] = {
-    # What engines do.
+    # Engines.
     "restarts": 0.5,
     "moments": 0.5,
     "crashes": 0.25,
     "foreign": 0.2,
     "slow_engines": 0.15,
     "membership": 0.2,
-    # What the trainer does.
+    # The trainer.
     "polls": 0.6,
     "evaluations": 0.5,
     "cancels": 0.4,
@@ -46,7 +46,7 @@ KINDS: dict[str, float] = {
     "restores": 0.1,
     "close": 0.2,
     "idle_trainer": 0.2,
-    # What the caller's functions do.
+    # The caller's functions.
     "raising": 0.5,
     "bad_returns": 0.25,
     "broken_functions": 0.1,
@@ -56,46 +56,46 @@ KINDS: dict[str, float] = {
     "dry_sources": 0.3,
     "turn_timeouts": 0.6,
     "misused_turns": 0.2,
-    # What fills a batch.
+    # Batch sizes.
     "stops": 0.5,
-    # What the store does.
+    # The store.
     "slow_store": 0.5,
     "failing_store": 0.25,
     "kills": 0.4,
     "other_settings": 0.4,
-    # What the trainer does, again: at the end, so that each seed keeps its other kinds.
+    # The trainer again: at the end, so that the other kinds of each seed stay the same.
     "streams": 0.4,
 }
 """Every kind of chaos, and the share of the seeds that have it unless it is asked for.
 
 restarts: engines restart at random times with old weights or version 0. moments: they do so at the
-worst moments (beside a send, a pause, a refit, a continue, a delivery). crashes: they die and come
-back later. foreign: somebody else brings weights in. slow_engines: they slow down, or hang.
+worst moments (around a send, a pause, a refit, a continue, a delivery). crashes: they die and come
+back later. foreign: another client loads weights. slow_engines: they slow down, or hang.
 membership: they join and leave. polls: next_batch() under timeouts. evaluations: at any moment.
 cancels: of update_weights, evaluate and checkpoint. sleep: asleep() blocks. adapters: versions are
 adapters. checkpoints: at any moment, also where they cannot be written. restores: a later life
-begins with a checkpoint. close: at any moment. idle_trainer: long times without a call. raising:
-rewards, accept and episodes raise whatever can be raised. bad_returns: they return what is none.
+starts from a checkpoint. close: at any moment. idle_trainer: long times without a call. raising:
+rewards, accept and episodes raise any exception. bad_returns: they return invalid values.
 broken_functions: from some call on they always raise, return None, or take ten minutes.
 bad_publishers: they raise, return nothing, lie, dawdle. bad_sources: reading prompts raises.
-bad_prompts: what comes is none, or is out of the vocabulary. stops: batches are filled by
-samples or tokens. dry_sources: no prompt for a long time, or for ever. turn_timeouts:
+bad_prompts: prompts are of a wrong type, or outside the vocabulary. stops: batches are filled by
+samples or tokens. dry_sources: no prompt for a long time, or forever. turn_timeouts:
 around turn.generate. misused_turns: two at a time, other contexts, bad ids. slow_store: durable
 writes are slower than the poll. failing_store: they fail now and then. kills: the process dies and
-another one goes on. other_settings: it does so with other settings. streams: groups are taken
+another one resumes. other_settings: it does so with other settings. streams: groups are taken
 one by one, and some of these batches end early by next_batch() or an update.
 """
 
 TIERED = 0.4
-"""Share of the seeds whose engines have a tier of cached KV that survives flushes and restarts, and
-the trainer's process too. All engines share it."""
+"""Share of the seeds whose engines have a tier of cached KV that survives flushes, restarts and the
+trainer's process. All engines share it."""
 PAGE = 2
-"""Tokens of a page of it; prompts are short."""
+"""Tokens in one of its pages; prompts are short."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Everything that a seed decides before the run begins."""
+    """Everything that a seed decides before the run starts."""
 
     seed: int
     kinds: frozenset[str]
@@ -121,7 +121,7 @@ class Mix:
     train_s: float
     settings: dict[str, Any]
     companions: bool
-    """Rows beside the tokens are asked for."""
+    """Whether companion rows are requested with the tokens."""
 
     def has(self, kind: str) -> bool:
         return kind in self.kinds
@@ -131,7 +131,7 @@ class Mix:
         return random.Random(f"{self.seed}/{role}")
 
     def described(self) -> str:
-        """The settings that matter most, in a line."""
+        """The most important settings, in one line."""
         names = ("stop", "refill", "over_provision", "straggler", "pace", "max_staleness")
         shown = [f"{name} {self.settings[name]}" for name in names]
         shown += [f"{self.engines} engines", f"store {self.store}", f"reward {self.reward}"]
@@ -146,7 +146,7 @@ class Mix:
         return SchedulerConfig(**settings)
 
     def of_next_life(self, life: int) -> Mix:
-        """The same run after a restart, with other settings if the seed has that."""
+        """Return the run after a restart, with other settings if the seed has them."""
         if not self.has("other_settings"):
             return self
         draw = self.draw(f"settings of life {life}")
@@ -155,7 +155,7 @@ class Mix:
         reward = draw.choice(["none", "rollout", "group"]) if draw.random() < 0.4 else self.reward
         accepts = not self.accepts if draw.random() < 0.2 else self.accepts
         settings = _settings(draw, stops=self.has("stops"))
-        if draw.random() < 0.5:  # just a few are others
+        if draw.random() < 0.5:  # only a few differ
             some = draw.sample(_INDEPENDENT, draw.randrange(1, 4))
             settings = self.settings | {name: settings[name] for name in some}
         return replace(self, settings=settings, reward=reward, accepts=accepts)
@@ -173,7 +173,7 @@ class Mix:
         Args:
             only: the kinds that every seed has, instead of drawing them.
             without: kinds that no seed has.
-            companions: whether rows beside the tokens are requested.
+            companions: whether companion rows are requested with the tokens.
         """
         draw = random.Random(f"{seed}/kinds")
         drawn = {kind: draw.random() < share for kind, share in KINDS.items()}
@@ -224,7 +224,7 @@ class Mix:
 
 
 def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
-    """Draw fields of a configuration, any that are allowed together."""
+    """Draw an allowed combination of configuration fields."""
     groups, size = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3, 4])
     refit = draw.choice(["together", "together", "rolling"])
     pace = draw.choice(["synchronous", "asynchronous", "synchronous", "asynchronous", "auto"])

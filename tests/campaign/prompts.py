@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def prompt_of(mix: Mix, index: int, group_size: int) -> Prompt:
-    """Prompt `index` of the run, whatever life asks for it."""
+    """Return prompt `index` of the run, the same in every life."""
     draw = mix.draw(f"prompt {index}")
     length = draw.randrange(1, 12)
 
@@ -54,17 +54,17 @@ class Source(Iterator[Any]):
         self._bad_at = set(draw.sample(range(count), 3)) if mix.has("bad_prompts") else set()
         dry = mix.has("dry_sources")
         self._dry_at = set(draw.sample(range(count), 3)) if dry else set()
-        self.dry_for_ever_at = draw.randrange(1, count) if dry and draw.random() < 0.3 else None
+        self.dry_forever_at = draw.randrange(1, count) if dry and draw.random() < 0.3 else None
         self._slow = draw.choice([0.0, 0.0, 0.3]) if dry else 0.0
         self.dry = False
-        """It waits for more prompts, and none comes."""
+        """Whether it waits for more prompts while none arrives."""
 
     def __call__(self) -> Any:
-        """What the scheduler is given."""
+        """Return the source for the scheduler."""
         return _Async(self) if self._mix.async_source else self
 
     def __next__(self) -> Any:
-        """The next one; StopIteration at the end."""
+        """Return the next prompt; raises StopIteration at the end."""
         index = self._next
         if index >= self._mix.prompts:
             raise StopIteration
@@ -108,8 +108,8 @@ class Source(Iterator[Any]):
             self.dry = True
             await asyncio.sleep(self._mix.draw(f"dry {index}").choice([3.0, 60.0, 300.0]))
             self.dry = False
-        if index == self.dry_for_ever_at:
-            self._life.note(f"the source is dry at {index}, for ever")
+        if index == self.dry_forever_at:
+            self._life.note(f"the source is dry forever at {index}")
             self.dry = True
             await asyncio.Event().wait()
 

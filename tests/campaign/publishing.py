@@ -23,7 +23,7 @@ _Publish: TypeAlias = Callable[[int, Sequence[Engine]], Awaitable[_Results]]
 
 
 class _BadPublisher:
-    """Mixed into a publisher: now and then weights do not arrive, or it lies about them."""
+    """A mixin for publishers: sometimes weights do not arrive, or it lies about them."""
 
     def __init__(self, mix: Mix, callers: Callers) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class ChaosAdapters(_BadPublisher, SimAdapterPublisher):
 
 
 class ChaosPlanner(Planner):
-    """Chooses any of the schedules that could be chosen, and raises now and then."""
+    """Chooses any possible schedule, and sometimes raises."""
 
     def __init__(self, mix: Mix) -> None:
         super().__init__(inline=mix.draw("planner").random() < 0.5)
@@ -97,6 +97,6 @@ class ChaosPlanner(Planner):
             raise ValueError("of the campaign")
         space = Space(may_defer=config.may_defer, paces=command.paces)
         schedule = self._draw.choice(candidates(self.setting(command, config), space))
-        # Also a pace that is not possible with the rule, or not any more: the core refuses it.
+        # The core must refuse a pace that the straggler rule does not allow, or no longer allows.
         pace = self._draw.choice(["synchronous", "asynchronous"]) if command.paces else None
         return replace(schedule, pace=pace)

@@ -23,7 +23,7 @@ from tests.support.faults import (
 )
 
 OPEN_S = 1.0
-"""By then the fleet is open; a fault before that would only make the opening fail."""
+"""The fleet is open by this time; an earlier fault would only make the opening fail."""
 _FLOOD_BYTES = 2**22
 _TOKENS = (0, 16, 100, 300)
 _ROUTES = (
@@ -50,7 +50,7 @@ _CHANGES = (
 )
 
 Script: TypeAlias = list[tuple[Fault, list[int]]]
-"""Faults, and the engines to which each happens."""
+"""Faults, and the engines that they affect."""
 
 
 def random_script(seed: int, *, engines: int, horizon_s: float) -> Script:
@@ -80,7 +80,7 @@ def _at_some_time(
             return replace(fault, at=start)
         return replace(fault, at=start, routes=_ROUTES[rng.integers(len(_ROUTES))], times=1)
     if rng.random() < 0.1:
-        when: dict[str, Any] = {"at": OPEN_S}  # and to the end
+        when: dict[str, Any] = {"at": OPEN_S}  # until the end
     else:
         when = {"at": start, "until": round(start + 1 + float(rng.exponential(60)), 3)}
     counts: dict[str, list[float]] = {
@@ -130,7 +130,7 @@ def _fault(kind: type[Fault], rng: np.random.Generator) -> Fault:
 
 
 def _answer(where: dict[str, Any], rng: np.random.Generator) -> Answer:
-    """Draw a refusal, a refused update, or an answer that pretends."""
+    """Draw a refusal, a refused update, or a false answer."""
     shape = rng.choice(["refused", "refused update", "stuck version", "ignored abort"])
     if shape == "refused update":
         message = str(rng.choice(["Failed to get weights iterator", "Failed to update weights"]))

@@ -1,4 +1,4 @@
-"""Runs a part of the campaign; README.md says what each part is.
+"""Runs one part of the campaign; README.md describes the parts.
 
 python -m tests.campaign.run engines --seeds 0:1000 --jobs 2
 python -m tests.campaign.run engines --seeds 17 --verbose
@@ -28,11 +28,11 @@ from tests.campaign.mix import KINDS, Mix
 CPU_S = 60
 """CPU seconds after which a seed loops while its clock stands still. Most need half a second."""
 _SEEDS_OF_A_PROCESS = 50
-"""Afterwards it is replaced, so that memory that a seed leaves does not add up."""
+"""Seeds after which a worker is replaced, so that leaked memory does not add up."""
 
 
 class LoopsForever(KeyboardInterrupt):
-    """No virtual time passes, and nothing ends. Event loops let this exception pass."""
+    """Raised if virtual time stands still. Event loops let this exception pass."""
 
 
 def outcome_of(seed: int, options: argparse.Namespace) -> Outcome:
@@ -52,7 +52,7 @@ def outcome_of(seed: int, options: argparse.Namespace) -> Outcome:
 def one(task: tuple[int, argparse.Namespace]) -> dict[str, Any]:
     """Run one seed, and return plain data."""
     seed, options = task
-    gc.freeze()  # what is imported need not be looked at again after each seed
+    gc.freeze()  # imports need not be scanned again after each seed
     signal.signal(signal.SIGPROF, _raise_loops_forever)
     signal.setitimer(signal.ITIMER_PROF, CPU_S, CPU_S)
     started = time.process_time()
@@ -78,7 +78,7 @@ def results_of(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
 
 
 def show(result: dict[str, Any], *, verbose: bool) -> None:
-    """Print what a seed did."""
+    """Print the outcome of a seed."""
     print(f"--- seed {result['seed']}: {', '.join(result['kinds'])}; {result['ending']}")
     print(f"  {result['settings']}")
     for complaint in result["complaints"][:5]:

@@ -43,17 +43,17 @@ VOCAB = 512
 INTERVAL = 16
 TRAIN_S = (1.0, 10.0, 60.0)
 REFUSALS = 300
-"""Updates in a row that reach no engine, a second apart, after which the trainer gives up."""
+"""Consecutive updates, a second apart, that reach no engine before the trainer gives up."""
 BATCH_S = 8.0
-"""About what the engines need for a batch."""
+"""Approximate time of a batch on these engines."""
 DEADLINE_S = 6 * 3600.0
-"""Of virtual time: whoever is not done by then hangs."""
+"""In virtual time; a task that is not done by then counts as hanging."""
 AFTERWARDS_S = 3600.0
-"""After closing: faults end, and nothing of ours may be left on an engine."""
+"""After closing, faults stop, and no request of the run may be left on an engine."""
 
 MACHINE = SimConfig(
-    # 25 tokens/s for each response, so that few tokens take as long as the scheduler's timeouts
-    # and the windows in which it looks for slow engines are made for.
+    # 25 tokens/s for each response, so that few tokens take as long as the timeouts of the
+    # scheduler and its windows for slow engines.
     timing=replace(H200_QWEN3_4B, t0=0.04),
     stream_interval=INTERVAL,
     vocab_size=VOCAB,
@@ -61,11 +61,11 @@ MACHINE = SimConfig(
     model=TruthModel,
 )
 NARROW = replace(MACHINE, max_running=2, max_queued=2)
-"""The machine of a third of the seeds: 3 of them have room for 12 of the 16 rollouts of a batch."""
+"""The machine in a third of the seeds: 3 of them have room for 12 of the 16 rollouts of a batch."""
 
 
 class Checkpoints(DiskPublisher):
-    """Publishes checkpoints whose content names their version."""
+    """Publishes checkpoints whose content identifies their version."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, self._write, keep=3 * BATCHES)
@@ -81,7 +81,7 @@ class Checkpoints(DiskPublisher):
 
 
 class _Checks(Checks):
-    """Holds rollouts to prompts of one turn, and to weights that were loaded from files."""
+    """Checks rollouts of one turn, with weights loaded from files."""
 
     weights_key = staticmethod(file_key)
 
@@ -90,8 +90,8 @@ class _Checks(Checks):
 
 
 def settings_of(mix: Mix) -> SchedulerConfig:
-    """What the mix has for the schedule; batches, bounds and timeouts are the same in each seed, so
-    that the seeds' times can be compared."""
+    """Return the settings of the schedule. Batches, bounds and timeouts are the same in each seed,
+    so that the durations of seeds can be compared."""
     return replace(
         mix.config(),
         batch_groups=4,
@@ -100,14 +100,14 @@ def settings_of(mix: Mix) -> SchedulerConfig:
         retries=Retries(),
         timeouts=Timeouts(),
         health=Health(fleet_wait_s=600.0),
-        # Responses are sampled from the whole vocabulary, of which servers return no masks.
+        # Responses are sampled from the whole vocabulary, so servers return no masks.
         companions=mix.config().companions[:1],
     )
 
 
 def run(seed: int, *, companions: bool = False) -> Outcome:
     """Run a seed. Complaints are in the outcome; nothing is raised."""
-    random.seed(seed)  # the adapter's retries draw their waits from it
+    random.seed(seed)  # the adapter draws its retry delays from it
     mix = replace(Mix.of(seed, only=(), companions=companions), episodes=False)
     horizon_s = BATCHES * (BATCH_S + TRAIN_S[seed % len(TRAIN_S)])
     script = random_script(seed, engines=ENGINES, horizon_s=horizon_s)
@@ -121,7 +121,8 @@ def run(seed: int, *, companions: bool = False) -> Outcome:
 
 
 class _Run:
-    """The run of one seed: its servers, and a trainer that holds every rollout to the truth."""
+    """The run of one seed: its servers, and a trainer that checks every rollout against the
+    truth."""
 
     def __init__(
         self, mix: Mix, outcome: Outcome, history: History, script: Script, folder: Path
@@ -137,14 +138,14 @@ class _Run:
         self.servers: list[FaultyServer] = []
         self.figures: Counter[str] = Counter()
         self.refused = 0
-        """Updates in a row that no engine took."""
+        """Consecutive updates that no engine accepted."""
 
     async def execute(self) -> None:
         loop, seed = asyncio.get_running_loop(), self.outcome.seed
         VirtualThreads(lambda name: 0.01).install(loop)
         async with AsyncExitStack() as stack:
-            # An address of its own for each server: names, and so the run, do not depend on which
-            # ports are free.
+            # Each server has its own address: then names, and so the run, do not depend on free
+            # ports.
             net = f"127.{seed // 250 % 250 + 1}.{seed % 250 + 1}"
             for index in range(ENGINES):
                 server = FaultyServer(
@@ -174,7 +175,7 @@ class _Run:
             self.outcome.complaints.append(f"{left} requests are left on servers")
 
     async def _with_scheduler(self) -> str:
-        """Returns how it ended."""
+        """Run the seed and return how it ended."""
         law: dict[str, Any] = {"median": 150, "sigma": 0.8, "cap": 1500, "group_size": 4}
         prompts = LongTailWorkload(**law, vocab_size=VOCAB, seed=self.outcome.seed)
         fleet = SGLangFleet(
@@ -209,7 +210,7 @@ class _Run:
                         batch, version=rollouts.version, secured=False, settings=self.mix.settings
                     )
                     break
-                except RefitError:  # no engine has whole weights
+                except RefitError:  # no engine has consistent weights
                     await self._update(rollouts)
             await asyncio.sleep(self.train_s)
             await self._update(rollouts)

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 
 class ChaosStore:
-    """One life's view of a store that outlives it; without `inline` it has a thread, which is
-    slow."""
+    """One life's view of a store that outlives it; without `inline` it has a slow thread."""
 
     def __init__(self, inner: Store, life: Life) -> None:
         self.inline = life.mix.inline_store
@@ -30,13 +29,13 @@ class ChaosStore:
         self._draw = life.mix.draw(f"store {life.number}")
         self._held: set[int] = set()
         self.withdrawn: Counter[int] = Counter()
-        """How often batches were offered and withdrawn, which the store forgets untaken."""
+        """Number of batches that were offered and withdrawn untaken, which the store forgets."""
         self.dead = False
-        """The process is gone: nothing that it writes from now on arrives."""
+        """Whether the process is gone: later writes of it are dropped."""
         self.replaced = False
-        """A checkpoint takes the place of what it holds."""
+        """Whether a checkpoint replaces the content at the next full save."""
         self.whole = True
-        """What was saved last did not fail."""
+        """Whether the last save succeeded."""
         self.on_saved: list[Callable[[], None]] = []
 
     def open(self) -> Saved | None:
@@ -65,7 +64,7 @@ class ChaosStore:
             self._held = (self._held | now) - set(snapshot.acknowledged)
         gone = (gone | set(snapshot.acknowledged)) - self._life.trainer.may_acknowledge
         withdrawn = gone & self.withdrawn.keys()
-        # Another batch may have the number next, and be withdrawn before this is saved.
+        # Before this is saved, another batch may get the same number and be withdrawn.
         self.withdrawn -= Counter(withdrawn)
         gone -= withdrawn
         if gone:

@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from tests.campaign.life import Life
 
 DRY_S = 900.0
-"""Without a prompt for so long, the trainer ends its life."""
+"""Time without a prompt after which the trainer ends its life."""
 _MOST_REFUSED = 60
 
 
 class Trainer:
-    """Takes batches, and remembers which of them it may acknowledge."""
+    """Takes batches, and records which of them it may acknowledge."""
 
     def __init__(self, life: Life) -> None:
         self._life = life
@@ -31,7 +31,7 @@ class Trainer:
         """Batches that the scheduler may delete from its store."""
         self.since_update = 0
         self.parts: list[Batch] = []
-        """Groups that the trainer has of a batch that is not whole yet."""
+        """Groups of the current, incomplete batch."""
 
     async def train(self) -> str:
         """Train until the end; return how it ended."""
@@ -55,7 +55,7 @@ class Trainer:
                 if life.failed():
                     return f"{type(error).__name__}: {error}"
                 if life.source.dry and now - last > DRY_S:
-                    # Engines that restart refuse updates for as long as no prompt comes.
+                    # Restarted engines refuse updates until a prompt arrives.
                     self._check_dry()
                     return "dry"
                 if isinstance(error, RefitError):
@@ -93,7 +93,7 @@ class Trainer:
             if draw.random() < 0.5:
                 return await life.calls.call("next_batch", asyncio.wait_for(wanted(), seconds))
             return await life.calls.call("next_batch", _within(seconds, wanted()))
-        if life.source.dry_for_ever_at is None:
+        if life.source.dry_forever_at is None:
             return await life.calls.call("next_batch", wanted())
         return await life.calls.call("next_batch", _within(600.0, wanted()))
 
@@ -101,18 +101,18 @@ class Trainer:
         async with aclosing(self._life.scheduler.stream()) as parts:
             async for part in parts:
                 return part
-        # The groups that were still to come were dropped.
+        # The missing groups were dropped.
         return replace(self.parts[-1], groups=(), complete=True)
 
     def returned_late(self, name: str, result: Any) -> None:
-        """Take the batch that a call returned although its caller was cancelled."""
+        """Take a batch that a call returned despite its cancellation."""
         if isinstance(result, Batch) and name == "next_batch":
             batch = self._joined(result)
             if batch is not None:
                 self._take(batch)
 
     def _joined(self, part: Batch) -> Batch | None:
-        """Return the batch that the part completes; None if others are to come."""
+        """Return the batch that the part completes, or None if groups are missing."""
         if self.parts and self.parts[-1].index != part.index:
             self.end_parts()
         before, self.parts = self.parts, []
@@ -124,12 +124,12 @@ class Trainer:
         return None
 
     def end_parts(self) -> None:
-        """Note the batch that has ended with the groups that the trainer has of it."""
+        """Record a batch that ended early with the groups taken so far."""
         parts, state = self.parts, self._life.scheduler.state
         if not parts or parts[-1].index >= state.in_flight.counters.batches:
             return
         if any(batch.index == parts[-1].index for batch in state.delivery.batches_again):
-            return  # the rest of it comes
+            return  # more groups will follow
         self.parts = []
         groups = tuple(group for part in parts for group in part.groups)
         ended = replace(parts[-1], groups=groups, redelivered=_any_redelivered(parts))
@@ -149,7 +149,7 @@ class Trainer:
         life.checks.batch(batch, version=version, secured=secured, settings=life.mix.settings)
 
     async def _use(self, batch: Batch) -> str | None:
-        """Train on a batch; return why the run ended, if it did."""
+        """Train on a batch; return why the run ended, or None."""
         mix, draw = self._life.mix, self._life.draw
         if mix.train_s:
             await asyncio.sleep(mix.train_s * draw.random() * 2)
@@ -167,19 +167,19 @@ class Trainer:
         return None
 
     def unacknowledged(self) -> list[int]:
-        """Return the batches that the trainer has and did not acknowledge."""
+        """Return the batches that the trainer has not acknowledged."""
         records = self._life.trial.records
         return [index for index in records.batches if index not in records.acknowledged]
 
     def acknowledged(self, batches: Iterable[int]) -> None:
-        """Note that the scheduler may have acknowledged `batches`."""
+        """Record that the scheduler may have acknowledged `batches`."""
         for index in batches:
             if (given := self._life.trial.records.batches.get(index)) is not None:
                 given.acknowledged = True
             self.may_acknowledge.add(index)
 
     def _check_dry(self) -> None:
-        """Check that only what needs more prompts is left undone."""
+        """Check that only work that needs more prompts is unfinished."""
         life, state = self._life, self._life.scheduler.state
         requests = [*state.in_flight.queue, *state.in_flight.open_requests()]
         # An evaluation may have started a moment ago; its own call reports whether it hangs.
@@ -187,7 +187,7 @@ class Trainer:
         groups = life.mix.settings["stop"] == "groups"
         enough = len(list(state.in_flight.ready)) >= life.mix.settings["batch_groups"]
         if not state.fleet.control.engines:
-            return  # they were lost a moment ago
+            return  # they were lost just before
         if state.prompts.stock or waits or (groups and enough and not state.weights.update):
             life.complain(f"the source is dry, and other work is left undone: {life.in_flight()}")
 

@@ -44,7 +44,7 @@ class Trial:
         self.records = Records()
         self.callers = Callers(mix)
         self.broken: set[int] = set()
-        """Prompts at which the source has raised."""
+        """Indices of prompts at which the source has raised."""
         self.inner: Store | None = None
         self.checkpoints: list[tuple[Path, Records]] = []
         self.figures: Counter[str] = Counter()
@@ -52,7 +52,7 @@ class Trial:
         self._thread_draw = mix.draw("threads")
         self.fleet: ChaosFleet
         self.batches = 0
-        """Batches that the trainer took over all lives."""
+        """Number of batches that the trainer took in all lives."""
 
     def complain(self, text: str) -> None:
         if len(self.outcome.complaints) < 20:

@@ -1,4 +1,4 @@
-"""Tells which weights sampled each token, independently of the engine and the scheduler.
+"""Determines which weights sampled each token, independently of the engine and the scheduler.
 
 The toy model of the embedded engine is replaced by one whose logprobs are the version of the
 weights that it samples with. So each token carries its true version through every attempt, partial
@@ -40,13 +40,13 @@ from aprilsched.types import (
 COMPANIONS = (Companion("routed_experts", "uint8", (3, 2)), Companion("sampling_mask"))
 MOST_VERSIONS = 400
 CONTENT = "weights of version {}"
-"""Of the file of a version that servers load; version 0 is what they start with."""
+"""Content of the weights file of a version; servers start with version 0."""
 _UNIT = 64.0
 """Logprobs are -(version + 1) / 64, which float32 holds exactly."""
 
 
 class TruthModel(ToyModel):
-    """The toy model, with the version of its weights for a logprob."""
+    """The toy model whose logprobs encode the version of its weights."""
 
     def sample(
         self, states: Sequence[ContextState], counts: Sequence[int], key: int
@@ -57,13 +57,14 @@ class TruthModel(ToyModel):
 
 
 def true_versions(logprobs: Float32Array, sampled: np.ndarray) -> Int32Array:
-    """The version that sampled each token, int32 [n]; -1 where none did."""
+    """Return the version that sampled each token, int32 [n]; -1 for tokens that were not
+    sampled."""
     found = np.rint(-logprobs * _UNIT).astype(np.int32) - 1
     return np.where(sampled, found, NO_VERSION).astype(np.int32)
 
 
 def file_key(version: int) -> int:
-    """What the embedded engine calls the weights of `version` that were loaded from a file."""
+    """Return the embedded engine's key for the weights of `version`, loaded from a file."""
     if version == 0:
         return weights_key_of_version(0)
     return zlib.crc32(CONTENT.format(version).encode())
@@ -91,8 +92,8 @@ _MOST_AGAIN = 20
 
 
 def sampling_of(rollout: Rollout, prompt: Prompt, size: int) -> list[SamplingParams]:
-    """How a response of a single turn may have been asked for, in a group of `size`: a member that
-    takes the place of a lost one has another seed."""
+    """Return how a response of one turn may have been sampled in a group of `size`: a member that
+    replaces a lost one has another seed."""
     sampling = prompt.sampling
     if isinstance(sampling, tuple):
         sampling = sampling[rollout.index]
@@ -112,12 +113,9 @@ def is_right(
     model: ToyModel,
     key: Callable[[int], int] = weights_key_of_version,
 ) -> bool:
-    """Whether each token follows from its context under the weights of its true version, which the
-    engine calls `key` of it.
-
-    For schedules that compute a context again under new weights, without adapters. Every turn
-    was sampled with the seed of `sampling`.
-    """
+    """Return whether each token follows from its context under the weights of its true version,
+    whose key is `key(version)`. For schedules that recompute a context under new weights, without
+    adapters. Every turn was sampled with the seed of `sampling`."""
     context = np.concatenate((rollout.prompt_ids, rollout.token_ids))
     versions = true_versions(rollout.logprobs, rollout.versions != NO_VERSION)
     edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(rollout)]
@@ -141,8 +139,10 @@ def is_right(
 def wrong_rows(
     rollout: Rollout, truth: Int32Array, key: Callable[[int], int] = weights_key_of_version
 ) -> str:
-    """What is wrong with the rows beside the tokens, of which `truth` has the true versions; empty
-    if each row that is called exact is the one of the pass that sampled its token."""
+    """Return what is wrong with the companion rows, or "" if nothing is.
+
+    A row marked as exact must come from the pass that sampled its token; `truth` has the true
+    versions of the tokens."""
     prompt, tokens = len(rollout.prompt_ids), len(rollout)
     sampled = truth != NO_VERSION
     for companion in rollout.companions.values():

@@ -1,4 +1,4 @@
-"""What a trainer does between batches: updates, sleep and checkpoints, cancelled at any moment."""
+"""The trainer's work between batches: updates, sleep and checkpoints, cancelled at any moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _MOST_TRIES = 80
 _TRIES_THAT_MAY_FAIL = 8
-"""After these the publisher is no longer bad, and no call is cancelled."""
+"""Updates after which the publisher is no longer bad, and no call is cancelled."""
 _TAGS = [("kv_cache", "weights"), ("kv_cache",), ("weights",), ("cuda_graph",)]
 
 
@@ -71,7 +71,7 @@ class Updates:
             except asyncio.CancelledError:
                 if life.closing or after is None:
                     raise
-                # Whether it takes effect shows later; it may acknowledge what came before.
+                # Its effect shows later; it may acknowledge earlier batches.
                 trainer.acknowledged(batches)
                 if draw.random() < 0.5:
                     return None
@@ -91,7 +91,7 @@ class Updates:
         return "refused"
 
     async def sleep(self) -> str | None:
-        """Let the engines sleep, mostly with an update; return why the run ended, if it did."""
+        """Let the engines sleep, mostly with an update; return why the run ended, or None."""
         life = self._life
         tags = life.draw.choice(_TAGS)
         after = self._cancel_after()

@@ -44,7 +44,7 @@ PAGES = sorted(
 
 
 class Trainer:
-    """Counts what it is given."""
+    """Records the number of rows of each step."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -59,7 +59,7 @@ class Trainer:
 
 def embedded(urls: Sequence[str], **keys: str | None) -> SimFleet:
     assert set(keys) <= {"admin_key", "api_key"}
-    # Responses of many lengths, as an end token makes them.
+    # Responses of many lengths, as with a stop token.
     return SimFleet(len(urls), time_scale=0.001, vocab_size=64, eos_token_id=0)
 
 
@@ -104,7 +104,7 @@ def test_the_programs_of_a_page_run(
         else:
             exec(code, names)  # noqa: S102
     asks = sum("trainer.step" in block for block in blocks(page))
-    # Three batches of 4 groups of 4 each time the page trains.
+    # The page trains on three batches of 4 groups of 4 each time.
     assert trainer.rows == [16, 16, 16] * asks
 
 
@@ -115,7 +115,7 @@ def test_a_page_s_programs_are_python_and_import_what_there_is(page: str):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("aprilsched"):
                 assert node.module is not None
-                # A name may be a module, which is there once it is imported.
+                # A name may be a module that is available only once imported.
                 names = [name.name for name in node.names]
                 module = __import__(node.module, fromlist=names)
                 missing = [name for name in names if not hasattr(module, name)]
@@ -126,7 +126,7 @@ def test_the_pages_that_run_are_there():
     assert set(RUN) <= set(PAGES)
 
 
-def test_every_json_line_on_the_page_of_the_event_log_is_written_like_that():
+def test_every_json_line_of_the_event_log_page_is_exact():
     page = (DOCS / "reference" / "events.md").read_text()
     lines = re.findall(r'^\{"t".*\}$', page, flags=re.MULTILINE)
     assert len(lines) == 3

@@ -32,7 +32,7 @@ def h200(cell: str, figure: str) -> float:
 
 
 def times(first: str, second: str) -> str:
-    """How many times as many tokens the second cell delivers."""
+    """Throughput of the second cell, as a multiple of the first."""
     return f"{h200(second, 'tokens_s') / h200(first, 'tokens_s'):.2f}"
 
 
@@ -200,7 +200,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
 
 
 @each_row(("page", "pattern", "wanted"), FIGURES)
-def test_a_page_says_what_the_result_files_say(
+def test_a_page_agrees_with_the_result_files(
     page: str, pattern: str, wanted: Callable[[], Sequence[Any]]
 ) -> None:
     found = re.findall(pattern, (ROOT / page).read_text())

@@ -42,7 +42,7 @@ from tests.support.table import each_row
 
 ROOT = Path(__file__).parents[2]
 TERMINAL = ROOT / "docs" / "images" / "live.png"
-"""The picture of a terminal, which is dark everywhere."""
+"""The picture of a terminal, which is dark in both themes."""
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_nothing_is_fetched_when_a_page_is_read(site: Path):
 
 
 @pytest.mark.long
-def test_the_drawing_on_the_page_has_every_legal_move_and_no_other(site: Path):
+def test_the_drawing_has_exactly_the_legal_moves(site: Path):
     edge = r'data-from="(\w+)" data-move="(\w+)" data-to="(\w+)"'
     drawn = re.findall(edge, page(site, "concepts"))
     assert {(State(a), Move(m)): State(b) for a, m, b in drawn} == MOVES
@@ -132,7 +132,7 @@ def test_everything_that_is_generated_is_used_on_a_page(name: str):
     assert any(f"{{generated}} {name}\n" in text for text in pages)
 
 
-def test_the_page_of_supported_versions_has_the_table_of_the_pins():
+def test_the_supported_versions_match_the_pins():
     page = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
     assert support() in page, f"put this table into docs/compatibility.md:\n{support()}"
 
@@ -149,7 +149,7 @@ def test_the_event_log_is_described_line_by_line():
     assert "*token_ids*" in table
 
 
-def test_every_setting_is_there_with_its_default_and_what_it_does():
+def test_every_setting_has_its_default_and_description():
     table = settings()
     assert rows(table) == set(SchedulerConfig.__dataclass_fields__)
     assert '| `refill` | `"wave"` | When new groups start: "wave" starts them once' in table

@@ -41,7 +41,7 @@ Chunks = AsyncGenerator[Chunk, None]
 
 
 async def loses_a_token_at_an_abort(chunks: Chunks) -> Chunks:
-    """It streams two tokens at a time, and an abort loses the first of two."""
+    """An engine that streams two tokens at a time, and whose abort loses the first of two."""
     held: Chunk | None = None
     async for chunk in chunks:
         if held is None and chunk.finish is None:
@@ -83,7 +83,7 @@ async def tells_only_its_last_version(chunks: Chunks) -> Chunks:
 
 
 def broken(toy: type[Any], how: str | Callable[[Chunks], Chunks]) -> type[Any]:
-    """The engine with a method that does nothing, or with other streams."""
+    """Return the engine with a method that does nothing, or with other streams."""
     if isinstance(how, str):
         return type("Broken", (toy,), {how: nothing})
 

@@ -127,7 +127,7 @@ def test_every_request_ends_once_with_tokens_that_its_spans_explain(
 
 @settings(max_examples=100, deadline=None)
 @given(CONFIGS, ACTIONS, st.floats(0.001, 0.3))
-def test_how_often_time_is_told_does_not_matter(
+def test_the_number_of_clock_updates_does_not_matter(
     config: SimConfig, actions: list[tuple[str, object]], stride: float
 ) -> None:
     """Advancing in small steps between the calls gives the same result as one large step."""

@@ -1,8 +1,8 @@
-"""Tests the core under random events while somebody else pauses, loads and restarts its servers.
+"""Tests the core under random events while another client pauses, loads and restarts its servers.
 
-The servers of this machine have weights and a label of their own, which the scheduler learns only
-from what they answer, from the labels of their tokens and from their spans. Each token id tells
-under which label it was sampled, so what is delivered can be held to that.
+Each simulated server has its own weights and label. The scheduler learns them only from answers,
+token labels and version spans. Each token id encodes the label under which it was sampled, so the
+versions of a batch can be checked against it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Servers(Driver):
     broken: set[str] = field(default_factory=set[str])
     """Servers with inconsistent weights."""
     held: set[str] = field(default_factory=set[str])
-    """Servers that somebody else has paused."""
+    """Servers that another client has paused."""
     sampled: dict[Key, list[int]] = field(default_factory=lambda: defaultdict[Key, list[int]](list))
     """The label of each token of an attempt."""
 
@@ -61,7 +61,7 @@ class Servers(Driver):
     def answer_refit(self, **failures: tuple[int | None, str]) -> None:
         refit, update = self.refits[0], self.state.weights.update
         if refit.external:
-            # Nothing is loaded: each server is asked what it has, or told a label before.
+            # Nothing is loaded: each server reports its version, or first receives a label.
             received = not refit.followed and update is not None and not update.labelled
             for name in refit.engines if received else ():
                 self.labels[name] = refit.version
@@ -97,7 +97,7 @@ class Servers(Driver):
         super().progress(key, count, first=_EACH * (shown + 1), label=shown)
 
     def spans(self, key: Key) -> tuple[VersionSpan, ...]:
-        """What the server tells at the end of an attempt."""
+        """Return the version spans that the server reports at the end of an attempt."""
         spans: list[VersionSpan] = []
         for place, label in enumerate(self.sampled[key]):
             if spans and spans[-1].version == label:
@@ -126,7 +126,7 @@ class Servers(Driver):
         super().interrupt(key, spans=self.spans(key), busy=busy, retry_after_s=retry_after_s)
 
     def come_back(self, engine: str, version: int | None = -1) -> None:
-        """A server that was restarted: nobody has paused it, and its weights are whole."""
+        """Restart a server: it is not paused, and its weights are complete."""
         self.held.discard(engine)
         self.broken.discard(engine)
         if version is not None:
@@ -185,9 +185,9 @@ class Foreign(Interleavings):
         self.adapters = False
         self.evaluations = 0
         self.checked = 0
-        self.mending = False
+        self.recovering = False
 
-    # --- what somebody else does ---------------------------------------------------------------
+    # --- what the other client does ------------------------------------------------------------
 
     @rule(engines=st.sets(st.sampled_from(ENGINES), min_size=1))
     def foreign_pause(self, engines: set[str]) -> None:
@@ -210,7 +210,7 @@ class Foreign(Interleavings):
             elif isinstance(label, int):
                 version = self.driver.state.weights.versions.trainer + label
                 self.driver.labels[engine] = max(0, version)
-        event("somebody else has loaded weights")
+        event("another client has loaded weights")
 
     @rule(engine=st.sampled_from(ENGINES))
     def see(self, engine: str) -> None:
@@ -218,7 +218,7 @@ class Foreign(Interleavings):
 
     @rule(labelled=st.booleans(), behind=st.sampled_from([1, 1, 2]))
     def told_afterwards(self, labelled: bool, behind: int) -> None:
-        """The trainer says what it has loaded; where it set no label, the servers are told it."""
+        """Let the trainer report what it loaded; the scheduler sets the label if it set none."""
         driver = self.driver
         state = driver.state
         if state.fleet.sleep is not None:
@@ -258,19 +258,19 @@ class Foreign(Interleavings):
                 self.checked += 1
 
     def _serve_one(self) -> None:
-        # An engine may end what it had begun under other weights, and stand by then.
-        if not self.mending and not self.driver.state.fleet.control.engines:
-            self._mend()
+        # An engine may finish requests of other weights, and is on standby then.
+        if not self.recovering and not self.driver.state.fleet.control.engines:
+            self._recover()
         super()._serve_one()
 
-    def _mend(self) -> None:
-        self.mending = True
-        super()._mend()
-        self.mending = False
+    def _recover(self) -> None:
+        self.recovering = True
+        super()._recover()
+        self.recovering = False
 
     def teardown(self) -> None:
         if hasattr(self, "driver"):
-            # Somebody else has gone, and has left the weights that the fleet has.
+            # The other client has left, and every server has the fleet's weights again.
             self.driver.held.clear()
             for name in self.driver.state.fleet.control.engines:
                 self.driver.labels[name] = self.driver.state.weights.base
@@ -284,5 +284,5 @@ class Foreign(Interleavings):
 
 
 @pytest.mark.parametrize("least", LENGTHS)
-def test_random_interleavings_with_weights_of_somebody_else(record_steps: RecordSteps, least: int):
-    record_steps("interleavings with weights of somebody else", steps_of(Foreign, least))
+def test_random_interleavings_with_foreign_weights(record_steps: RecordSteps, least: int):
+    record_steps("interleavings with foreign weights", steps_of(Foreign, least))

@@ -134,7 +134,7 @@ class Interleavings(RuleBasedStateMachine):
             refill = refill if refill in ("wave", Pool(together=2)) else Pool(together=2)
         tail = refill == "tail"
         if rule_ == "restart" and (automatic or not tail):
-            # Only such schedules may let groups begin again.
+            # The rule "restart" is only accepted with settings like these.
             automatic, ratio = False, 1.0
             pace = "synchronous" if pace == "auto" else pace
             if isinstance(refill, Pool) or pace == "asynchronous":
@@ -322,8 +322,8 @@ class Interleavings(RuleBasedStateMachine):
         ),
     )
     def talk(self, choice: int, turns: list[tuple[int, int | None, str, int]]) -> None:
-        """An episode takes several turns, as far as engines generate; it goes on with its context,
-        goes back to a branch, or begins one."""
+        """Let an episode take several turns while engines generate: it extends its context,
+        returns to a branch, or starts one."""
         driver, dialogues = self.driver, self.driver.dialogues
         rollout_id = list(dialogues.thinking)[choice % len(dialogues.thinking)]
         for place, cut, outcome, count in turns:
@@ -416,7 +416,7 @@ class Interleavings(RuleBasedStateMachine):
         ends=st.booleans(),
     )
     def other_weights(self, choice: int, count: int, off: int, ends: bool) -> None:
-        """The tokens show that the engine was restarted, or that somebody else has loaded
+        """Show by the tokens that the engine was restarted, or that another client has loaded
         weights."""
         driver, key = self.driver, self._pick(choice)
         version = self._version_on(key) + off
@@ -484,8 +484,8 @@ class Interleavings(RuleBasedStateMachine):
 
     @rule(engine=st.sampled_from("abc"), used=st.integers(0, 60), queued=st.integers(0, 2))
     def load_seen(self, engine: str, used: int, queued: int) -> None:
-        """Also of an engine that is not in use, and of one that never said how large its pool
-        is."""
+        """Report a load, also from an engine that is not in use or never reported its pool
+        size."""
         self.driver.feed(ev.LoadSeen(engine=engine, used=used, queued=queued))
 
     @precondition(lambda self: self.driver.gone)
@@ -530,29 +530,29 @@ class Interleavings(RuleBasedStateMachine):
         if driver.state.fleet.sleep is not None and not driver.state.fleet.sleep.waking:
             driver.feed(ev.WakeRequested())
         driver.feed(ev.HoldChanged(held=False))
-        self._mend()
+        self._recover()
         driver.takes = True
         if driver.state.delivery.offer is not None:
             driver.take()
         for _ in range(1_000):
             if driver.ended and not driver.state.evaluations.running:
                 break
-            self._mend_rolling()
+            self._recover_rolling()
             self._serve_one()
-        self._mend_rolling()
-        assert driver.state.fleet.control.engines, "no engine is in use after the mending"
-        assert driver.ended, "the run does not come to its end: something waits for ever"
+        self._recover_rolling()
+        assert driver.state.fleet.control.engines, "no engine is in use after the recovery"
+        assert driver.ended, "the run does not finish: something waits forever"
         assert not driver.state.evaluations.running
         self._check_conservation()
 
-    def _mend_rolling(self) -> None:
-        """Bring engines back with rolling refits: after a restart nobody can publish again, and the
-        last engine of an older version stands by when the rollouts of its version have ended."""
+    def _recover_rolling(self) -> None:
+        """Bring engines back with rolling refits: no version can be published again after a
+        restart, and an engine of an older version is on standby once its rollouts have ended."""
         if self.driver.state.rolling and not self.driver.state.fleet.control.engines:
-            self._mend()
+            self._recover()
 
-    def _mend(self) -> None:
-        """Bring engines back and let the trainer do what it is told, until an engine is in use."""
+    def _recover(self) -> None:
+        """Bring engines back and let the trainer follow requests, until an engine is in use."""
         driver = self.driver
         for _ in range(200):
             control = driver.state.fleet.control
@@ -581,16 +581,16 @@ class Interleavings(RuleBasedStateMachine):
     def _wait_for_the_fleet(self) -> None:
         driver = self.driver
         self.time_passes(65, set())
-        assert driver.fleets_given_up, "nobody was told that the fleet is lost"
-        # As it was when the run began: an adapter finds the model that it belongs to.
+        assert driver.fleets_given_up, "the loss of the fleet was not reported"
+        # The version at the start of the run: an adapter finds the model that it belongs to.
         version = (
             driver.state.weights.base if self.adapters else driver.state.weights.versions.trainer
         )
         driver.come_back(driver.gone[0], version)
 
     def _update_as_told(self) -> None:
-        """Update as the scheduler asks for it while no engine is in use. The calls that wait for
-        tokens are told so, and everything else continues."""
+        """Update when the scheduler requires it because no engine is in use. Calls that wait for
+        tokens receive this request, and everything else continues."""
         driver = self.driver
         if (
             driver.state.weights.update is None
@@ -609,10 +609,10 @@ class Interleavings(RuleBasedStateMachine):
             return
         if driver.controls or driver.refits:
             return
-        # Once it was told, or a batch is offered, the trainer waits for no tokens.
+        # After the request, or with an offered batch, the trainer does not wait for tokens.
         waits = state.delivery.takes_parts and state.collecting
         assert len(driver.updates_wanted) > received or not waits, (
-            f"it waits for ever: {state.fleet.control.standby}, {driver.verifications}"
+            f"the trainer waits forever: {state.fleet.control.standby}, {driver.verifications}"
         )
         # No adapter brings an engine back that has lost the model which they belong to.
         has_base = any(

@@ -82,7 +82,7 @@ def picture(state: SchedulerState) -> dict[str, Any]:
             if not group.offered
         },
         "ready": [group.group_id for group in in_flight.ready],
-        # What is offered counts as taken: nobody knows after a restart.
+        # An offered batch counts as taken: after a restart this cannot be known.
         "counters": replace(full_snapshot(state).run.counters),
         "dropped": (+in_flight.ledger.rollouts, +in_flight.ledger.tokens),
         "entries": list(in_flight.ledger.entries),
@@ -116,7 +116,7 @@ def content(batch: Batch) -> list[tuple[Any, ...]]:
 
 
 LAUNCHING = ("counters", "cursor", "target", "lengths")
-"""The parts of a picture that launching changes, beside the groups."""
+"""The parts of a picture that launching changes, in addition to the groups."""
 
 
 class Restarts(Interleavings):
@@ -197,7 +197,7 @@ class Restarts(Interleavings):
         self.driver.core.check_invariants()
         if not saved:
             return
-        # With rolling refits a rollout begins again if no engine has its version after the restart.
+        # With rolling refits a rollout restarts if no engine has its version after the restart.
         if driver.state.weights.versions.trainer == version and self._lost() == lost:
             after = picture(driver.state)
             # A pool has room for more groups if those that are there are smaller than the others
@@ -206,8 +206,8 @@ class Restarts(Interleavings):
             launches = stood or driver.state.stop.learns or other_size
             self._without_new_entries(before, after, evaluating, launches=launches)
             if launches:
-                # What was due is launched as soon as engines are there again; and how many groups
-                # hold so many tokens is estimated again, from all that was seen.
+                # Due groups are launched as soon as engines are back; and how many groups reach
+                # a given length is estimated again, from all observed lengths.
                 after["groups"] = {
                     i: g for i, g in after["groups"].items() if i in before["groups"]
                 }

@@ -50,7 +50,7 @@ RULES = ["retract", "in_place", "abort"]
 
 
 @pytest.mark.parametrize("rule", RULES)
-async def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(
+async def test_greedy_tokens_survive_interruptions_unchanged(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
 ):
     """Updates load unchanged weights under new versions."""

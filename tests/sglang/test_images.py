@@ -75,7 +75,7 @@ def vision_server(
 
 @pytest.mark.long
 @pytest.mark.parametrize("rule", ["abort", "retract"])
-async def test_each_token_sees_the_image_under_the_weights_of_its_version(
+async def test_each_token_sees_the_image_under_its_weights(
     vision_server: VisionServer, seeing: tuple[Path, Path], tmp_path: Path, rule: StragglerRule
 ) -> None:
     async def once(prompts: Sequence[Prompt]) -> Run:

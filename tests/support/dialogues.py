@@ -119,7 +119,7 @@ class Dialogues:
         )
 
     def leave(self, rollout_id: int, choice: int, cut: int) -> None:
-        """The episode wants to go on elsewhere: after what it had seen, or after a part of it."""
+        """Let the episode branch: continue from an earlier context, or from a prefix of it."""
         wholes = self.wholes[rollout_id]
         whole = wholes[choice % len(wholes)]
         self.branched.add(rollout_id)

@@ -1,4 +1,4 @@
-"""Drives the core without a loop: keeps the open commands, and answers them when a test says so.
+"""Drives the core without a loop: keeps the open commands, and answers them on request of a test.
 
 A test feeds events and looks at the commands. The driver remembers which commands are open, so that
 an answer needs no ids.
@@ -121,7 +121,7 @@ class Driver:
     """A store that saves before each batch is offered, and at :meth:`save`; None for no store."""
     restarts: int = 0
     journal: bool = False
-    """Whether the journal is active although there is no store, for tests that take snapshots."""
+    """Whether the journal is active without a store, for tests that take snapshots."""
     now: float = 0.0
     sends: dict[Key, do.Send] = field(default_factory=dict[Key, do.Send])
     aborts: dict[Key, do.Abort] = field(default_factory=dict[Key, do.Abort])
@@ -203,7 +203,7 @@ class Driver:
         return Scheduler(self.config, caller)
 
     def info(self, name: str, version: int | None = -1) -> ev.EngineInfo:
-        """Description of an engine; by default it has the version that the driver began with."""
+        """Description of an engine; by default it has the initial version of the driver."""
         return ev.EngineInfo(
             name=name,
             version=self.version if version == -1 else version,
@@ -294,7 +294,7 @@ class Driver:
             case facts.EngineSlow() | facts.EngineBusy():
                 pass
             case _:
-                assert kept is not None, f"nobody knows what to do about {command}"
+                assert kept is not None, f"the driver does not handle {command}"
 
     def _lose(self, loss: facts.EngineLost) -> None:
         """What was open on an engine that is lost needs no answer."""

@@ -115,7 +115,7 @@ async def running(
     requests: int | None = None,
     slow_s: float = 0.3,
 ) -> Tally:
-    """Run clients until a moment of the event loop's clock, or for so many requests each.
+    """Run clients until a time of the event loop's clock, or for a number of requests each.
 
     A slow reader waits up to `slow_s` seconds after each event.
     """
@@ -210,7 +210,7 @@ async def _ask(
 
 
 async def held(url: str, streams: int, tokens: int) -> Tally:
-    """Open so many streams of ``/generate`` at once, and read each to its end."""
+    """Open `streams` streams of ``/generate`` at once, and read each to its end."""
     tally = Tally()
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
@@ -239,7 +239,7 @@ class _Stays(random.Random):
 
 
 async def metric(url: str, name: str) -> float:
-    """The value of a metric without labels that a gateway tells."""
+    """Return the value of a gateway's metric that has no labels."""
     async with aiohttp.ClientSession(url) as session, session.get("/metrics") as answer:
         lines = (await answer.text()).splitlines()
     return next(float(line.split()[1]) for line in lines if line.split()[0] == name)

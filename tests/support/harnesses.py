@@ -34,7 +34,7 @@ Harness = Callable[..., Awaitable[str]]
 async def pydantic_ai(
     session: Session, task: str, tools: Sequence[Tool], *, stream: bool = False, requests: int = 50
 ) -> str:
-    """An agent of pydantic-ai; returns its last text, or none after so many requests."""
+    """Run a pydantic-ai agent; return its last text, or an empty one after `requests` requests."""
     from openai import AsyncOpenAI
     from pydantic_ai import Agent, UsageLimitExceeded, UsageLimits
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -86,9 +86,9 @@ HARNESSES: tuple[Harness, ...] = (pydantic_ai, anthropic_sdk)
 
 
 def scripted(tokenizer: ModelTokenizer, answer: Callable[[str], str]) -> Callable[[int], ToyModel]:
-    """A toy model that says after each context what `answer` makes of its text, and then ends.
+    """Return a toy model that continues each context with `answer` of its text, and then ends.
 
-    The text is all that stands before the place of the answer.
+    The text is the part of the context before the answer.
     """
     start = _letters(tokenizer.encode("<|im_start|>assistant\n", special=False))
     end = _letters(tokenizer.encode("<|im_end|>", special=False))
@@ -124,7 +124,7 @@ def scripted(tokenizer: ModelTokenizer, answer: Callable[[str], str]) -> Callabl
                 context = self._contexts[state.hash]
                 place = context.rindex(start)
                 so_far = len(context) - place - len(start)
-                # What is sampled beyond the end before the engine looks is never told.
+                # Tokens sampled past the end before the engine notices are never returned.
                 state.last = ord((answered(context[:place])[so_far:] or end)[0])
                 state.length += 1
                 printed.append(state.last)

@@ -163,7 +163,7 @@ class Odd(Exception):
 
 
 class Mute(Exception):
-    """An exception that has no text, and raises what is no Exception when it is asked for it."""
+    """An exception without a text: str() raises CancelledError, which is not an Exception."""
 
     def __str__(self) -> str:
         raise asyncio.CancelledError
@@ -214,7 +214,7 @@ def forking(sign: Path) -> RolloutScheduler:
 
 
 def blocked(sign: Path) -> RolloutScheduler:
-    """Its reward function never lets the event loop go on, and makes a file to say so."""
+    """Return a scheduler whose reward function blocks the event loop, and makes a file first."""
 
     async def score(rollout: Rollout, prompt: Prompt) -> float:
         sign.touch()  # noqa: ASYNC240

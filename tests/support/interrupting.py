@@ -27,7 +27,7 @@ class InterruptingLoop:
 
     def __enter__(self) -> InterruptingLoop:
         # An interrupt in a callback of the garbage collector, of which hypothesis has one, is
-        # swallowed and fails the test as an exception that nobody can catch.
+        # swallowed and fails the test as an exception that cannot be caught.
         self._callbacks, gc.callbacks[:] = gc.callbacks[:], []
         signal.signal(signal.SIGALRM, self._raise)
         return self

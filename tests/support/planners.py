@@ -15,7 +15,7 @@ from aprilsched.planning import Planner
 
 
 class Telling(Planner):
-    """Prints, and says in `why` what it sees of its process."""
+    """Prints, and reports in `why` what it sees of its process."""
 
     def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
         print("x" * 100_000)
@@ -46,7 +46,7 @@ class Dying(Planner):
 
 
 class Hanging(Planner):
-    """Writes into the pipe at `path` that it has begun, and never ends by itself."""
+    """Writes into the pipe at `path` that it has started, and never ends by itself."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

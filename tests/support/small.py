@@ -18,7 +18,7 @@ from aprilsched.simulation.engine import run_virtual
 
 
 def config(**changes: Any) -> SchedulerConfig:
-    """Batches of four groups of four, of which twice as many are launched."""
+    """Batches of four groups of four, over-provisioned by a factor of two."""
     values: dict[str, Any] = {"batch_groups": 4, "group_size": 4, "over_provision": 2.0}
     return SchedulerConfig(**{**values, **changes})
 

@@ -258,9 +258,9 @@ def train_and_resume(
     ended: int,
     last: int,
 ) -> None:
-    """Train until step `ended`, go on from the checkpoint of step `saved` in another trainer until
-    step `last`, and hold every token to its version. Of 20 steps some response is interrupted by an
-    update, and where the machine is too busy for it, of more; in fewer steps none need be."""
+    """Train until step `ended`, resume from the checkpoint of step `saved` in another trainer until
+    step `last`, and check every token against its version. In runs of 20 steps, or of a few more on
+    a busy machine, an update must interrupt some response; in shorter runs it need not."""
     first = since(steps=ended, save_steps=saved)
     first.trainer.train()
     second = since(steps=last, save_steps=saved)
@@ -343,7 +343,7 @@ def check_versions(torch: Any, path: Path, run: Run) -> int:
             right = scores.gather(1, ids[1:, None])[:, 0].numpy()
             ratio = np.exp(right - sample.old_log_probs[1:])[-len(rollout) :]
             off = np.where(of_it, np.abs(ratio - 1), np.inf)
-            off[rollout.versions == NO_VERSION] = 0.0  # What tools have said was not sampled.
+            off[rollout.versions == NO_VERSION] = 0.0  # Tool output was not sampled.
             key = (sample.group_id, number % 4)
             ratios[key] = np.minimum(ratios.get(key, np.inf), off)
     assert len(ratios) == len(run.samples)

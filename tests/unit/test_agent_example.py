@@ -1,7 +1,7 @@
 """The task and the tokens of examples/agent; tests/sglang/test_grpo.py runs the whole trainer."""
 
 # pyright: basic
-# The example is no module that the checker finds.
+# The type checker cannot resolve the example's module.
 from __future__ import annotations
 
 import importlib.util

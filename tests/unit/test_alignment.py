@@ -123,7 +123,7 @@ SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
 @given(SHAPES, st.integers(0, 3))
-def test_padded_and_packed_rows_and_lists_say_the_same(lengths: list[int], padding: int):
+def test_padded_rows_packed_rows_and_lists_agree(lengths: list[int], padding: int):
     of = batch(*(rollout((n, 4, "a"), index=i) for i, n in enumerate(lengths)))
     rows = [np.linspace(-2, -1, n, dtype=np.float32) for n in lengths]
     whole = [np.concatenate(([99.0, 99.0], row)).astype(np.float32) for row in rows]

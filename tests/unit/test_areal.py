@@ -225,7 +225,7 @@ def test_the_engines_generate_until_the_weights_are_on_the_disk(
         saved(parts, made.config, 0, Path(meta.path))
         future.result(60)
         assert [each for each in commands if isinstance(each, facts.RefitBegun)]
-        assert made.get_version() == 0, "the trainer has not told its number yet"
+        assert made.get_version() == 0, "the trainer has not set its version yet"
         made.set_version(1)
         assert made.get_version() == 1
         assert Path(meta.path).exists()
@@ -649,7 +649,7 @@ def test_areals_settings_are_those_of_the_scheduler(parts: SimpleNamespace):
     assert made.dispatch.max_in_flight == 7
 
 
-def test_the_memory_of_the_engines_is_lent_to_the_trainer(
+def test_the_trainer_can_use_the_engines_memory(
     parts: SimpleNamespace, opened: RolloutEngine, tmp_path: Path
 ):
     """AReaL's order where trainer and engines are on the same GPUs."""

@@ -283,7 +283,7 @@ def forbidden(found: Import, rule: Rule) -> str | None:
         return None
     if top in LAZY and not rule.pure:
         return "must wait until it is used"
-    return "is no dependency of this part"
+    return "is not a dependency of this part"
 
 
 def effects(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -335,7 +335,7 @@ def test_the_arrows_hold():
         ("aprilsched.kernel.core.x", "from numpy import random", "has effects"),
         ("aprilsched.kernel.core.x", "np.random.rand()", "numpy.random has effects"),
         ("aprilsched.kernel.core.x", "print('hello')", "print has effects"),
-        ("aprilsched.kernel.core.x", "import aiohttp", "no dependency of this part"),
+        ("aprilsched.kernel.core.x", "import aiohttp", "not a dependency of this part"),
         ("aprilsched.kernel.core.x", "from aprilsched.config import X", "against the arrows"),
         ("aprilsched.kernel.core.x", "from . import events", "relative"),
         (
@@ -354,7 +354,7 @@ def test_the_arrows_hold():
             "if TYPE_CHECKING:\n pass\nelse:\n import torch",
             "must wait",
         ),
-        ("aprilsched.kernel.shell.x", "import uvloop", "no dependency of this part"),
+        ("aprilsched.kernel.shell.x", "import uvloop", "not a dependency of this part"),
         ("aprilsched.brand_new", "import aprilsched", "has no rule"),
     ],
 )

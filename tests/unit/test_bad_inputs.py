@@ -177,7 +177,7 @@ def web_server() -> Generator[str]:
         thread.join()
 
 
-def test_a_server_that_is_no_sglang(capsys: pytest.CaptureFixture[str], web_server: str):
+def test_a_server_other_than_sglang_is_refused(capsys: pytest.CaptureFixture[str], web_server: str):
     sentence = refused(capsys, "--engine", web_server)
     assert web_server.removeprefix("http://") in sentence
     assert "SGLang" in sentence

@@ -62,7 +62,7 @@ def test_asynchronous_functions_can_be_called_on_the_schedulers_loop():
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["the loop stops", "the loop is closed"])
-def test_a_call_that_begins_while_another_thread_closes_is_told_so(
+def test_a_call_while_another_thread_closes_is_an_error(
     monkeypatch: pytest.MonkeyPatch, late: bool
 ):
     """Both see an open scheduler, and the other thread is faster."""
@@ -241,7 +241,7 @@ def test_a_forked_process_has_no_state_and_acknowledges_nothing():
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_process_is_told_so_by_the_asyncio_scheduler_too():
+def test_the_asyncio_scheduler_is_refused_in_a_forked_process():
     async def main() -> str:
         async with aprilsched.RolloutScheduler(SimFleet(1), WORKLOAD, config=CONFIG) as rollouts:
             await rollouts.next_batch()

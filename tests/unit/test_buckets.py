@@ -34,7 +34,7 @@ ODD, EVEN = row(3, torch.bfloat16), row(4, torch.bfloat16)
         pytest.param([row(2), row(2), row(1), row(4)], 16, [2, 1, 1], id="to the last byte"),
         pytest.param([row(1), row(100), row(1), row(1)], 16, [1, 1, 2], id="a larger one alone"),
         pytest.param([row(0), row(4), row(0)], 16, [3], id="none without elements is lost"),
-        # After six bytes of bfloat16, a view as float32 would not begin at a multiple of 4.
+        # After six bytes of bfloat16, a float32 view would not start at a multiple of 4.
         pytest.param([ODD, row(1)], 100, [1, 1], id="torch can look at it as its own type"),
         pytest.param([EVEN, row(1)], 100, [2], id="even"),
         pytest.param([row(1), ODD, ODD], 100, [3], id="odd at the end"),

@@ -139,7 +139,7 @@ def test_a_table_reads_like_a_log(tmp_path: Path) -> None:
         ("running_requests,kv_tokens,decode_tokens_per_s\n1\n", "Line 2 of the table"),
     ],
 )
-def test_what_is_no_log_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_that_is_not_a_log_is_refused(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "x.log"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
@@ -309,7 +309,7 @@ RAY = "\x1b[36m(SGLangEngine pid=4182{}, ip=10.0.0.{})\x1b[0m "
     ],
     ids=["Ray", "data parallel", "compose"],
 )
-def test_engines_of_one_log_are_told_apart(
+def test_engines_of_one_log_are_distinguished(
     tmp_path: Path, logs: list[list[tuple[float, str]]]
 ) -> None:
     windows = windows_of(read_log(written(tmp_path / "all.log", *logs)))

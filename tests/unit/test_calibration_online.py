@@ -148,7 +148,7 @@ def test_one_wild_window_hardly_moves_the_model(factor: float, others: int) -> N
         {"seconds_per_step": 1e9},
     ],
 )
-def test_windows_that_say_nothing_do_not_count(change: dict[str, float]) -> None:
+def test_windows_without_information_do_not_count(change: dict[str, float]) -> None:
     online = OnlineFit(PRIOR)
     rng = np.random.default_rng(0)
     for _ in range(LEAST):

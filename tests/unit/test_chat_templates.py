@@ -58,7 +58,7 @@ def test_a_message_of_an_unknown_role_is_refused_with_its_index(folder: Path):
     with pytest.raises(ConfigError, match=r"messages\[1\] .* the role 'tool'"):
         render(tokenizer, [ASK, {"role": "tool", "content": ""}])
     assert render(tokenizer, [{"role": "system", "content": ""}, ASK]) == "<system><user>go"
-    # What it says is a word of another message.
+    # Its content, "o", also occurs in the text of another message.
     with pytest.raises(ConfigError, match=r"messages\[0\]"):
         render(tokenizer, [{"role": "critic", "content": "o"}, ASK])
 
@@ -142,7 +142,7 @@ def test_real_templates_show_every_message_or_refuse_it(folder: Path):
     trl = pytest.importorskip("trl")
     templates = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
     assert len(templates) > 40
-    system, shown = {"role": "system", "content": "RULE"}, {"role": "assistant", "content": "SAID"}
+    system, shown = {"role": "system", "content": "RULE"}, {"role": "assistant", "content": "TEXT"}
     chats: list[list[dict[str, Any]]] = [
         [{"role": role, "content": "RULE"}, ASK] for role in ("system", "developer", "tool")
     ]
@@ -151,9 +151,9 @@ def test_real_templates_show_every_message_or_refuse_it(folder: Path):
         [system, system | {"content": "MORE"}, ASK],
         [ASK, shown, system, ASK],
         [ASK, LOOK, RAIN],
-        [ASK, {**LOOK, "content": "SAID"}, RAIN],
+        [ASK, {**LOOK, "content": "TEXT"}, RAIN],
         [ASK, {**LOOK, "tool_calls": [*LOOK["tool_calls"], *LOOK["tool_calls"]]}, RAIN, RAIN],
-        [{"role": "user", "content": [{"type": "text", "text": "SAID"}]}],
+        [{"role": "user", "content": [{"type": "text", "text": "TEXT"}]}],
     ]
     shows = 0
     for template in templates:

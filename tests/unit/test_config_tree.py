@@ -170,14 +170,14 @@ def test_a_wrong_table_is_refused_in_one_sentence(table: dict[str, Any], message
     assert str(refused.value).startswith(message)
 
 
-def test_a_file_whose_scheduler_is_no_table_is_refused(tmp_path: Path) -> None:
+def test_a_file_whose_scheduler_is_not_a_table_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text("scheduler = 3")
     with pytest.raises(ConfigError, match="scheduler is 3; give a table of its settings"):
         read_settings(path)
 
 
-def test_another_rule_begins_with_its_own_defaults() -> None:
+def test_another_rule_has_its_own_defaults() -> None:
     table = table_of(SchedulerConfig(refill=Pool(together=2)))
     assert config_of(changed(table, {"refill": "buckets"})).policies.refill == LengthBuckets()
     both = {"refill.store": 3.0, "refill": "buckets"}

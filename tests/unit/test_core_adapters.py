@@ -20,7 +20,7 @@ def test_an_adapter_is_loaded_without_a_pause_and_serves_what_is_sent_afterwards
     assert {send.adapter for send in driver.sent[len(before) :]} == {1}
 
 
-def test_tokens_are_of_the_adapter_they_were_sent_under_whatever_the_engines_label_says():
+def test_tokens_have_the_version_of_their_requests_adapter():
     driver = Driver(config(batch_groups=1, group_size=2, over_provision=1.0))
     driver.update(adapter=True)
     driver.request_batch()
@@ -38,7 +38,7 @@ def test_tokens_are_of_the_adapter_they_were_sent_under_whatever_the_engines_lab
     assert all(r.versions_exact for r in driver.batches[1].rollouts)
 
 
-def test_a_continuation_goes_on_under_the_new_adapter():
+def test_a_continuation_uses_the_new_adapter():
     driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
     driver.update(adapter=True)
     driver.request_batch()
@@ -135,7 +135,7 @@ def test_a_batch_that_waits_for_an_adapter_is_offered_with_the_last_answer():
     assert driver.offers
 
 
-def test_an_evaluation_that_waits_for_an_adapter_begins_with_the_last_answer():
+def test_an_evaluation_starts_once_every_engine_has_the_adapter():
     driver = Driver(config(), engines=("a",), supply=0)
     driver.feed(ev.UpdateRequested(version=1, adapter=True))
     driver.evaluate(start=900)

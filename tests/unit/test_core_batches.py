@@ -122,10 +122,10 @@ def test_stop_by_tokens_launches_more_when_everything_is_in_and_it_is_not_enough
     ],
     ids=str,
 )
-def test_engines_go_on_while_a_full_batch_waits_for_rewards(
+def test_engines_continue_while_a_full_batch_awaits_rewards(
     over_provision: float, changes: dict[str, object], stops: bool
 ):
-    """They go on only with what is open beyond the batch, and only if its tokens are kept."""
+    """Engines continue only with requests beyond the batch, and only if their tokens are kept."""
     settings = config(over_provision=over_provision, **changes)
     driver = Driver(settings, reward_scope="rollout")
     driver.request_batch()
@@ -151,7 +151,7 @@ def test_a_pool_is_refilled_while_a_full_batch_waits_for_rewards_up_to_the_ready
         driver.finish_group(driver.group_ids()[0])
         launched.append(driver.state.in_flight.counters.launched // 2)
     assert launched[:11] == [9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
-    assert launched[11:] == [19] * 8, "three batches wait for their rewards, and a pool goes on"
+    assert launched[11:] == [19] * 8, "three batches that wait for rewards, and a running pool"
     assert not driver.batches
 
 

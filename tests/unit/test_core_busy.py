@@ -120,8 +120,8 @@ def test_pauses_grow_while_an_engine_takes_nothing_and_start_again_with_an_answe
 
 
 def serve(room: int, requests: int, *, total: bool) -> tuple[int, int]:
-    """Let an engine answer `requests` that has room for so many, in all or in its queue. Returns
-    how many it refused, and how many it had at most."""
+    """Send `requests` requests to an engine that holds at most `room`, in all if `total`, else in
+    its queue. Return how many it refused, and how many it held at most."""
     admission, now, sent, refused, most = Admission(), 0.0, 0, 0, 0
     queue: list[int] = []
     running: list[int] = []
@@ -196,7 +196,7 @@ def test_time_in_which_an_engine_is_not_asked_does_not_count():
     assert not driver.state.in_flight.counters.retries
 
 
-def test_an_engine_that_has_other_requests_may_be_busy_for_ever():
+def test_an_engine_with_other_requests_may_stay_busy():
     driver = driver_of(groups=1, health=Health(fleet_wait_s=30.0))
     kept = driver.attempts()[0]
     for _ in range(20):
@@ -229,8 +229,8 @@ def test_a_dropped_group_of_a_busy_engine_is_forgotten():
     assert group not in driver.group_ids()
 
 
-def test_a_quiet_engine_is_asked_while_another_one_is_busy():
-    """A busy engine without requests is no spare one."""
+def test_an_idle_engine_is_verified_while_another_is_busy():
+    """A busy engine without requests does not count as idle."""
     driver = driver_of(groups=1, engines=("a", "b", "c"))
     driver.auto_verify = False
     (busy,) = {send.engine for send in driver.sends.values()}

@@ -49,7 +49,7 @@ def test_two_turns_each_interrupted_make_one_rollout():
     assert (rollout.turns, rollout.reward) == (2, 0.5)
 
 
-def test_a_refused_turn_has_an_error_and_its_episode_goes_on():
+def test_a_refused_turn_is_an_error_and_its_episode_continues():
     driver = Driver(
         SchedulerConfig(batch_groups=1, group_size=2, over_provision=1.0, pace="asynchronous"),
         episodes=True,
@@ -137,7 +137,7 @@ def branched(rule: BranchRule) -> Driver:
         ("all", [1, 2, 3], [10, 11, 12, 13, 50, 20, 21], [0, 0, 0, 0, -1, 1, 1], 4),
     ],
 )
-def test_a_rule_says_which_branches_are_delivered(
+def test_a_rule_selects_the_branches_to_deliver(
     rule: BranchRule, prompt: list[int], tokens: list[int], versions: list[int], turns: int
 ):
     driver = branched(rule)

@@ -1,4 +1,4 @@
-"""Tests how the core takes a version that somebody else has brought into the engines."""
+"""Tests how the core follows a version that another client has loaded into the engines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.driver import Driver, Key, config, span
 
 
 def loaded(driver: Driver, version: int = 1, *, labelled: bool = True) -> list[do.Command]:
-    """The trainer says that it has loaded `version`; no engine has answered yet."""
+    """Let the trainer report that it has loaded `version`; no engine has answered yet."""
     return driver.feed(ev.UpdateRequested(version=version, external=True, labelled=labelled))
 
 
@@ -91,7 +91,7 @@ def test_the_setting_says_whether_the_cache_was_flushed(kv: str, stale: bool):
     assert next(driver.batches[0].rollouts).stale_keys is stale
 
 
-def test_an_engine_that_was_left_out_stands_by_until_the_next_update():
+def test_an_engine_left_out_is_on_standby_until_the_next_update():
     driver = Driver(config(), engines=("a", "b"))
     driver.request_batch()
     loaded(driver)
@@ -291,7 +291,7 @@ def test_one_of_three_does_not_lead_and_is_not_followed_later_either():
     assert driver.state.weights.versions.engines == {"a": 4, "b": 4}
 
 
-def test_an_engine_that_joins_meanwhile_was_not_asked_and_stands_by():
+def test_an_engine_that_joins_during_a_refit_is_on_standby():
     driver = following("a", "b")
     driver.feed(ev.EngineLost(engine="b", cause="restarted"))
     driver.feed(ev.VersionSeen(engine="a", version=4))
@@ -315,8 +315,8 @@ def test_the_trainers_own_word_ends_the_following():
     assert driver.state.weights.versions.engines == {"a": 4, "b": 4}
 
 
-def test_tokens_of_a_newer_label_are_not_exact_if_their_engine_is_lost_before_the_fleet_follows():
-    """Their attempt was sent after the following had begun."""
+def test_newer_tokens_of_an_engine_lost_early_are_not_exact():
+    """Their attempt was sent while the fleet was already following the newer version."""
     driver = following("a", "b", "c", batch_groups=1, group_size=1, over_provision=1.0)
     key = driver.attempts()[0]
     engine = driver.sends[key].engine
@@ -392,7 +392,7 @@ def test_a_sleep_that_is_asked_for_ends_it_too_and_it_is_taken_up_afterwards():
     assert driver.state.weights.versions.engines == {"a": 4, "b": 4}
 
 
-def test_a_pause_by_somebody_else_is_no_stall_for_as_long_as_an_update_may_take():
+def test_a_foreign_pause_is_a_stall_only_after_refit_s():
     driver = following(timeouts=Timeouts(refit_s=300.0), health=Health(stall_s=10.0))
     driver.feed(ev.VersionSeen(engine="a", version=0, paused=True))
     for _ in range(250):
@@ -410,7 +410,7 @@ def test_a_pause_by_somebody_else_is_no_stall_for_as_long_as_an_update_may_take(
     assert lost.cause.startswith("no token for ")
 
 
-def test_an_engine_that_goes_on_after_such_a_pause_and_hangs_is_lost():
+def test_an_engine_that_hangs_after_a_foreign_pause_is_lost():
     driver = following(health=Health(stall_s=10.0))
     driver.feed(ev.VersionSeen(engine="a", version=0, paused=True))
     driver.feed(ev.VersionSeen(engine="a", version=0, paused=False))

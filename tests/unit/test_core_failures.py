@@ -84,7 +84,7 @@ def test_a_request_that_two_engines_refuse_is_not_tried_again():
     driver.fail((key[0], 2), cause="too long", final=True)
     assert driver.state.in_flight.ledger.rollouts[Reason.FAILED] == 1
     assert driver.state.in_flight.ledger.entries[0].cause == "refused at attempt 2: too long"
-    assert not driver.lost, "requests that nobody takes are no engine's fault"
+    assert not driver.lost, "requests that every engine refuses are not an engine's fault"
 
 
 @each_row("final", [True, False])
@@ -205,7 +205,7 @@ def test_requests_that_fail_everywhere_cost_no_engine_that_serves_others():
 
 
 def failing(engine_fails: bool) -> Driver:
-    """Three failures of the only engine, which serves nobody, and what it says when it is asked."""
+    """Fail the only engine, which has no other request, three times, and answer its check."""
     driver = Driver(config(batch_groups=1, group_size=1), engines=("a",), auto_verify=False)
     driver.request_batch()
     for _ in range(3):
@@ -222,7 +222,7 @@ def failing(engine_fails: bool) -> Driver:
     return driver
 
 
-def test_an_engine_that_serves_nobody_is_lost_if_it_generates_nothing_after_three_failures():
+def test_an_engine_that_generates_nothing_is_lost():
     driver = failing(engine_fails=True)
     assert [loss.cause for loss in driver.lost] == ["HTTP 500; then verify failed: HTTP 500"]
 
@@ -269,7 +269,7 @@ def test_late_news_of_a_lost_engine_are_void():
     assert driver.state.in_flight.counters.tokens_generated == before
 
 
-def test_the_last_engine_lost_is_said_to_be_the_last():
+def test_the_last_engine_lost_is_reported_as_the_last():
     driver = Driver(config())
     driver.feed(ev.EngineLost(engine="a", cause="gone"))
     driver.feed(ev.EngineLost(engine="b", cause="gone"))
@@ -307,7 +307,7 @@ def test_prompts_of_one_affinity_go_to_one_engine_until_it_has_over_eight_more_t
     assert engines[9] != engines[0]
 
 
-def test_only_so_many_affinities_are_remembered():
+def test_the_number_of_affinities_is_limited():
     driver = Driver(config(batch_groups=5000, group_size=1, over_provision=1.0), auto_prompts=False)
     driver.request_batch()
     given = tuple(replace(prompt, affinity=str(at)) for at, prompt in enumerate(prompts(5000)))

@@ -1,4 +1,4 @@
-"""Tests fleets that are held by calls of the trainer, and groups that nobody wants any more."""
+"""Tests fleets that calls of the trainer hold, and groups that are no longer wanted."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_withdrawn_group_is_aborted_and_is_in_the_ledger_with_its_tokens():
     assert ledger.rollouts == {Reason.WITHDRAWN: 2}
     assert ledger.tokens[Reason.WITHDRAWN] == 5
     assert {entry.cause for entry in ledger.entries} == {"the client has disconnected"}
-    assert driver.state.prompts.consecutive_failures == 0, "it is no failure"
+    assert driver.state.prompts.consecutive_failures == 0, "a withdrawal is not a failure"
 
 
 @pytest.mark.parametrize("left", ["delivered", "offered", "evaluation"])

@@ -80,7 +80,7 @@ def test_what_still_arrives_for_a_lost_member_is_counted_as_lost():
     assert ledger(driver) == {Reason.MEMBER_LOST: (1, 5)}
     replaced = group.members[0]
     assert (replaced.index, replaced.again) == (0, 1)
-    assert replaced.rollout_id in driver.dialogues.thinking, "its episode begins from the start"
+    assert replaced.rollout_id in driver.dialogues.thinking, "its episode restarts"
 
 
 def test_after_the_last_try_the_group_is_dropped():
@@ -141,7 +141,7 @@ def test_a_response_whose_reward_is_lost_is_scored_again_and_not_generated_again
     lost = driver.scores[-1].rollout.rollout_id
     for _ in range(3):
         driver.feed(ev.RewardFailed(group_id=group.group_id, cause="no sandbox", lost=lost))
-    assert group.dropped is Reason.REWARD_FAILED, "after so many tries"
+    assert group.dropped is Reason.REWARD_FAILED, "after three tries"
 
 
 @pytest.mark.parametrize("lost_last", [True, False])
@@ -193,7 +193,7 @@ def test_a_group_is_dropped_before_it_is_smaller_than_the_smallest():
     assert group.dropped is Reason.FAILED
 
 
-def test_a_shrunken_group_that_begins_again_has_its_full_size():
+def test_a_restarted_group_has_its_full_size():
     rule = config("shrink", max_staleness=Staleness(0, rule="restart"), straggler="abort")
     driver = Driver(rule)
     group = started(driver)
@@ -230,7 +230,7 @@ def test_an_evaluation_keeps_the_rule_and_may_shrink_to_one_response(rule: str, 
 @pytest.mark.parametrize("kind", ["memory", "sqlite"])
 @pytest.mark.parametrize("rule", ["again", "shrink"])
 @pytest.mark.parametrize("saved_before", [True, False])
-def test_a_restart_goes_on_with_the_members_that_there_are(
+def test_a_restart_continues_with_the_present_members(
     rule: str, kind: str, saved_before: bool, tmp_path: object
 ):
     store: Store = MemoryStore() if kind == "memory" else SqliteStore(f"{tmp_path}/run.db")
@@ -258,7 +258,7 @@ def test_a_restart_goes_on_with_the_members_that_there_are(
     store.close()
 
 
-def test_listeners_are_told_which_rollout_takes_the_place_of_a_lost_one():
+def test_listeners_learn_which_rollout_replaces_a_lost_one():
     received: list[facts.Fact] = []
     driver = Driver(config(), hears=received.extend)
     group = started(driver)

@@ -32,7 +32,7 @@ def evaluate(driver: Driver) -> None:
     driver.evaluate(3, evaluation_id=7)
 
 
-# --- nobody is there -----------------------------------------------------------------------------
+# --- no engine is there --------------------------------------------------------------------------
 
 
 def test_the_wait_is_said_with_every_cause_then_each_minute_and_has_an_end():
@@ -46,10 +46,10 @@ def test_the_wait_is_said_with_every_cause_then_each_minute_and_has_an_end():
     (given_up,) = tick(driver, 5)
     assert isinstance(given_up, facts.FleetGivenUp)
     assert given_up.waited_s >= 200
-    assert not tick(driver, 500), "it is said once"
+    assert not tick(driver, 500), "FleetGivenUp is reported once"
 
 
-def test_an_engine_that_is_back_in_time_goes_on_as_if_nothing_had_been():
+def test_an_engine_that_returns_in_time_continues():
     driver = Driver(config())
     driver.progress_each(driver.attempts(), 4)
     lose_all(driver)
@@ -133,7 +133,7 @@ def test_an_update_waits_for_the_only_engine_which_is_catching_up():
     assert driver.state.weights.versions.engines == {"a": 2}
 
 
-# --- somebody is there, without the fleet's weights ----------------------------------------------
+# --- an engine is there, without the fleet's weights ---------------------------------------------
 
 
 def without_weights(driver: Driver) -> None:
@@ -152,8 +152,8 @@ def test_who_waits_for_a_batch_is_told_to_update_after_a_time_in_which_another_m
     (want,) = tick(driver, 4)
     assert want == facts.UpdateWanted(engines=("a",), version=1, batch=True, evaluations=())
     assert stranded(driver.state)
-    assert not tick(driver, 100), "it is said once"
-    assert "UpdateWanted" in names(driver.feed(ev.BatchRequested())), "and to who asks again"
+    assert not tick(driver, 100), "UpdateWanted is reported once"
+    assert "UpdateWanted" in names(driver.feed(ev.BatchRequested())), "and to a new request"
     driver.update()
     driver.request_batch()
     assert len(driver.sends) == 8
@@ -169,7 +169,7 @@ def test_another_engine_that_has_the_version_is_worth_the_wait():
     assert {send.engine for send in driver.sends.values()} == {"b"}
 
 
-def test_nobody_is_told_to_update_while_an_engine_catches_up_by_itself():
+def test_no_update_is_wanted_while_an_engine_catches_up():
     driver = Driver(config())
     driver.request_batch()
     driver.update(republishable=True)
@@ -181,7 +181,7 @@ def test_nobody_is_told_to_update_while_an_engine_catches_up_by_itself():
     assert driver.sends
 
 
-def test_nobody_is_told_to_update_while_nobody_waits():
+def test_no_update_is_wanted_while_no_call_waits():
     driver = Driver(config())
     without_weights(driver)
     assert "UpdateWanted" not in names(tick(driver, 100))
@@ -203,7 +203,7 @@ def test_an_evaluation_is_abandoned_where_only_an_update_leads_on():
     assert 7 not in driver.evaluations
 
 
-def test_an_update_does_not_wait_for_ever_for_an_evaluation_without_engines():
+def test_an_update_does_not_await_an_evaluation_without_engines():
     driver = Driver(config())
     driver.update()
     evaluate(driver)
@@ -216,7 +216,7 @@ def test_an_update_does_not_wait_for_ever_for_an_evaluation_without_engines():
     assert driver.state.in_flight.ledger.rollouts == {Reason.ABANDONED: 3}
 
 
-def test_an_evaluation_goes_on_where_an_engine_comes_back_with_its_version():
+def test_an_evaluation_continues_on_a_returned_engine():
     driver = Driver(config())
     evaluate(driver)
     lose_all(driver)

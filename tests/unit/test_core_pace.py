@@ -30,13 +30,13 @@ def config(**changes: object) -> SchedulerConfig:
 
 
 def schedule(
-    pace: Pace | None, *, ratio: float = 2.0, refill: Refill | None = None, why: str = "told"
+    pace: Pace | None, *, ratio: float = 2.0, refill: Refill | None = None, why: str = "given"
 ) -> Schedule:
     return Schedule(over_provision=ratio, refill=refill or Wave(), pace=pace, why=why)
 
 
 class Received:
-    """A driver with the facts that it was told."""
+    """A driver, with the facts since its last schedule."""
 
     def __init__(self, **changes: object) -> None:
         self.facts: list[Fact] = []
@@ -110,7 +110,7 @@ def test_settings_with_which_no_pace_can_be_chosen_are_refused(
     ],
     ids=str,
 )
-def test_a_schedule_that_is_not_possible_changes_nothing_and_is_told(
+def test_an_impossible_schedule_is_reported_and_not_applied(
     settings: dict[str, object], planned: Schedule, why: str
 ) -> None:
     received = Received(**settings)
@@ -119,12 +119,12 @@ def test_a_schedule_that_is_not_possible_changes_nothing_and_is_told(
     received.plan(planned)
     assert (received.driver.state.plan.schedule, received.driver.state.plan.target_groups) == before
     (refused,) = [fact for fact in received.facts if isinstance(fact, ScheduleRefused)]
-    assert refused.schedule == "told"
+    assert refused.schedule == "given"
     assert why in refused.cause
     assert not any(isinstance(fact, ScheduleChanged) for fact in received.facts)
 
 
-def test_the_preset_leaves_a_pace_that_follows_weights_of_somebody_else_as_it_is() -> None:
+def test_the_preset_keeps_the_pace_of_followed_weights() -> None:
     assert PRESETS["auto"](SchedulerConfig(pace="asynchronous")).pace == "auto"
     follows = SchedulerConfig(pace="asynchronous", follow_weights=True)
     assert PRESETS["auto"](follows).pace == "asynchronous"
@@ -133,7 +133,7 @@ def test_the_preset_leaves_a_pace_that_follows_weights_of_somebody_else_as_it_is
 # --- a change of the pace ------------------------------------------------------------------------
 
 
-def test_it_begins_synchronous_and_the_schedule_says_so() -> None:
+def test_a_run_starts_synchronous_as_its_schedule_states() -> None:
     state = Received().driver.state
     assert state.plan.schedule.pace == "synchronous"
     assert not state.asynchronous
@@ -149,13 +149,13 @@ def test_engines_that_wait_for_the_trainer_go_on_as_soon_as_the_pace_is_asynchro
     assert held
     assert not any(driver.state.fleet.control.runs(name) for name in held)
     received.plan(schedule("asynchronous"))
-    assert ScheduleChanged(schedule="told", refill="wave", pace="asynchronous") in received.facts
+    assert ScheduleChanged(schedule="given", refill="wave", pace="asynchronous") in received.facts
     assert driver.state.asynchronous
     assert [(type(c).__name__, c.engine) for c in driver.controls] == [
         ("Continue", engine) for engine in held
     ]
     driver.settle()
-    assert len(driver.state.in_flight.groups) == 4, "a wave is begun without a request"
+    assert len(driver.state.in_flight.groups) == 4, "a wave starts without a request"
     assert all(driver.state.fleet.control.runs(name) for name in driver.engines)
 
 
@@ -163,7 +163,7 @@ def test_engines_that_generate_ahead_are_paused_as_soon_as_the_pace_is_synchrono
     received = Received()
     driver = received.driver
     received.plan(schedule("asynchronous"))
-    assert driver.attempts(), "nobody has asked for a batch"
+    assert driver.attempts(), "no batch has been requested"
     received.plan(schedule("synchronous"))
     assert [type(control).__name__ for control in driver.controls] == ["Pause"] * 2
     driver.settle()
@@ -173,7 +173,7 @@ def test_engines_that_generate_ahead_are_paused_as_soon_as_the_pace_is_synchrono
     assert len(driver.batches[0].groups) == 2
 
 
-def test_in_the_middle_of_a_batch_no_second_wave_is_begun() -> None:
+def test_within_a_batch_no_second_wave_starts() -> None:
     received = Received()
     driver = received.driver
     received.plan(schedule("synchronous", ratio=1.0))
@@ -183,7 +183,7 @@ def test_in_the_middle_of_a_batch_no_second_wave_is_begun() -> None:
     received.plan(schedule("asynchronous", ratio=2.0))
     assert driver.state.in_flight.training == 2
     driver.finish_batch(10)
-    assert driver.state.in_flight.training == 4, "the next batch has begun"
+    assert driver.state.in_flight.training == 4, "the next batch has started"
 
 
 def test_a_planner_that_knows_no_paces_leaves_the_pace_as_it_is() -> None:
@@ -226,7 +226,7 @@ def test_the_pace_is_saved_with_the_schedule() -> None:
         assert schedule_from(schedule_record(schedule(pace))) == schedule(pace)
 
 
-def test_a_resumed_run_goes_on_with_the_pace_that_it_had() -> None:
+def test_a_resumed_run_keeps_its_pace() -> None:
     received = Received(store=MemoryStore())
     received.step()
     received.plan(schedule("asynchronous"))
@@ -236,7 +236,7 @@ def test_a_resumed_run_goes_on_with_the_pace_that_it_had() -> None:
     assert received.driver.state.asynchronous
     assert [type(fact) for fact in received.facts][:2] == [RunOpened, ScheduleChanged]
     assert received.facts[1] == ScheduleChanged(
-        schedule="told", refill="wave", kept=True, pace="asynchronous"
+        schedule="given", refill="wave", kept=True, pace="asynchronous"
     )
     received.driver.request_batch()
     assert len(received.driver.redelivered) == 1
@@ -277,7 +277,7 @@ def test_the_first_duration_and_those_far_above_the_others_are_left_out() -> Non
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous", "auto"])
-def test_the_planner_is_told_how_long_the_trainer_and_the_weights_take(pace: str) -> None:
+def test_the_planner_receives_the_trainers_and_refits_times(pace: str) -> None:
     received = Received(pace=pace)
     received.step(training=300.0, refit=70.0)
     (first,) = received.driver.plans
@@ -350,7 +350,7 @@ def test_a_trainer_that_has_become_slower_is_planned_for_again() -> None:
     assert driver.state.plan.planned_training == pytest.approx(30.0, rel=0.2)
 
 
-def test_a_small_part_of_a_step_is_no_reason_to_plan_again() -> None:
+def test_a_small_part_of_a_step_triggers_no_plan() -> None:
     received = Received()
     driver = received.driver
     asked: list[int] = []

@@ -32,7 +32,7 @@ def test_an_engine_that_kept_the_old_weights_stands_by_and_the_next_refit_brings
     assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
 
 
-def test_engines_with_inconsistent_weights_stand_by_while_the_others_go_on():
+def test_inconsistent_engines_are_on_standby_while_others_run():
     driver = Driver(config())
     refit(driver, a=(0, "broke off"), b=(None, "broke off in the middle"))
     assert "broke off" in driver.updates[0].cause
@@ -135,7 +135,7 @@ def test_what_a_lost_engine_answers_late_is_not_taken_for_its_next_incarnation()
     driver.settle_controls()
     driver.feed(ev.EngineLost(engine="b", cause="killed"))
     driver.come_back("b", version=0)
-    # Nor is it told to listeners, who would show the new process with these weights.
+    # Listeners receive no fact either; they would show the new process with these weights.
     for version in (1, None):
         driver.feed(ev.Refitted(engine="b", version=version))
         assert driver.core.facts == []
@@ -164,7 +164,7 @@ def test_an_update_is_not_withdrawn_once_weights_are_loaded():
     driver.feed(ev.UpdateRequested(version=1))
     driver.settle_controls()
     driver.feed(ev.UpdateWithdrawn(version=1))
-    assert driver.core.facts == [], "listeners are not told of a withdrawal that changes nothing"
+    assert driver.core.facts == [], "a withdrawal that changes nothing makes no fact"
     driver.settle()
     assert driver.updates[0].cause == ""
     assert driver.state.weights.versions.trainer == 1

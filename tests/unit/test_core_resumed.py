@@ -76,7 +76,7 @@ def test_tokens_that_came_after_a_refit_are_not_of_a_known_version_once_their_pr
     assert not rollout.versions_exact
 
 
-def test_they_are_once_the_engine_has_told():
+def test_they_are_once_the_engine_has_reported():
     driver = Driver(CONFIG, store=MemoryStore())
     driver.feed(ev.BatchRequested())
     (key,) = driver.attempts()

@@ -88,7 +88,7 @@ def test_new_rollouts_go_to_an_engine_of_the_newest_version_only():
     assert {r.version for r in driver.state.in_flight.open_requests("b")} == {0}
 
 
-def test_a_response_that_breaks_off_goes_on_only_under_its_version():
+def test_an_interrupted_response_continues_only_at_its_version():
     driver = started(Driver(rolling(), engines=("a", "b", "c")))
     update(driver)
     end_all(driver, "a")
@@ -101,7 +101,7 @@ def test_a_response_that_breaks_off_goes_on_only_under_its_version():
     assert len(again.input_ids) == 4
 
 
-def test_with_the_last_engine_of_its_version_a_rollout_begins_again():
+def test_a_rollout_restarts_once_no_engine_has_its_version():
     driver = started(Driver(rolling()))
     update(driver)
     end_all(driver, "a")
@@ -234,7 +234,7 @@ def _evaluated(driver: Driver) -> set[int]:
     return {g.group_id for gs in driver.state.evaluations.running.values() for g in gs}
 
 
-def test_an_engine_that_fails_to_load_stands_by_and_the_others_go_on():
+def test_an_engine_that_fails_to_load_does_not_stop_the_others():
     driver = started(Driver(rolling()))
     update(driver)
     end_all(driver, "a")
@@ -295,14 +295,14 @@ def test_a_resumed_run_continues_each_rollout_under_its_version():
     others = [send for send in sent.values() if send.rollout_id not in waiting]
     assert {send.engine for send in others} <= {"a"}
     end_all(driver, "b")
-    # Nobody can publish version 1 again before the trainer's next update.
+    # Version 1 cannot be published again before the trainer's next update.
     assert list(driver.state.fleet.control.standby) == ["b"]
     update(driver)
     driver.settle()
     assert versions(driver)["b"] == 2
 
 
-def test_a_rollout_that_met_a_restarted_engine_begins_again_and_is_not_mixed():
+def test_a_rollout_on_a_restarted_engine_restarts_unmixed():
     driver = started(Driver(rolling(), version=3))
     key = driver.on("a")[0]
     rollout_id = driver.sends[key].rollout_id
@@ -314,8 +314,8 @@ def test_a_rollout_that_met_a_restarted_engine_begins_again_and_is_not_mixed():
     assert driver.state.in_flight.ledger.tokens[Reason.VERSION_LOST] == 4
 
 
-def test_an_update_takes_the_engine_that_began_to_catch_up_while_it_waited():
-    """It waited for ever for that engine when the others were lost."""
+def test_an_update_includes_an_engine_that_is_catching_up():
+    """Otherwise it would wait forever for that engine once the others are lost."""
     driver = started(Driver(rolling()))
     update(driver)
     for engine in ("a", "b"):
@@ -351,12 +351,11 @@ def test_an_episode_keeps_an_engine_of_its_version_between_two_turns():
     driver.feed(ev.EngineLost(engine=old, cause="killed"))
     assert driver.state.in_flight.ledger.rollouts == {Reason.MEMBER_LOST: 1}
     started = driver.state.in_flight.rollouts.keys() & driver.dialogues.thinking.keys()
-    assert max(started) > max(thinking), "the lost episode begins again"
+    assert max(started) > max(thinking), "the lost episode restarts"
 
 
-def test_after_a_quiet_time_the_engine_of_a_turns_own_version_is_asked():
-    """The engines that have another version by then were taken for ones that are ready for it, and
-    the turn waited for ever."""
+def test_after_idle_time_a_turn_uses_an_engine_of_its_version():
+    """If engines of another version counted as candidates, the turn would wait forever."""
     driver = Driver(rolling(), engines=("a", "b", "c"), episodes=True)
     driver.request_batch()
     for rollout_id in list(driver.dialogues.thinking):

@@ -98,7 +98,7 @@ def test_weights_that_were_released_and_not_brought_back_never_generate():
     assert len(driver.sends) == 8
 
 
-def test_a_refit_that_fails_asleep_leaves_released_weights_inconsistent_whatever_the_label_says():
+def test_released_weights_are_inconsistent_if_their_refit_fails():
     driver = Driver(config())
     fall_asleep(driver)
     driver.feed(ev.UpdateRequested(version=1))
@@ -114,9 +114,7 @@ def test_a_refit_that_fails_asleep_leaves_released_weights_inconsistent_whatever
 
 
 @pytest.mark.parametrize(("keeps", "tags"), [(True, TAGS), (False, ("kv_cache",))])
-def test_without_a_refit_they_go_on_if_the_weights_are_what_they_were(
-    keeps: bool, tags: tuple[str, ...]
-):
+def test_engines_wake_without_a_refit_if_their_weights_are_kept(keeps: bool, tags: tuple[str, ...]):
     driver = Driver(config(), keeps_weights=keeps)
     fall_asleep(driver, tags)
     driver.feed(ev.WakeRequested())
@@ -149,7 +147,7 @@ def test_an_evaluation_ends_before_the_engines_sleep():
     assert names(driver.sleeps) == ["SleepBegun"]
 
 
-def test_an_engine_lost_on_its_way_to_sleep_keeps_nobody_awake():
+def test_an_engine_lost_before_sleep_does_not_delay_the_others():
     driver = Driver(config())
     driver.feed(ev.SleepRequested(tags=TAGS))
     driver.feed(ev.ControlFailed(engine="a", call="pause", cause="timeout"))

@@ -217,14 +217,14 @@ def test_a_batch_by_samples_is_planned_as_the_groups_that_it_takes(pace: str):
     assert len(driver.group_ids()) == 12, "twice six: the bound is 1"
 
 
-def test_a_batch_by_tokens_takes_what_the_lengths_say():
+def test_a_batch_by_tokens_follows_the_observed_lengths():
     settings = config(stop=Tokens(600), max_staleness=None, over_provision=1.5, group_size=2)
     driver = Driver(settings)
     driver.request_batch()
     assert len(driver.group_ids()) == 3, "batch_groups is what is known at first"
     driver.finish_groups(driver.group_ids()[:2], count=5)
     assert driver.state.batch_groups == 60
-    assert len(driver.group_ids()) == 87, "57 are missing, and half as many more"
+    assert len(driver.group_ids()) == 87, "1.5 times the 58 groups that are missing"
     while not driver.batches:
         driver.finish_group(driver.group_ids()[0], count=5)
     assert len(driver.batches[0].groups) == 60

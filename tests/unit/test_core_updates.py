@@ -50,7 +50,7 @@ def test_in_place_keeps_the_cache():
     assert names(driver.feed(ev.Paused(engine="a"))) == ["RefitBegun"]
 
 
-def test_a_refit_begins_only_when_every_engine_is_paused_and_flushed():
+def test_a_refit_starts_once_every_engine_is_paused_and_flushed():
     driver = Driver(config())
     driver.feed(ev.UpdateRequested(version=1))
     for event in (ev.Paused(engine="a"), ev.Flushed(engine="a"), ev.Paused(engine="b")):
@@ -119,7 +119,7 @@ def test_spans_of_the_engine_replace_what_was_recorded_while_streaming():
     assert rollout.versions_exact
 
 
-def test_without_spans_a_rollout_that_crossed_a_refit_says_that_it_is_not_exact():
+def test_a_rollout_across_a_refit_without_spans_is_not_exact():
     driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
     driver.feed(ev.BatchRequested())
     (key,) = driver.attempts()
@@ -129,7 +129,7 @@ def test_without_spans_a_rollout_that_crossed_a_refit_says_that_it_is_not_exact(
     assert [r.versions_exact for r in driver.batches[0].rollouts] == [False]
 
 
-def test_spans_of_a_continuation_are_offset_by_the_tokens_it_began_with():
+def test_spans_of_a_continuation_are_offset_by_earlier_tokens():
     driver = Driver(config(straggler="abort", batch_groups=1, group_size=1, over_provision=1.0))
     driver.feed(ev.BatchRequested())
     (key,) = driver.attempts()
@@ -156,7 +156,7 @@ def test_a_synchronous_trainer_finds_the_engines_paused_and_gets_them_back_at_it
     assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
 
 
-def test_a_failed_refit_everywhere_keeps_the_old_version_and_goes_on():
+def test_a_refit_that_fails_everywhere_keeps_the_old_version():
     driver = Driver(config())
     driver.feed(ev.UpdateRequested(version=1))
     driver.settle_controls()
@@ -169,7 +169,7 @@ def test_a_failed_refit_everywhere_keeps_the_old_version_and_goes_on():
     assert driver.state.weights.versions.trainer == 1
 
 
-def test_an_engine_that_did_not_take_the_version_is_quarantined_and_its_rollouts_go_on():
+def test_rollouts_of_a_quarantined_engine_continue():
     driver = Driver(config())
     driver.progress_each(driver.attempts(), 5)
     driver.feed(ev.UpdateRequested(version=1))
@@ -242,7 +242,7 @@ def _crossed(driver: Driver) -> Key:
 
 @pytest.mark.parametrize(("settings", "stale"), KEEPING)
 @pytest.mark.parametrize("restarts", [False, True])
-def test_a_rollout_whose_kv_outlived_a_refit_says_so(
+def test_a_rollout_whose_kv_outlived_a_refit_is_marked(
     settings: dict[str, Any], stale: bool, restarts: bool
 ):
     driver = Driver(
@@ -286,8 +286,8 @@ def test_a_rollout_that_ended_in_the_pause_has_no_stale_keys():
     assert [r.stale_keys for r in driver.batches[0].rollouts] == [False]
 
 
-def test_an_evaluation_that_comes_while_an_update_waits_is_of_the_new_version():
-    """A trainer that evaluated often kept an update waiting for ever."""
+def test_an_evaluation_during_an_update_has_the_new_version():
+    """Otherwise frequent evaluations would keep an update waiting forever."""
     driver = Driver(config(pace="synchronous"))
     evaluate = [
         ev.EvaluationRequested(evaluation_id=number, prompts=prompts(1), group_size=1)

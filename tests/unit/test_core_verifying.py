@@ -131,7 +131,7 @@ def test_a_request_that_the_engine_refuses_says_nothing_of_its_version():
     assert not driver.verifications
 
 
-def test_an_engine_with_inconsistent_weights_stands_by():
+def test_an_engine_with_inconsistent_weights_is_on_standby():
     driver = one_at_a_time()
     ask_after_a_quiet_time(driver)
     driver.verify(None)
@@ -162,7 +162,7 @@ def test_a_label_of_an_older_version_counts_the_tokens_under_it():
 
 
 def test_a_label_alone_brings_the_only_engine_up_again():
-    """No other event of the engine follows that could begin the refit."""
+    """No later event of the engine would start the refit."""
     driver = one_at_a_time()
     driver.update(republishable=True)
     driver.request_batch()
@@ -297,7 +297,7 @@ def test_a_group_of_an_evaluation_with_other_tokens_is_generated_again(ends: boo
 
 
 @pytest.mark.parametrize("straggler", list(BEHAVIOURS))
-def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: StragglerRule):
+def test_an_evaluation_requested_in_an_update_starts_after_it(straggler: StragglerRule):
     driver = Driver(
         config(batch_groups=2, group_size=2, straggler=straggler, pace="asynchronous"),
         engines=("a", "b"),
@@ -305,7 +305,7 @@ def test_an_evaluation_asked_for_during_an_update_begins_after_it(straggler: Str
     driver.request_batch()
     driver.feed(ev.UpdateRequested(version=1))
     if not BEHAVIOURS[straggler].waits_inside:
-        for key in driver.attempts():  # until nothing runs the update waits, and has not begun
+        for key in driver.attempts():  # the update starts once no request runs
             driver.interrupt(key)
     assert driver.state.weights.update is not None
     assert driver.state.weights.update.phase is not UpdatePhase.WAITING

@@ -144,7 +144,7 @@ def test_the_proximal_policy_is_interpolated_by_version(make: Make):
         make([-1.5]), make([-1.0]), make([0], "int64"), proximal_version=1, current_version=2
     )
     near(found, [-1.25])
-    # Nothing is trained yet, which is no division by zero.
+    # No update since the proximal version: the interpolation must not divide by zero.
     now, then, versions = make([-4.0, -4.0]), make([-1.0, -1.0]), make([5, 3], "int64")
     found = interpolated_proximal(now, then, versions, proximal_version=5, current_version=5)
     near(found, [-1, -4])

@@ -138,7 +138,7 @@ async def test_a_failure_at_the_very_end_repeats_nothing():
 
 
 class Loading(GroupMember):
-    """It has the bytes of the second bucket, and then loads them until it may go on."""
+    """Keeps loading the second bucket, after its bytes have arrived, until `may_go_on` is set."""
 
     def __init__(self, name: str, *, refuses: bool = False) -> None:
         super().__init__(name)
@@ -198,8 +198,8 @@ async def test_an_engine_that_cannot_load_a_bucket_tears_no_other_although_the_n
         assert good.version_now == 1
 
 
-async def test_a_mistake_in_the_weights_of_a_later_bucket_is_told_before_a_failure_of_an_engine():
-    """The engine loads one bucket meanwhile, and what it has of the others is no version."""
+async def test_a_fault_in_later_weights_precedes_an_engine_failure():
+    """The engine is loading a bucket when reading fails, and must not take the new version."""
     asked = threading.Event()
 
     def broken() -> Iterator[tuple[str, Tensor]]:
@@ -306,7 +306,7 @@ def test_no_engine_is_blamed_for_a_failure_of_the_trainers_side():
 
 
 class Gathered:
-    """Weights that every rank gathers: counts how often they are begun and read to the end."""
+    """Weights that every rank gathers: counts how often reading starts and reaches the end."""
 
     def __init__(self) -> None:
         self.started = self.ended = 0
@@ -333,7 +333,7 @@ async def test_weights_that_are_read_once_are_read_to_their_end_for_each_version
 
 
 @each_row("fail_at", ["join", "begin"])
-async def test_an_engine_that_fails_before_the_first_bucket_costs_no_second_reading(fail_at: str):
+async def test_a_failure_before_the_first_bucket_reads_weights_once(fail_at: str):
     given, good, bad = Gathered(), GroupMember("good"), GroupMember("bad", fail_at=fail_at)
     made = publisher(given, once=True)
     outcome = await made.publish(1, fleet(good, bad))
@@ -345,7 +345,7 @@ async def test_an_engine_that_fails_before_the_first_bucket_costs_no_second_read
 
 
 @each_row("fail_at", ["receive 1", "receive 3"])
-async def test_what_was_sent_in_part_cannot_be_repeated_and_the_others_are_told(fail_at: str):
+async def test_a_partial_transfer_ends_for_every_engine(fail_at: str):
     given, good, bad = Gathered(), GroupMember("good"), GroupMember("bad", fail_at=fail_at)
     made = publisher(given, once=True)
     outcome = await made.publish(1, fleet(good, bad))

@@ -37,7 +37,7 @@ def test_an_engine_enters_a_mode_only_if_the_table_has_the_change(start: Mode, f
         with pytest.raises(InvariantViolation, match=f"engine a cannot go from {start} to"):
             fleet.enter(control, finish)
         assert control.mode is start
-        assert received == [], "listeners are not told of a change that was refused"
+        assert received == [], "a refused change makes no fact"
 
 
 def test_every_mode_leads_back_to_running():

@@ -101,7 +101,7 @@ def test_a_trainer_that_holds_the_event_loop_up_makes_no_engine_silent():
     assert not fleet.lost, "each late tick counts for two seconds"
 
 
-def test_a_long_prefill_is_no_silence():
+def test_a_long_prefill_does_not_count_as_silence():
     prompts = tuple(Prompt(input_ids=np.zeros(20_000, dtype=np.int32)) for _ in range(8))
     fleet = Driver(config(batch_groups=4), engines=("a",), auto_prompts=False)
     fleet.feed(ev.PromptsArrived(prompts=prompts))
@@ -207,7 +207,7 @@ def test_a_lighter_load_is_not_held_against_a_heavier_one():
     health = EngineHealth()
     health.learn(Window(rate=200.0, fair=200.0, octave=1))
     assert health.usual_at(1) == 200.0
-    assert health.usual_at(8) is None, "it never had so many"
+    assert health.usual_at(8) is None, "no window had a load of this octave"
     health.learn(Window(rate=30.0, fair=30.0, octave=8))
     assert health.usual_at(5) == 30.0
 

@@ -117,7 +117,7 @@ async def asked(server: Hostile, **limits: Any) -> EngineLoad:
         await engine.close()
 
 
-async def test_a_server_that_tells_no_load_is_refused():
+async def test_a_server_without_a_load_is_refused():
     async with hostile() as server:
         server.answers["/v1/loads"] = lambda: [b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n"]
         with pytest.raises(EngineRejected, match="/v1/loads answered 404"):

@@ -99,7 +99,7 @@ def written(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_log_begins_with_its_version_and_has_a_line_for_every_fact(tmp_path: Path):
+def test_a_log_starts_with_its_version_and_has_every_fact(tmp_path: Path):
     first, *lines = written(tmp_path / "events.jsonl")
     assert first == {"t": 0.0, "fact": "LogBegun", "version": 1}
     assert [line["fact"] for line in lines] == [type(fact).__name__ for fact in FACTS]
@@ -145,7 +145,7 @@ def test_a_fact_of_a_later_version_is_passed_over(tmp_path: Path):
 
 
 @each_row("reports", [False, True])
-def test_facts_have_tokens_only_if_somebody_asks_for_them(reports: bool):
+def test_facts_have_tokens_only_if_a_listener_wants_them(reports: bool):
     driver = Driver(config=SchedulerConfig(batch_groups=2, group_size=2), takes=True)
     driver.state.tells_tokens = reports
     received: list[Fact] = []

@@ -64,7 +64,7 @@ def test_the_tables_of_learning_follow_from_its_raw_data(
     assert found["wrong"] == []
 
 
-def test_auto_is_as_fast_as_its_result_says(paths: pytest.MonkeyPatch):
+def test_auto_is_as_fast_as_its_result_claims(paths: pytest.MonkeyPatch):
     folder = EXPERIMENTS / "auto_regret"
     paths.syspath_prepend(str(folder))
     script = importlib.import_module("workloads")

@@ -25,7 +25,7 @@ def without(package: str, program: str) -> subprocess.CompletedProcess[str]:
 
 
 @each_row("package", ["docstring_parser", "rich", "tomli_w"])
-def test_the_command_says_which_extra_it_needs(package: str):
+def test_the_command_names_the_extra_it_needs(package: str):
     ended = without(
         package, "from aprilsched.__main__ import main; sys.exit(main(['run', '--help']))"
     )
@@ -56,7 +56,7 @@ def test_a_module_that_is_for_an_extra_names_it(module: str, package: str, name:
     assert re.search(wanted, ended.stderr.splitlines()[-1])
 
 
-def test_the_virtual_clock_says_which_extra_it_needs(monkeypatch: pytest.MonkeyPatch):
+def test_the_virtual_clock_names_the_extra_it_needs(monkeypatch: pytest.MonkeyPatch):
     async def program() -> None: ...
 
     monkeypatch.setitem(sys.modules, "looptime", None)
@@ -74,7 +74,7 @@ def test_a_broken_package_is_not_called_missing(tmp_path: Path, monkeypatch: pyt
         importlib.import_module("half_a_package")
 
 
-def test_a_mistake_of_our_own_is_no_missing_extra():
+def test_an_own_import_error_is_not_a_missing_extra():
     with pytest.raises(ModuleNotFoundError, match=r"aprilsched\.nowhere"), extra("x"):
         importlib.import_module("aprilsched.nowhere")
 

@@ -1,4 +1,4 @@
-"""Tests that files in a folder of somebody else neither block a command nor redirect a write."""
+"""Tests that files in another user's folder neither block a command nor redirect a write."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_whole_file_replaces_a_link_and_leaves_nothing(tmp_path: Path, preciou
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "precious"]
 
 
-def test_private_files_are_no_links(tmp_path: Path, precious: Path):
+def test_private_files_are_not_links(tmp_path: Path, precious: Path):
     (tmp_path / "link").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic link"):
         open_private(tmp_path / "link", os.O_WRONLY | os.O_CREAT)

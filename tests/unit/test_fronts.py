@@ -1,7 +1,7 @@
 """Tests what every front of a scheduler promises to a trainer, with simulated engines: whatever
-ends a call early, no batch is lost, none comes twice, and nobody waits for ever.
+ends a call early, no batch is lost or delivered twice, and no call waits forever.
 
-What only one of them has is in the tests of that one.
+Each front's own tests cover what only that front has.
 """
 
 # pyright: basic
@@ -157,7 +157,7 @@ def test_media_go_out_and_kept_answers_come_back(front: Front):
     [("episode", "again", {0: 1, 1: 2, 2: 1}), ("reward", "shrink", {0: 1, 2: 1})],
     ids=["episode again", "reward shrink"],
 )
-def test_groups_go_on_without_a_lost_member(
+def test_groups_continue_without_a_lost_member(
     front: Front, where: str, rule: str, asked: dict[int, int]
 ):
     with opened(front, in_a_process.losing_parts, where, rule) as rollouts:
@@ -223,7 +223,7 @@ def test_the_trainer_pushes_prompts(front: Front):
         assert [len(batch.groups) for batch in rollouts] == [1]
 
 
-def test_a_run_goes_on_from_a_checkpoint(front: Front, tmp_path: Path):
+def test_a_run_resumes_from_a_checkpoint(front: Front, tmp_path: Path):
     path = tmp_path / "checkpoint"
     with opened(front, in_a_process.parts, stored=True) as rollouts:
         first = rollouts.next_batch()
@@ -278,7 +278,7 @@ def test_a_timeout_of_a_stream_loses_no_group(rollouts: Any):
     check_parts(parts)
 
 
-def test_a_timeout_that_is_no_duration_is_refused(rollouts: Any):
+def test_a_timeout_must_be_a_duration(rollouts: Any):
     for timeout in (-1, float("nan")):
         with pytest.raises(ConfigError, match="give seconds, 0 or more"):
             rollouts.next_batch(timeout=timeout)
@@ -317,7 +317,7 @@ def test_a_store_changes_nothing_of_it(front: Front):
 
 
 def test_an_interrupt_of_a_stream_loses_no_group(front: Front, rollouts: Any):
-    """Each loop takes one group, and the next loop goes on."""
+    """Each loop takes one group, and the next loop continues."""
     parts: list[Batch] = []
 
     def take() -> None:
@@ -453,7 +453,7 @@ def process_of(front: Front) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_process_is_told_that_the_scheduler_is_not_there(rollouts: Any):
+def test_a_forked_process_gets_an_error(rollouts: Any):
     batch = rollouts.next_batch()
     for call in (
         rollouts.next_batch,
@@ -487,7 +487,7 @@ PHASES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_close_ends_a_call_in_each_phase(rollouts: Any, phase: str):
-    """Another thread calls again and again, and is told."""
+    """Another thread that calls repeatedly receives SchedulerClosed."""
     call, started = PHASES[phase], threading.Event()
 
     def again_and_again() -> None:

@@ -71,7 +71,7 @@ def test_the_pieces_of_any_tokens_are_their_text_and_nothing_is_held_for_long(
     ids = [i for t in tokens for i in ([t] if isinstance(t, int) else [5 + byte for byte in t])]
     received = pieces(tokenizer, ids, [5 + byte for byte in before])
     raw = b"".join(t for t in tokens if isinstance(t, bytes))
-    # Bytes that are no character may be replaced by more than one sign.
+    # Invalid UTF-8 may be replaced by more than one sign.
     signs = "\ufffd"
     assert "".join(received).replace(signs, "") == raw.decode(errors="replace").replace(signs, "")
     for at in range(len(received) - 12):
@@ -276,7 +276,7 @@ def received(
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_text_thoughts_and_calls_are_told_apart(tokenizer: ModelTokenizer, seed: int):
+def test_text_thoughts_and_calls_are_distinguished(tokenizer: ModelTokenizer, seed: int):
     text = f"{THOUGHT}\n\nLet me see. {CALL}\n{CALL.replace('3', '4')}\nDone.<|im_end|>"
     message = Message(tokenizer.parser("", None))
     changes, whole = received(message, text, seed)

@@ -23,7 +23,7 @@ TAKEN = 64 * MIB
 what is sent."""
 LIMITS = HttpLimits(max_answer_bytes=4 * MIB, control_timeout=20.0)
 TOKENS = 8
-KEY = "a-key-that-nobody-must-see"
+KEY = "a-key-that-must-stay-secret"
 
 OK = b"HTTP/1.1 200 OK\r\n"
 LAST = chunked(event(0, TOKENS, finish="length"))
@@ -143,7 +143,7 @@ async def test_a_packed_answer_is_not_unpacked() -> None:
             await generated(engine)
 
 
-async def test_a_long_answer_goes_on_for_as_long_as_its_tokens_come() -> None:
+async def test_a_long_answer_continues_while_its_tokens_arrive() -> None:
     """The whole answer exceeds every limit, but no part of it does."""
     tokens = 4000
     parts = [chunked(event(0, n)) for n in range(4, tokens, 4)]
@@ -232,7 +232,7 @@ async def test_an_endless_control_answer_is_cut_off(path: str, name: str) -> Non
             assert str(error).isprintable()  # noqa: PT017
             assert len(str(error)) < 500  # noqa: PT017
         else:
-            # A missing schema is no reason to refuse a server.
+            # A server without a schema is accepted.
             assert path == "openapi.json"
             await engine.close()
         assert server.written < 3 * TAKEN  # a broken connection is tried three times

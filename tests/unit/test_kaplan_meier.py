@@ -58,7 +58,7 @@ def test_what_it_refuses(lengths: list[int], flags: list[bool], part: str):
 
 
 def seen_for(lengths: NDArray[np.int64], most: int, seed: int) -> KaplanMeier:
-    """Responses that began at random moments of a run that has lasted for `most` tokens."""
+    """Observe responses that started at random times of a run that has lasted `most` tokens."""
     at = np.random.default_rng(seed).integers(1, most, len(lengths))
     return kaplan_meier(np.minimum(lengths, at), at < lengths)
 
@@ -83,7 +83,7 @@ def moments(law: KaplanMeier) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize(("sigma", "longest"), [(0.9, 800), (1.1, 1500)])
-def test_a_completed_law_has_the_tail_that_nobody_has_seen(sigma: float, longest: int):
+def test_a_completed_law_has_the_unobserved_tail(sigma: float, longest: int):
     """Means over 20 samples, each of which is known to several percent."""
     found: list[tuple[float, float]] = []
     before: list[tuple[float, float]] = []
@@ -124,9 +124,9 @@ def test_a_completed_law_is_the_same_up_to_where_responses_were_seen():
     assert law.completed(1).end == law.longest[0] + 1, "ten have more tokens already"
 
 
-def test_two_that_ended_early_enough_to_be_seen_are_not_the_end_of_the_law():
-    """Three of 400 began before all others. The last of them to end does not say that none of the
-    others will be longer."""
+def test_the_last_observed_end_is_not_the_end_of_the_law():
+    """Three of 400 responses started first. When the last of them ends, others may still become
+    longer."""
     lengths = log_normal(0.9, 400, 3)
     at = np.concatenate(([10_000, 10_000, 10_000], np.full(397, 300)))
     lengths[:3] = (100, 420, 460)
@@ -138,7 +138,7 @@ def test_two_that_ended_early_enough_to_be_seen_are_not_the_end_of_the_law():
 
 
 def test_a_completed_law_does_not_end_before_what_still_runs():
-    """A tail that begins at the last end gave the forty a mean of 250 tokens."""
+    """A tail that starts at the last observed end would give the forty a mean of 250 tokens."""
     lengths = np.concatenate((np.arange(20, 380), np.full(40, 5000)))
     law = kaplan_meier(lengths, lengths == 5000)
     whole = law.completed(32_000)

@@ -63,7 +63,7 @@ def test_beyond_the_middle_the_longer_it_has_been_the_longer_it_still_takes(sibl
     assert rests[-1] > 1.5 * rests[0]
 
 
-def test_a_place_without_a_length_is_no_evidence() -> None:
+def test_a_place_without_a_length_is_not_evidence() -> None:
     """A group is smaller than the others, so it has no length at their last places."""
     padded, larger = rest(
         [[700, 0, 0, 0], [700, 0, 700, 700]], [[True, False, True, True], [True, False, True, True]]
@@ -130,7 +130,7 @@ def test_no_other_neighbours_have_waited_longer(groups: list[tuple[int, int]], c
         (False, False, 0, 0),
     ],
 )
-def test_the_store_is_filled_at_a_batchs_begin_and_when_it_has_run_dry(
+def test_the_store_is_filled_at_a_batchs_start_and_once_empty(
     wave_due: bool, batch_open: bool, open_groups: int, groups: int
 ) -> None:
     view = PoolView(
@@ -210,7 +210,7 @@ def test_at_the_stop_everything_is_called_back_before_any_pause(straggler: str) 
     assert len(driver.sent) > sent
 
 
-def test_what_was_called_back_goes_on_with_its_tokens() -> None:
+def test_recalled_requests_continue_with_their_tokens() -> None:
     driver = Driver(config(over_provision=4.0))
     driver.request_batch()
     ids = whole(driver)
@@ -292,8 +292,8 @@ def test_probes_that_are_thrown_away_are_remembered_by_the_key_of_their_prompt()
     assert all(send.input_ids.tolist()[-1] == 7 for send in driver.sends.values())
 
 
-def test_a_batch_that_waits_for_all_its_groups_runs_no_more_than_it_takes() -> None:
-    """However many groups are overdue: those that lost would begin again."""
+def test_an_on_policy_batch_runs_only_the_groups_it_takes() -> None:
+    """This holds for any number of overdue groups: groups beyond the batch would restart."""
     driver = Driver(config(**ON_POLICY))
     for _ in range(12):
         driver.request_batch()
@@ -305,7 +305,7 @@ def test_a_batch_that_waits_for_all_its_groups_runs_no_more_than_it_takes() -> N
 
 
 @each_row(("oldest", "runs"), [(4, True), (5, False)])
-def test_a_group_runs_when_its_first_token_is_so_many_batches_old(oldest: int, runs: bool) -> None:
+def test_a_group_runs_once_its_first_token_reaches_the_age_limit(oldest: int, runs: bool) -> None:
     """The group is by far the longest, so no window has it as long as there are neighbours that
     waited longer."""
     driver = Driver(config(over_provision=1.0, refill=LengthBuckets(oldest=oldest)))
@@ -426,7 +426,7 @@ def test_a_call_that_was_withdrawn_has_not_ended_its_bucket() -> None:
     assert set(driver.sends) == running
     driver.feed(ev.BatchWithdrawn())
     driver.finish_groups(whole(driver))
-    assert driver.state.delivery.offer is None, "nobody waits for it"
+    assert driver.state.delivery.offer is None, "no call waits for it"
     assert driver.aborts, "the bucket has ended"
     driver.settle()
     driver.feed(ev.BatchRequested())
@@ -437,7 +437,7 @@ def test_a_call_that_was_withdrawn_has_not_ended_its_bucket() -> None:
     fill(driver)
 
 
-def test_what_is_still_on_its_way_back_when_the_next_batch_begins_has_no_better_claim() -> None:
+def test_a_late_recall_gives_a_group_no_precedence() -> None:
     """The trainer takes two batches under one version, so it asks for the second one at once."""
     driver = Driver(config(batch_groups=2, group_size=4))
     driver.request_batch()
@@ -466,7 +466,7 @@ def test_what_ended_while_it_was_called_back_counts_for_the_next_bucket() -> Non
     assert len(whole(driver)) == 2
 
 
-def test_what_runs_when_length_buckets_begin_goes_on_and_is_counted() -> None:
+def test_running_groups_continue_when_length_buckets_start() -> None:
     """Three groups stayed in the engines under waves, and five open groups should run."""
     driver = Driver(SchedulerConfig(batch_groups=2, group_size=2, over_provision="auto"))
     waves = Schedule(over_provision=2.5, refill=Wave())

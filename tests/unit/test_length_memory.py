@@ -191,7 +191,7 @@ def test_the_rest_of_a_group_is_known_before_its_first_token() -> None:
     assert remaining(request) < 0.3 * remaining(other)
 
 
-def test_a_single_group_is_no_sample_of_a_law() -> None:
+def test_a_single_group_is_not_a_sample_of_a_law() -> None:
     """A stream delivers groups one by one; asking for all lengths each time is quadratic."""
 
     def flight() -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""A server that stops leaves nothing open, whoever connects or does not read at that moment."""
+"""Tests that a server that stops leaves nothing open, even if clients connect or do not read."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_clients_that_connect_while_the_server_stops_leave_nothing_open():
 
 @contextmanager
 def at_once(connections: int, url: str) -> Generator[None]:
-    """So many open connections, made while the loop of the server does nothing."""
+    """Open `connections` connections while the loop of the server is idle."""
     with ExitStack() as clients:
         for _ in range(connections):
             client = socket.create_connection(address(url), timeout=20)

@@ -44,14 +44,14 @@ def faults(figure: Figure) -> list[str]:
         (bare.endswith("_total") or figure.name.endswith("_total"), "has a _total of its own"),
         (figure.metric.endswith(RESERVED), "ends with what histograms use"),
         (any(kind in words for kind in KINDS), "has its kind in its name"),
-        (any(word in words for word in NOT_BASE), "has a unit that is no base unit"),
-        (not figure.unit and bare.endswith(("_seconds", "_ratio")), "does not say its unit"),
-        (not re.fullmatch(r"[A-Z0-9].*\.", figure.help), "has a help that is no sentence"),
+        (any(word in words for word in NOT_BASE), "has a unit that is not a base unit"),
+        (not figure.unit and bare.endswith(("_seconds", "_ratio")), "does not declare its unit"),
+        (not re.fullmatch(r"[A-Z0-9].*\.", figure.help), "has a help that is not a sentence"),
         (not all(re.fullmatch(r"[a-z]+", label) for label in figure.labels), "has an odd label"),
         (bool({"le", "quantile", "job", "instance"} & set(figure.labels)), "takes a reserved one"),
         (
             any(label in words[:-1] and label != "engine" for label in figure.labels),
-            "says it twice",
+            "repeats a label in its name",
         ),
         (bool(figure.buckets) != (figure.kind == "histogram"), "has buckets, or lacks them"),
         (list(figure.buckets) != sorted(set(figure.buckets)), "has buckets out of order"),
@@ -94,9 +94,9 @@ def test_metrics_have_their_unit_at_the_end():
     [
         ({"name": "run/updates_total"}, "a _total of its own"),
         ({"name": "updates"}, "no name of ours"),
-        ({"name": "run/wait_ms"}, "no base unit"),
-        ({"name": "run/wait_seconds"}, "does not say its unit"),
-        ({"help": "updates"}, "no sentence"),
+        ({"name": "run/wait_ms"}, "not a base unit"),
+        ({"name": "run/wait_seconds"}, "does not declare its unit"),
+        ({"help": "updates"}, "not a sentence"),
         ({"labels": ("le",)}, "reserved"),
         ({"buckets": (1.0,)}, "buckets"),
     ],
@@ -118,7 +118,7 @@ def test_the_dashboard_s_queries_name_what_there_is():
             declared = EXPOSED.get(histogram if histogram != name else name)
             assert declared is not None, name
             assert (histogram != name) == (declared.kind == "histogram")
-            # A counter as it is says little; its rate does. The number of batches is shown.
+            # A panel must show a counter's rate, except for the number of batches.
             if declared.kind == "counter" and name != "aprilsched_batches_delivered_total":
                 assert re.search(rf"(rate|increase)\({name}", expression)
             used = {*re.findall(r"by \((\w+)\)", expression)} - {"le"}

@@ -139,7 +139,7 @@ def test_figures_are_shares_bytes_and_watts(nvml: Faulty):
     assert nvml.open == 0
 
 
-def test_what_a_gpu_does_not_tell_is_left_out(nvml: Faulty):
+def test_what_a_gpu_does_not_report_is_left_out(nvml: Faulty):
     """A MIG slice has no utilization, and another GPU may not answer at all."""
     nvml.broken["nvmlDeviceGetUtilizationRates"] = 0
     reached = sampled(nvml, until=lambda lines: len(lines) >= 4)
@@ -150,7 +150,7 @@ def test_what_a_gpu_does_not_tell_is_left_out(nvml: Faulty):
     assert {line.device for line in sampled(nvml, until=lambda lines: len(lines) >= 3)} == {1}
 
 
-def test_gpus_that_are_lost_are_said_once(nvml: Faulty, caplog: pytest.LogCaptureFixture):
+def test_lost_gpus_are_logged_once(nvml: Faulty, caplog: pytest.LogCaptureFixture):
     taken: list[DeviceLine | GpuLine] = []
 
     def take(lines: Sequence[DeviceLine | GpuLine]) -> None:
@@ -182,7 +182,7 @@ def test_a_driver_that_fails_later_is_said_to_whoever_asked(
     assert len(caplog.records) == wanted
 
 
-async def test_a_driver_that_hangs_holds_nobody_up(
+async def test_a_driver_that_hangs_blocks_no_caller(
     nvml: Faulty, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("aprilsched.observe.sampling.nvml._STOP_SECONDS", 0.01)

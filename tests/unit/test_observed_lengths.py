@@ -162,8 +162,8 @@ def test_the_distance_is_the_largest_difference_of_the_two_distribution_function
 
 @each_row("shared", [0.0, 0.5, 0.9])
 def test_the_expected_distance_is_that_of_groups_drawn_at_random(shared: float) -> None:
-    """With what a group has in common the distance is larger, and an independent sample of as many
-    responses would be taken as too close to the law."""
+    """Correlation within groups increases the distance; the value for independent responses would
+    be too small."""
     workload = LongTailWorkload(within_group=shared)
     drawn = [GroupLengths.whole(i, workload.lengths(i).tolist()) for i in range(640)]
     tokens, finished = pooled(drawn)

@@ -54,8 +54,8 @@ def test_a_schedule_divides_groups_only_where_no_placement_is_configured(
 
 
 def crowded(*, received: int | None = None, **dispatch: Any) -> Driver:
-    """Two engines with room for 100 tokens. One has 85 and a request that has not begun. It has
-    `told` that it has so many requests that wait."""
+    """Two engines with room for 100 tokens. One holds 85 and a request without a token yet, and
+    has reported `received` waiting requests, if given."""
     driver = Driver(
         configured(placement="spread", **dispatch),
         engines=("a", "b"),
@@ -95,7 +95,7 @@ def test_a_request_keeps_its_tokens_moves_once_and_is_computed_again_once() -> N
     driver = crowded(migrate=True)
     driver.settle()
     in_flight = driver.state.in_flight
-    # Now all on the first engine have begun, and it gets more tokens than its pool holds.
+    # Now every request on the first engine runs, and their tokens exceed its pool.
     on_a = [key for key in driver.attempts() if driver.sends[key].engine == "a"]
     driver.now += 2
     for key in on_a:

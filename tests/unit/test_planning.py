@@ -49,8 +49,7 @@ at_length = partial(pytest.param, marks=pytest.mark.long)
 
 
 def config(**changes: object) -> SchedulerConfig:
-    """Automatic over-provisioning with KV that stays, so it begins with waves of one and a half
-    batches."""
+    """Automatic over-provisioning with KV that stays, so it starts with waves of 1.5 batches."""
     values: dict[str, object] = {
         "batch_groups": 2,
         "group_size": 2,
@@ -99,7 +98,7 @@ def test_a_plan_is_asked_for_again_when_lengths_have_doubled() -> None:
     assert batches(driver, 16, tokens=20) == [17], "not sooner, and once"
 
 
-def test_small_changes_of_the_lengths_are_no_drift() -> None:
+def test_small_changes_of_the_lengths_are_not_drift() -> None:
     driver = Driver(config())
     batches(driver, 9, tokens=10)
     assert batches(driver, 16, tokens=12) == []
@@ -331,7 +330,7 @@ def test_from_length_buckets_to_waves_within_a_batch_and_within_the_calling_back
 
 
 @pytest.mark.parametrize("straggler", ["retract", "abort"])
-def test_from_waves_to_length_buckets_what_runs_goes_on(straggler: str) -> None:
+def test_running_groups_continue_from_waves_to_length_buckets(straggler: str) -> None:
     driver = Driver(config(straggler=straggler))
     driver.feed(ev.Planned(schedule=schedule(3.0)))
     batches(driver, 1)
@@ -407,10 +406,10 @@ def simulated_and_tried(
     accepted: tuple[float, float, float] = (0.0, 1.0, 1.0),
     pauses: tuple[float, ...] = (),
 ) -> tuple[Measured, Outcome]:
-    """What the simulation measures and what a trial says of batches `burn_in` to `counted`.
+    """Return what the simulation and a trial measure for batches `burn_in` to `counted`.
 
-    Both have the same lengths, so there is no noise between them. With length buckets they differ
-    sooner or later.
+    Both use the same lengths, so their results differ without noise. With length buckets they
+    diverge at some point.
     """
     steps = Steps()
     drawn_groups = settings.batch_groups * (counted + 8) * (1 if accepted[1] == 1.0 else 3)
@@ -474,7 +473,7 @@ def accepting(shares: tuple[float, float, float], groups: int) -> Callable[[Grou
 
 
 def pausing(times: tuple[float, ...]) -> Callable[[Prompt, int], list[float]]:
-    """As many gaps as there are times, each of the time that a trial draws from these."""
+    """Return a function that makes one gap per time, with the values that a trial draws."""
     drawn_times, turns = Times(times, seed=8), len(times) + 1
 
     def pauses(prompt: Prompt, index: int) -> list[float]:
@@ -517,8 +516,8 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     kv = changes.pop("kv", None)
     settings = SchedulerConfig(straggler=straggler, **changes)  # type: ignore[arg-type]
     measured, outcome = simulated_and_tried(settings, 30, 9, kv=kv)
-    # A trial knows only roughly in which order a full pool lets requests go on, and from the first
-    # batch on how many groups hold so many tokens.
+    # A trial only approximates the order in which a full pool lets requests continue, and from the
+    # first batch the number of groups that a token count takes.
     policies = settings.policies
     rough = policies.refill.defers or kv is not None or isinstance(policies.stop, Tokens)
     near = 0.03 if rough else 0.005
@@ -612,7 +611,7 @@ def test_a_trial_knows_rewards_filters_and_tools(
 
 
 def test_the_trainers_times_scatter_around_their_mean_in_a_trial() -> None:
-    """A trainer whose time varies has less use of what is generated meanwhile."""
+    """A trainer whose time varies overlaps less with generation."""
     slow = setting(train_seconds=15.0, pace="asynchronous")
     scattered = replace(slow, train_spread=10.0)
     even, uneven = try_out(schedule(1.0), slow), try_out(schedule(1.0), scattered)
@@ -621,8 +620,8 @@ def test_the_trainers_times_scatter_around_their_mean_in_a_trial() -> None:
     assert alone[1].trainer_seconds == pytest.approx(alone[0].trainer_seconds, rel=0.01)
 
 
-def test_a_pool_of_equal_responses_that_takes_over_is_interrupted_at_refits() -> None:
-    """Equal responses that began together end together, and then nothing is left to recompute."""
+def test_refits_interrupt_a_pool_that_takes_over() -> None:
+    """Equal responses that start together also end together, which leaves nothing to recompute."""
     equal = setting(lengths=np.full((400, 8), 1000), pace="asynchronous")
     pool = schedule(4.0, Pool(together=4))
     together, scattered = (
@@ -632,7 +631,7 @@ def test_a_pool_of_equal_responses_that_takes_over_is_interrupted_at_refits() ->
     assert scattered.off_policy_share > together.off_policy_share
 
 
-def test_a_trial_that_goes_on_is_a_longer_one() -> None:
+def test_a_continued_trial_equals_a_longer_one() -> None:
     trial = Trial(schedule(1.5), setting())
     assert trial.outcome(6) == try_out(schedule(1.5), setting(batches=6))
     assert trial.outcome(24) == try_out(schedule(1.5), setting(batches=24))
@@ -838,7 +837,7 @@ def test_no_candidate_is_better_by_more_than_the_tolerance_nor_much_fresher_and_
     )
 
 
-def test_a_choice_says_what_it_is() -> None:
+def test_a_choice_describes_itself() -> None:
     best = chosen("retract")
     assert best.why.startswith(in_words(best))
     assert best.forecast is not None
@@ -854,7 +853,7 @@ def test_a_schedule_that_is_as_good_stays() -> None:
     assert Planner().plan(plan(best), rules()).same_as(best)
     again = Planner().plan(plan(best, groups=190), rules())
     assert again.same_as(best), "slightly other lengths"
-    assert again.why != best.why, "what is expected of it is told again"
+    assert again.why != best.why, "the forecast is renewed"
 
 
 @pytest.mark.parametrize("straggler", [at_length("retract"), "in_place"])
@@ -901,7 +900,7 @@ def test_the_bound_on_staleness_is_respected(bound: int) -> None:
     own = try_out(best, tried_on)
     assert own.too_stale_share <= 0.005
     waiting = try_out(schedule(1.0), tried_on)
-    assert own.efficiency >= 0.98 * waiting.efficiency, "and it is no worse than waiting"
+    assert own.efficiency >= 0.98 * waiting.efficiency, "it is not worse than waiting"
     # No more than bound + 1 batches are admitted, whatever the schedule asks for.
     free = try_out(schedule(4.0), replace(tried_on, max_staleness=None))
     assert try_out(schedule(4.0), tried_on).mean_age < free.mean_age
@@ -996,7 +995,7 @@ def test_a_share_of_an_engine_does_what_the_engine_does(
 
 
 def test_a_step_of_a_share_of_an_engine_takes_as_long() -> None:
-    """Also of a mixture of experts, of which a quarter of a batch reads as many."""
+    """For a mixture of experts too: there, a quarter of the batch reads the same experts."""
     model = replace(
         H200_QWEN3_4B, fill=8.0, wide_from=256, t0_wide=1e-3, t0_experts=0.01, expert_share=1 / 16
     )
@@ -1069,14 +1068,14 @@ def test_without_stale_tokens_every_candidate_waits_or_settles() -> None:
     assert kinds == {Wave, LengthBuckets, TailBatching}
 
 
-def test_what_the_user_says_of_a_bound_is_kept() -> None:
+def test_the_users_staleness_bound_is_kept() -> None:
     assert rules(max_staleness=Staleness(0)).policies.staleness == Staleness(0)
     assert rules(max_staleness=1).policies.staleness == Staleness(1)
     assert rules(max_staleness=0, over_provision=1.0).policies.staleness == Staleness(0)
     assert rules(max_staleness=0, straggler="in_place").policies.staleness == Staleness(0)
 
 
-def test_the_core_refuses_a_schedule_under_which_prompts_would_begin_again_for_ever() -> None:
+def test_the_core_refuses_a_schedule_of_endless_restarts() -> None:
     driver = Driver(config(straggler="retract", max_staleness=0))
     first = driver.state.plan.schedule
     assert driver.config.settles(first)
@@ -1109,8 +1108,8 @@ def _outcome(planner: Planner, command: do.Plan, settings: SchedulerConfig) -> O
     "preset",
     ["on_policy", *(at_length(p) for p in ("sync", "rollpacker"))],
 )
-def test_a_trial_throws_away_what_the_simulation_throws_away(preset: str) -> None:
-    """In both, a prompt that begins again has other lengths, which only agree in their law."""
+def test_a_trial_discards_what_the_simulation_discards(preset: str) -> None:
+    """In both, a restarted prompt draws new lengths, which agree only in their law."""
     settings = PRESETS[preset](SchedulerConfig(batch_groups=16))
     summary = Summary(
         trainer_waits=True,
@@ -1136,7 +1135,7 @@ def test_a_trial_throws_away_what_the_simulation_throws_away(preset: str) -> Non
     assert outcome.distance == pytest.approx(steady.length_distance, abs=0.04)
 
 
-def test_what_earlier_epochs_say_makes_length_buckets_better() -> None:
+def test_lengths_of_earlier_epochs_improve_length_buckets() -> None:
     waited = schedule(1.0, LengthBuckets(store=4.0, probe_after=0.97))
     zero = setting(max_staleness=0, restarts=True)
     first, second = (try_out(waited, replace(zero, remembered=r)) for r in (0.0, 0.9))

@@ -76,7 +76,7 @@ async def test_a_failure_there_is_one_here(planner: Planner, shown: str) -> None
         await plan_in_process(planner, command(), CONFIG)
 
 
-async def test_a_failure_there_says_where(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_there_names_its_place(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, logger="aprilsched")
     (planned,) = await planned_by(Broken())
     assert planned == Planned(schedule=None, cause="ArithmeticError('no such number')")
@@ -186,7 +186,7 @@ def test_a_script_without_a_guard_is_not_run_again() -> None:
     with script(
         """
         import asyncio
-        print("begins")
+        print("starts")
         from aprilsched.kernel.shell.planning import plan_in_process
         from tests.unit.test_planning_process import CONFIG, Telling, command
         print(asyncio.run(plan_in_process(Telling(), command(), CONFIG)).refill)
@@ -194,7 +194,7 @@ def test_a_script_without_a_guard_is_not_run_again() -> None:
     ) as process:
         out, _ = process.communicate(timeout=LONG_S)
     assert process.returncode == 0, out
-    assert out.count("begins") == 1
+    assert out.count("starts") == 1
     assert "Wave()" in out
 
 

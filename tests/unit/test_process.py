@@ -101,7 +101,7 @@ def test_ctrl_c_of_a_terminal_leaves_the_schedulers_process_to_the_trainer():
         (lambda: in_a_process.simple(), ConfigError, "give functions and classes of a module"),
     ],
 )
-def test_what_goes_wrong_at_the_begin_is_said(make: Any, error: type[Exception], why: str):
+def test_a_failure_at_the_start_is_reported(make: Any, error: type[Exception], why: str):
     with pytest.raises(error, match=why), process.RolloutScheduler(make):
         pass
 
@@ -192,13 +192,13 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Iterator[process.RolloutSchedule
     with process.RolloutScheduler(in_a_process.pushed, queue, batch_groups=2) as rollouts:
         rollouts.next_batch()
         os.kill(child().pid, signal.SIGSTOP)
-        # More than a pipe takes, which had kept the trainer's loop.
+        # More than a pipe holds; a blocking write would block the trainer's loop.
         for _ in range(1000):
             queue.put(prompt(list(range(1, 200))))
         yield rollouts
 
 
-def test_a_process_that_goes_on_has_lost_no_batch(stopped: process.RolloutScheduler):
+def test_a_process_that_continues_has_lost_no_batch(stopped: process.RolloutScheduler):
     with pytest.raises(TimeoutError, match="does not answer"):
         stopped.next_batch(timeout=0.1)
     os.kill(child().pid, signal.SIGCONT)
@@ -218,10 +218,12 @@ def test_stops_forks_and_short_timeouts_at_random_lose_no_batch(
     with process.RolloutScheduler(in_a_process.simple, pace="asynchronous") as rollouts:
         scheduler = child().pid
         while len(got) < 40:
-            what = rng.choice(["stop", "go on", "go on", "go on", "update", "fork", "", ""])
+            what = rng.choice(
+                ["stop", "continue", "continue", "continue", "update", "fork", "", ""]
+            )
             if what == "stop":
                 os.kill(scheduler, signal.SIGSTOP)
-            if what in ("go on", "update"):
+            if what in ("continue", "update"):
                 os.kill(scheduler, signal.SIGCONT)
             if what == "update":
                 rollouts.update_weights(SimPublisher())
@@ -238,7 +240,7 @@ def test_stops_forks_and_short_timeouts_at_random_lose_no_batch(
     assert got == list(range(40))
 
 
-def test_an_interrupt_ends_the_wait_for_a_process_that_stands_still(
+def test_an_interrupt_ends_the_wait_for_a_stopped_process(
     stopped: process.RolloutScheduler,
 ):
     """One is enough, and the end of the block does not wait for it either."""
@@ -304,7 +306,7 @@ def test_the_process_ends_with_the_trainers(tmp_path: Path, how: str):
     script = tmp_path / "trainer.py"
     script.write_text(TRAINER)
     with (
-        (tmp_path / "said").open("w") as printed,
+        (tmp_path / "output").open("w") as printed,
         subprocess.Popen(
             [sys.executable, "-W", "ignore::DeprecationWarning", str(script), how],
             stdin=subprocess.PIPE,
@@ -329,7 +331,7 @@ def test_the_process_ends_with_the_trainers(tmp_path: Path, how: str):
         if forked:
             assert runs(forked)
             os.kill(forked, signal.SIGKILL)
-    assert "Traceback" not in (tmp_path / "said").read_text()
+    assert "Traceback" not in (tmp_path / "output").read_text()
 
 
 def runs(pid: int) -> bool:
@@ -397,7 +399,7 @@ def test_a_publisher_of_the_trainers_process(server: ThreadedServer, tmp_path: P
         assert rollouts.next_batch().version == 9
 
 
-def test_a_publisher_for_servers_that_somebody_lists(server: ThreadedServer, tmp_path: Path):
+def test_a_publisher_for_a_list_of_servers(server: ThreadedServer, tmp_path: Path):
     """They are listed again before each update."""
     listed = ["http://127.0.0.1:1"]
 

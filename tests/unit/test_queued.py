@@ -1,4 +1,4 @@
-"""Tests a slow listener in a thread: what it is passed, and how it tells what it missed."""
+"""Tests a slow listener in a thread: what it receives, and how it reports what it missed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aprilsched.observe.queued import QueuedListener
 
 
 class Slow:
-    """A listener that waits until it may continue; `begun` is set while it works."""
+    """A listener that waits until `may_go_on` is set; `started` is set by its first call."""
 
     def __init__(self) -> None:
         self.received: list[tuple[str, float]] = []
@@ -55,7 +55,7 @@ def test_of_chunks_and_of_other_facts_only_those_asked_for_are_passed_on() -> No
     assert slow.received == [("PromptsEnded", 1.0), ("TokensReceived", 3.0)]
 
 
-def test_it_says_what_its_thread_has_missed_and_why() -> None:
+def test_it_reports_what_its_thread_missed_and_why() -> None:
     """The thread is a Worker, whose own tests have the rest."""
 
     class Raising(Slow):

@@ -50,7 +50,7 @@ class Server:
 
 
 class Addressed(Server):
-    """An actor that tells host and port, as those of verl do."""
+    """An actor that returns host and port, as verl's actors do."""
 
     get_url = None  # type: ignore[assignment]
 
@@ -60,8 +60,8 @@ class Addressed(Server):
 
 
 class Received:
-    """An actor that answers what it was told last: first nothing, as one on a further node of a
-    server that spans several does."""
+    """An actor that returns its last `tell`: at first None, as an actor on a further node of a
+    multi-node server does."""
 
     answer: Any = None
 
@@ -155,10 +155,10 @@ async def test_actors_are_asked_for_their_addresses_in_the_ways_that_they_have(
         assert len(fleet.engines) == 1
 
 
-async def test_actors_that_tell_no_address_are_refused_with_a_sentence(received: Any):
+async def test_actors_without_an_address_are_refused(received: Any):
     await received.tell.remote(None)
     with pytest.raises(EngineUnreachable, match="start the servers first"):
-        await RayFleet([received, "nobody"]).open()
+        await RayFleet([received, "missing"]).open()
     with pytest.raises(AttributeError, match="get_server_address"):
         await RayFleet([start(Mute)]).open()
 

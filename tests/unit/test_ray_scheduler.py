@@ -158,7 +158,7 @@ def joined(parts: list[Batch]) -> Batch:
     return replace(parts[-1], groups=tuple(group for part in parts for group in part.groups))
 
 
-async def test_a_stream_goes_on_when_the_actor_dies(
+async def test_a_stream_continues_when_the_actor_dies(
     server: ThreadedServer, store: Path, weights: Path
 ):
     """The trainer gets the groups that it does not have, and an update ends the batch."""
@@ -295,7 +295,7 @@ async def test_an_actor_that_dies_in_a_checkpoint(
         again = await rollouts.next_batch()
         assert (first.index, second.index, again.index) == (0, 1, 1)
         kill()
-        # It goes on from its store, and not from the checkpoint again.
+        # The restarted actor resumes from its store, not from the checkpoint.
         last = await rollouts.next_batch()
         assert last.index == 2
         assert not set(keys([first, again])) & set(keys([last]))
@@ -418,11 +418,11 @@ async def test_a_name_that_is_taken(server: ThreadedServer):
         start(in_an_actor.served, server.url)
 
 
-async def test_an_actor_that_is_not_there():
+async def test_a_missing_actor_is_an_error():
     with pytest.raises(SchedulerClosed, match=r"was not there.*start it again"):
-        async with ActorScheduler("nobody", wait_s=0.5):
+        async with ActorScheduler("missing", wait_s=0.5):
             pass
-    stop_scheduler("nobody")
+    stop_scheduler("missing")
 
 
 async def test_an_actor_that_cannot_be_placed(

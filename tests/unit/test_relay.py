@@ -117,7 +117,7 @@ async def test_asynchronous_weights_are_read_once():
     await made.aclose()
 
 
-async def test_what_cannot_be_sent_is_said():
+async def test_invalid_relays_and_versions_are_refused():
     made = relay(lambda: iter(()))
     with pytest.raises(ConfigError, match="gave no tensors"):
         await made.prepare(1)

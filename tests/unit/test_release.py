@@ -76,7 +76,7 @@ HERE = "https://git.example/april"
         (HERE, DATED.replace(" - 2027-01-31", " - soon"), "no date for 1.0.0; write"),
     ],
 )
-def test_what_only_the_owner_can_mend_is_refused(
+def test_what_only_the_owner_can_fix_is_refused(
     tmp_path: Path, repository: str, changelog: str, why: str
 ):
     with pytest.raises(release.Refused, match=why):

@@ -163,7 +163,7 @@ def test_a_mismatch_of_engines_is_shown(
     assert f"differ by {k3:.2g} nats, and 50 % of the tokens by more than 0.1 nats" in shown
     assert "sim-1 differs by 0.021 nats; sim-0 differs by 5e-05 nats." in shown
     assert "differ most from position 256 to 511 of the response" in shown
-    # Beside a run that says nothing of it, and beside one that does.
+    # The text appears also in a comparison, for the first and for the second run.
     assert "A: With the same weights" in page([report, reports["sync"]], library="")
     assert "B: With the same weights" in page([reports["sync"], report], library="")
     found = next(
@@ -199,7 +199,7 @@ def heard(*what: tuple[float, Fact | Sequence[Fact]]) -> Faults:
     return faults
 
 
-def test_faults_are_told_from_facts():
+def test_faults_are_derived_from_facts():
     broken = "the server reset the connection"
     failed: Any = {"outcome": "failed", "cause": broken, "retried": True}
     ledger = heard(
@@ -235,7 +235,7 @@ def test_many_faults_are_counted_and_not_all_kept():
 # --- words -----------------------------------------------------------------------------------
 
 
-def test_the_largest_loss_is_said(reports: Mapping[str, RunReport]):
+def test_the_largest_loss_is_named(reports: Mapping[str, RunReport]):
     report = reports["sync"]
     most = lost_most(report.figures.time)
     assert most is not None
@@ -295,7 +295,7 @@ def test_two_runs_are_held_against_each_other(reports: Mapping[str, RunReport]):
 # --- the page --------------------------------------------------------------------------------
 
 
-def test_the_page_asks_nobody_and_holds_its_figures(reports: Mapping[str, RunReport]):
+def test_the_page_loads_nothing_and_contains_its_figures(reports: Mapping[str, RunReport]):
     written = page([reports["april"]], library="/* plotly */")
     assert "http://" not in written.replace("http://www.w3.org", "")
     assert "https://" not in written
@@ -372,7 +372,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "is no whole run folder" in capsys.readouterr().err
 
 
-def test_forecasts_are_drawn_beside_what_came_of_them(tmp_path: Path):
+def test_forecasts_are_drawn_with_their_outcomes(tmp_path: Path):
     out = ["--policy", "sync,auto", "--out", str(tmp_path / "runs"), "--json"]
     assert main(["simulate", *SMALL, *STEP, *out]) == 0
     waiting, auto = (run_report(tmp_path / "runs" / name) for name in ("sync", "auto"))

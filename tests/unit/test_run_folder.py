@@ -49,7 +49,7 @@ def test_a_taken_folder_is_refused_and_not_touched(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_a_folder_that_was_taken_meanwhile_is_refused(tmp_path: Path):
+def test_a_folder_that_another_run_has_taken_is_refused(tmp_path: Path):
     folder = RunFolder(tmp_path / "run")
     RunFolder(tmp_path / "run").create({})
     with pytest.raises(RunFolderError, match="not empty"):
@@ -57,7 +57,7 @@ def test_a_folder_that_was_taken_meanwhile_is_refused(tmp_path: Path):
     assert not folder.created
 
 
-def test_a_file_is_no_folder(tmp_path: Path):
+def test_a_file_is_refused_as_a_folder(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="is a file"):
         RunFolder(tmp_path / "file")
@@ -112,7 +112,7 @@ def test_a_file_of_a_newer_format_is_refused(
         read(tmp_path)
 
 
-def test_reading_what_is_no_run_folder(tmp_path: Path):
+def test_reading_a_folder_without_a_run_is_refused(tmp_path: Path):
     with pytest.raises(RunFolderError, match="no whole run folder"):
         read_run(tmp_path)
     for name in ("config.toml", "summary.json", "events.jsonl"):

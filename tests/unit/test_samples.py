@@ -71,7 +71,7 @@ def test_an_idle_engine_s_old_figures_are_still_true():
     assert found[1:] == [(0.0, 0.0), (0.0, 0.0), (200.0, 0.5)]
 
 
-def test_counters_of_a_server_that_was_restarted_begin_again():
+def test_counters_of_a_restarted_server_restart():
     found = rates((1.0, load(500, 9.0)), (2.0, load(10, 0.1)), (3.0, load(40, 0.6)))
     assert found == [(None, None), (None, None), (30.0, 0.5)]
 
@@ -94,7 +94,7 @@ def test_every_figure_of_a_line_can_be_read():
 
 
 def written(folder: Path, *parts: tuple[float, list[SampleLine]]) -> None:
-    """Write each part by a process of its own, which begins at that time."""
+    """Write each part by its own process, which starts at that time."""
     for t, lines in parts:
         log = SampleLog(folder / "samples.jsonl", interval=1.0)
         log.start(t)
@@ -102,7 +102,7 @@ def written(folder: Path, *parts: tuple[float, list[SampleLine]]) -> None:
         log.close()
 
 
-def test_a_file_begins_with_what_its_fields_mean(tmp_path: Path):
+def test_a_file_starts_with_the_meaning_of_its_fields(tmp_path: Path):
     written(tmp_path, (0.0, [EngineLine(t=1.0, engine="a", running=2)]))
     first, second = (tmp_path / "samples.jsonl").read_text().splitlines()
     head = json.loads(first)
@@ -112,7 +112,7 @@ def test_a_file_begins_with_what_its_fields_mean(tmp_path: Path):
     assert json.loads(second) == {"source": "engine", "t": 1.0, "engine": "a", "running": 2}
 
 
-def test_a_run_that_goes_on_appends(tmp_path: Path):
+def test_a_resumed_run_appends(tmp_path: Path):
     """Samples after the end of the event log are not valid, and a partial line is cut off."""
     one = [EngineLine(t=float(t), engine="a", running=t) for t in range(5)]
     written(tmp_path, (0.0, list(one)))
@@ -161,7 +161,7 @@ def test_the_samples_of_gpus_have_what_describes_them(tmp_path: Path):
     assert np.isnan(gpu.utilization).tolist() == [False, True]
 
 
-def test_a_file_that_cannot_be_written_is_said_once(
+def test_a_file_that_cannot_be_written_is_logged_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     log = SampleLog(tmp_path / "nowhere" / "samples.jsonl", interval=1.0)

@@ -184,7 +184,7 @@ def test_what_no_engine_understands_is_refused_where_it_is_made(fields: dict[str
         SamplingParams(**fields)
 
 
-def test_token_ids_that_are_no_row_are_refused():
+def test_token_ids_must_be_one_row():
     for ids in ([[1], [2, 3]], [1.5], [], [[1]], "abc", [None]):
         with pytest.raises(ConfigError):
             Prompt(input_ids=ids)  # type: ignore[arg-type]

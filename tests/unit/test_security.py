@@ -48,12 +48,12 @@ def listening() -> set[str]:
 
 
 needs_proc = pytest.mark.skipif(
-    not Path("/proc/self/net/tcp").exists(), reason="only Linux tells who listens"
+    not Path("/proc/self/net/tcp").exists(), reason="only Linux lists the listening sockets"
 )
 
 
 @needs_proc
-async def test_the_served_engine_listens_on_loopback_unless_it_is_told():
+async def test_the_served_engine_listens_on_loopback_by_default():
     assert ServeSimCommand().host == LOOPBACK
     async with SimServer():
         assert listening() == {LOOPBACK}
@@ -201,7 +201,7 @@ def _said(arguments: list[str], code: int) -> str:
     return done.stdout + done.stderr
 
 
-def test_no_key_is_in_what_a_run_says_or_leaves_behind(tmp_path: Path):
+def test_a_run_neither_logs_nor_stores_a_key(tmp_path: Path):
     """The run has all debug messages, a wrong key, and an engine that dies in the middle."""
     folder = tmp_path / "run"
     with (

@@ -169,7 +169,7 @@ def test_an_odd_call_keeps_its_tokens_in_the_next_turn(tokenizer: ModelTokenizer
         assert second.ids.tolist()[: len(known)] == known
 
 
-def test_a_template_that_drops_reasoning_is_found_and_said(folder: Path):
+def test_a_template_that_drops_reasoning_is_reported(folder: Path):
     tokenizer = with_template(folder, FORGETFUL)
     made = history(tokenizer)
     received = answer(made, tokenizer, made.ask([user("a")]), f"{THOUGHT}fine{END}")
@@ -218,7 +218,7 @@ ONE_CALL = (
     "{{ m['tool_calls'][0]['function'] | tojson }}{% else %}{{ m['content'] }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""Takes one call, and leaves out the text beside it, as those of Llama 3.1 do."""
+"""Takes one call, and omits the text of a message with a call, as Llama 3.1's templates do."""
 RESULT_INSIDE = (
     "{% for m in messages %}{% if m['role'] != 'tool' %}<|im_start|>{{ m['role'] }}\n"
     "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"
@@ -278,7 +278,7 @@ def test_a_request_for_more_of_an_answer_keeps_its_tokens(tokenizer: ModelTokeni
 
 @pytest.mark.parametrize("printed", [END, f"{THOUGHT}{END}", f" \n{END}"])
 @pytest.mark.parametrize("sent", ["as it came", "as parts", "without reasoning", "left out"])
-def test_an_answer_without_text_begins_no_branch(
+def test_an_answer_without_text_starts_no_branch(
     tokenizer: ModelTokenizer, printed: str, sent: str
 ):
     made = history(tokenizer)
@@ -321,7 +321,7 @@ def test_real_templates_keep_what_was_sampled(folder: Path):
             assert made.branches_started == 1, (template.name, printed)
 
 
-def test_completions_go_on_from_what_was_sampled(tokenizer: ModelTokenizer):
+def test_completions_continue_from_the_sampled_tokens(tokenizer: ModelTokenizer):
     made = history(tokenizer)
     first = made.continue_text("once ")
     received = answer(made, tokenizer, first, f"upon{END}")
@@ -343,7 +343,7 @@ def test_images_travel_in_the_order_of_their_places(tokenizer: ModelTokenizer):
         history(tokenizer).ask([{"role": "user", "content": shown}])
 
 
-def test_an_answer_that_says_the_same_with_other_tokens_changes_no_earlier_one(
+def test_equal_text_of_other_tokens_changes_no_earlier_answer(
     tokenizer: ModelTokenizer,
 ):
     made = history(tokenizer)

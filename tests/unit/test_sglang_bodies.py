@@ -75,7 +75,7 @@ def test_fields_media_and_priority_are_at_the_top_of_the_body():
     body = generate_body(asked, stream_interval=None, priority=-1)
     assert body["image_data"] == ["data:image/png;base64,iVBORw==", "http://a/b.png"]
     assert body["audio_data"] == ["c.wav"]
-    assert body["input_ids"] == [0, 1, 2], "the engine expands the placeholders, and nobody else"
+    assert body["input_ids"] == [0, 1, 2], "only the engine expands the placeholders"
     assert (body["priority"], body["custom_logit_processor"]) == (-2, "code")
     assert generate_body(asked, stream_interval=None, priority=1)["priority"] == 2
     assert "priority" not in generate_body(asked, stream_interval=None)

@@ -147,7 +147,7 @@ def test_a_rejection_has_the_servers_words(body: bytes, message: str) -> None:
     assert len(str(error)) < 400
 
 
-async def test_what_is_no_checkpoint_is_not_published(tmp_path: Path) -> None:
+async def test_only_a_checkpoint_is_published(tmp_path: Path) -> None:
     publisher = DiskPublisher(tmp_path)
     with pytest.raises(ConfigError, match=r"holds no checkpoint; it needs a config\.json"):
         await publisher.prepare(1)

@@ -240,7 +240,7 @@ def test_an_abort_by_a_busy_server_keeps_its_tokens_and_versions(tokens: int) ->
     assert len(str(chunk.busy)) < 400
 
 
-def test_an_error_event_of_a_busy_server_says_that_it_is_busy() -> None:
+def test_an_error_event_of_a_busy_server_means_busy() -> None:
     with pytest.raises(EngineBusy, match="queue is full"):
         feed(b'{"error": {"message": "The request queue is full.", "code": 503}}')
 
@@ -403,7 +403,7 @@ def test_sampling_masks_come_with_their_tokens(cumulative: bool) -> None:
 
 @each_row("cumulative", [False, True])
 def test_likely_tokens_come_with_their_tokens(cumulative: bool) -> None:
-    """A logprob that is no number of JSON is of an id that cannot be sampled."""
+    """A null logprob stands for -inf: its id cannot be sampled, and JSON has no infinity."""
 
     def likely(start: int, end: int) -> dict[str, Any]:
         low = 0 if cumulative else start
@@ -455,7 +455,7 @@ def test_what_a_request_keeps_comes_with_its_last_event() -> None:
     assert answer.left_out == ("large",)
 
 
-def test_the_tokens_of_a_prompt_are_told_where_it_has_media() -> None:
+def test_the_tokens_of_a_prompt_with_media_are_returned() -> None:
     with_media = msgspec.structs.replace(asked(), media=(Media("image", "a.png"),))
     for request, received in ((asked(), None), (with_media, 68)):
         assembler = ChunkAssembler("engine:1", request)

@@ -220,7 +220,7 @@ def test_a_retract_costs_the_context_only_if_flushed() -> None:
             assert driver.batcher.flush()
         driver.resume()
         driver.settle()
-        # The last token never had KV: it is computed in the pass that goes on, and only it.
+        # The last token never had KV: the pass that continues computes this token only.
         assert driver.batcher.counters.prefilled == 4 + (4 + sampled if flush else 1)
         assert driver.batcher.counters.reprefilled == (4 + sampled - 1 if flush else 0)
 

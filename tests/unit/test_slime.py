@@ -101,7 +101,7 @@ def sim() -> SimServer:
 def started(
     trainer: SimpleNamespace, folder: Path, servers: list[ThreadedServer]
 ) -> Callable[..., Loop]:
-    """Begins a process of the training."""
+    """Return a function that starts a process of the training."""
 
     def low(start_rollout_id: int = 0, **changes: Any) -> Loop:
         args = arguments(folder, [server.url for server in servers], **changes)
@@ -184,7 +184,7 @@ def check_nothing_skipped(seen: list[int]) -> None:
 
 
 def step(loop: Loop, rollout_id: int) -> Any:
-    """One step of train.py. Tokens of older versions are masked if the trainer says so."""
+    """Run one step of train.py. A flag of the trainer masks tokens of older versions."""
     output = loop.generate(rollout_id)
     assert in_flight().open_attempts == 0, "the engines are empty when the trainer has them"
     check(output.samples, scheduler().version)
@@ -203,7 +203,7 @@ def step(loop: Loop, rollout_id: int) -> Any:
 
 
 def train(loop: Loop, steps: int, low: int = 0) -> list[list[list[Any]]]:
-    """The samples of so many steps."""
+    """Return the samples of `steps` steps."""
     return [step(loop, rollout_id).samples for rollout_id in range(low, low + steps)]
 
 
@@ -233,7 +233,7 @@ def test_steps_in_the_trainers_order_lose_nothing_and_carry_partial_responses(
     assert len(slime._current._samples) <= 4 + 2 + len(list(flying.training_groups()))
 
 
-def test_a_saved_training_goes_on_with_everything_that_was_in_flight(
+def test_a_saved_training_resumes_everything_in_flight(
     started: Callable[..., Loop], servers: list[ThreadedServer]
 ):
     first = started()
@@ -256,13 +256,13 @@ def test_a_saved_training_goes_on_with_everything_that_was_in_flight(
 
     second = started(step)
     after = [second.generate(step).samples]
-    assert scheduler().version == version + 1, "versions go on, and labels begin again"
+    assert scheduler().version == version + 1, "versions continue, and labels restart"
     assert second.version == 1
     check(after[0], version + 1)
     second.update()
     after += train(second, 3, low=step + 1)
     check_nothing_skipped(once(before + after))
-    # The responses that were saved half went on from their tokens.
+    # Responses that were saved incomplete were continued from their tokens.
     tokens = [sample.tokens[3:] for groups in after for group in groups for sample in group]
     flying_now = {r.rollout_id: r.log.token_ids.tolist() for r in in_flight().rollouts.values()}
     for rollout_id, begun_with in partial.items():
@@ -410,8 +410,8 @@ def test_a_reward_function_that_never_works_ends_the_training(
         loop.generate(0)
 
 
-def test_a_reward_function_that_blocks_holds_up_no_stream(started: Callable[..., Loop]):
-    """Its event loop stands still, and the engines go on giving tokens to the scheduler."""
+def test_a_blocking_reward_function_delays_no_stream(started: Callable[..., Loop]):
+    """It blocks its own event loop only, and engines keep streaming tokens to the scheduler."""
     Judge.calls, Judge.gate = 0, threading.Event()
     loop = started(custom_rm_path=f"{HERE}.blocks", aprilsched={"over_provision": 1.0})
     with ThreadPoolExecutor() as threads:
@@ -483,7 +483,7 @@ def test_dynamic_filters_replace_groups_and_all_of_them_can_be_processed(
         assert output.samples[0][0].remove_sample
         loop.update()
         rollout_id += 1
-    # The engines go on while a batch waits for verdicts, so the next batch may have some already.
+    # Engines run while a batch waits for verdicts, so the next batch may have some already.
     assert in_flight().ledger.rollouts["rejected"] >= 4 * rejected
 
 
@@ -511,7 +511,7 @@ def test_sample_hooks_see_the_response_before_the_reward(started: Callable[..., 
 
 
 class Short:
-    """A data source of so many groups."""
+    """A data source of `args.groups` groups."""
 
     def __init__(self, args: Any) -> None:
         types = importlib.import_module(f"{args.trainer}.utils.types")
@@ -653,7 +653,7 @@ def test_an_evaluation_may_come_first_have_nothing_to_ask_and_fail(
     check(loop.generate(0).samples, 1)
 
 
-def test_an_engine_that_missed_an_update_stands_by_until_the_next(
+def test_an_engine_that_missed_an_update_waits_for_the_next(
     started: Callable[..., Loop], servers: list[ThreadedServer]
 ):
     loop = started()
@@ -687,7 +687,7 @@ def test_an_engine_that_dies_in_a_step_is_let_go_and_looked_for_again(
     taken = train(loop, 1)
     killer = threading.Timer(0.2, servers[0].crash)
     killer.start()
-    # Its requests go on elsewhere, and it is not asked for anything between two calls.
+    # Its requests continue elsewhere, and it gets no request between two calls.
     while len(engines()) == 2:
         taken.append(loop.generate(len(taken)).samples)
     killer.join()
@@ -779,9 +779,7 @@ def test_a_router_without_engines_or_with_half_engines_is_refused(
         loop.generate(0)
 
 
-def test_the_class_form_of_miles_checks_the_version_that_it_is_told(
-    folder: Path, servers: list[ThreadedServer]
-):
+def test_the_class_form_of_miles_checks_its_version(folder: Path, servers: list[ThreadedServer]):
     with trainer_modules("miles"):
         args = arguments(
             folder,
@@ -793,7 +791,7 @@ def test_the_class_form_of_miles_checks_the_version_that_it_is_told(
         taken = train(loop, 3)
         assert len(once(taken)) == 24
         assert len(loop.evaluate(2).data["one"]["samples"]) == 10
-        loop.version += 1  # It says that it has loaded what it has not.
+        loop.version += 1  # It claims a version that it has not loaded.
         with pytest.raises(RefitError, match='names its weights "4" and not "5"'):
             loop.generate(3)
         other = SimpleNamespace(evaluation=True, generate_state=None, hf_dir="/snapshot")
@@ -898,7 +896,7 @@ def test_a_function_of_the_user_generates_and_goes_on_after_updates_and_a_restar
         check_made(taken[-1])
         loop.update()
     check_nothing_skipped(once(taken))
-    assert unfinished <= set(CALLS), "functions begin again after a restart"
+    assert unfinished <= set(CALLS), "functions are called again after a restart"
 
 
 async def agent(base_url: str, prompt: Any, request_kwargs: Any, metadata: Any, **_: Any) -> Any:
@@ -1204,7 +1202,7 @@ def test_images_reach_the_engine_once_and_the_trainer_expanded(
     assert {tuple(each.input_ids[:5].tolist()) for each in shown} == {tuple(once)}
 
 
-def test_without_a_trainer_the_function_says_where_it_belongs():
+def test_without_slime_or_miles_the_function_is_refused():
     with pytest.raises(ConfigError, match="neither slime nor miles is loaded"):
         slime.generate_rollout(SimpleNamespace(), 0, None)
 

@@ -1,5 +1,5 @@
 """Tests that step times are learnt from the chunks of engines that stream as SGLang does: the first
-token of a response is told after its prefill pass, and then every 64th."""
+token of a response arrives after its prefill pass, and then every 64th."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPERTS = StepTimeModel(t0=17.2e-3, t1=15e-6, t2=34e-9, prefill_pass=44e-3, pref
 
 @dataclass
 class Engine:
-    """An engine with so many slots, which tells a listener what a scheduler would."""
+    """An engine with `slots` slots; its listener receives the facts that a scheduler would send."""
 
     timing: StepTimeModel
     listener: StepTimes
@@ -83,7 +83,7 @@ class Engine:
             self.end(request)
 
     def run(self, steps: int, refill: int) -> None:
-        """Decode, and send so many requests whenever so many slots are free."""
+        """Decode `steps` steps, and send `refill` requests whenever `refill` slots are free."""
         for _ in range(steps):
             while self.slots - len(self.running) - len(self.queue) >= refill:
                 for length in np.minimum(6000, 700 * self.random.lognormal(0, 0.9, refill)):
@@ -114,7 +114,7 @@ class Engine:
     ("called_back", "every"), [(True, 1), (False, 1), (True, 8)], ids=["back", "inside", "full"]
 )
 @each_row("true", [EXPERTS, replace(H200_QWEN3_4B, t0=7e-3)], ids=["moe", "dense"])
-def test_passes_after_an_update_are_no_slow_steps(
+def test_passes_after_an_update_do_not_count_as_slow_steps(
     true: StepTimeModel, called_back: bool, every: int
 ) -> None:
     planner = Planner(inline=True)

@@ -246,7 +246,7 @@ def held_in(path: Path) -> Saved:
 
 
 class Noting(SqliteStore):
-    """Remembers what each snapshot says about the run."""
+    """Records the run's part of each snapshot."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -445,12 +445,12 @@ def test_a_store_that_lost_everything_is_not_taken_for_a_new_one(
         SqliteStore(copy).open()
     copy.unlink()
     new = SqliteStore(copy)
-    assert new.open() is None, "the marker of a file that is gone says nothing"
+    assert new.open() is None, "the marker of a deleted file is ignored"
     new.close()
 
 
 @pytest.mark.parametrize("where", [4, 40, 0.3, 0.6, 0.95])
-def test_a_damaged_place_of_the_log_is_told_with_what_is_behind_it(
+def test_a_damaged_log_entry_is_logged_with_what_follows_it(
     path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, where: float
 ):
     store = SqliteStore(path)
@@ -464,7 +464,7 @@ def test_a_damaged_place_of_the_log_is_told_with_what_is_behind_it(
     store.close()
     with closing(SqliteStore(path)) as opened:
         whole = opened.open()
-    assert not caplog.records, "a whole log is no loss"
+    assert not caplog.records, "a complete log loses nothing"
     with copy.with_name("copy-wal").open("r+b") as file:
         at = int(where if where >= 1 else where * os.path.getsize(file.name))
         file.seek(at)
@@ -514,7 +514,7 @@ def test_a_read_only_file_is_refused_with_what_to_do(path: Path):
         raise raised.value
 
 
-def test_an_unopened_store_says_so(path: Path):
+def test_an_unopened_store_is_refused(path: Path):
     with pytest.raises(StoreError, match="is not open"):
         SqliteStore(path).save(full_snapshot(Driver(config()).state), durable=False)
 
@@ -711,7 +711,7 @@ def test_a_value_that_json_does_not_have_is_refused():
                 check_storable(prompt)
 
 
-def test_metadata_that_is_no_dict_or_holds_itself_is_refused():
+def test_metadata_must_be_a_dict_that_does_not_contain_itself():
     endless: list[Any] = []
     endless.append(endless)
     for metadata in (MappingProxyType({"a": 1}), {"x": endless}):
@@ -739,7 +739,7 @@ def test_damaged_bytes_end_in_an_error_of_ours_when_the_file_is_opened(tmp_path:
     before = restored(store.open())
     store.close()
     write_checkpoint(checkpoint, full_snapshot(before.state))
-    outcomes = {"refused": 0, "went on": 0}
+    outcomes = {"refused": 0, "resumed": 0}
 
     @settings(max_examples=60, deadline=None)
     @given(
@@ -772,7 +772,7 @@ def test_damaged_bytes_end_in_an_error_of_ours_when_the_file_is_opened(tmp_path:
                 driver.core.check_invariants()
                 if source is whole:
                     again.save(full_snapshot(driver.state), durable=False)
-            outcomes["went on"] += 1
+            outcomes["resumed"] += 1
         except StoreError:
             outcomes["refused"] += 1
         finally:

@@ -183,7 +183,7 @@ def test_an_asked_burn_in_is_kept():
     assert (steady.batches, steady.mean_length) == (1, 4)
 
 
-def test_evaluations_are_told_apart():
+def test_evaluations_are_distinguished():
     rollouts = deliver(0, 0, rollout(7, [0, 0])).rollouts
     evaluated = of.EvaluationDelivered(evaluation_id=1, version=0, rollouts=rollouts)
     summary = summed((0.0, OPENED), (1.0, evaluated))

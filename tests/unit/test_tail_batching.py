@@ -129,7 +129,7 @@ def race(driver: Driver, *, updates: bool = True) -> int:
     return loses
 
 
-def test_the_losers_begin_again_at_the_update_and_share_a_batch() -> None:
+def test_the_losers_restart_at_the_update_and_share_a_batch() -> None:
     driver = Driver(config())
     losers = {race(driver), race(driver)}
     ledger = driver.state.in_flight.ledger
@@ -177,7 +177,7 @@ def test_every_prompt_is_delivered_after_a_bounded_number_of_batches(
         for key in prompts(driver):
             first.setdefault(key, batch)
         while len(driver.batches) == batch:
-            # The oldest prompts are the slowest ones: whoever has lost would lose each race.
+            # The oldest prompts are the slowest ones: a prompt that lost once would always lose.
             groups = driver.state.in_flight.groups
             driver.finish_group(max(driver.group_ids(), key=lambda g: prompt(groups[g])))
         took |= {p: batch - first[p] for p in map(prompt, driver.batches[-1].groups)}
@@ -195,7 +195,7 @@ def restart(driver: Driver) -> None:
     driver.restart()
 
 
-def test_a_group_that_begins_again_says_in_whose_place_it_came_also_after_a_restart() -> None:
+def test_a_restarted_group_names_the_group_it_replaces() -> None:
     driver = Driver(config(), store=MemoryStore())
     facts: list[GroupLaunched] = []
     launches = Launches()
@@ -216,7 +216,7 @@ def test_a_group_that_begins_again_says_in_whose_place_it_came_also_after_a_rest
     assert (restored.group_id, restored.again) == (again.group_id, again.again)
 
 
-def test_a_restart_within_a_race_goes_on_with_the_same_groups() -> None:
+def test_a_restart_within_a_race_keeps_the_same_groups() -> None:
     driver = Driver(config(), store=MemoryStore())
     loser = race(driver)
     driver.request_batch()
@@ -282,6 +282,6 @@ def test_settings_that_contradict_it_are_refused(changes: dict[str, object], mes
         config(**changes)
 
 
-def test_groups_may_begin_again_where_every_batch_waits_for_its_own() -> None:
+def test_groups_may_restart_if_every_batch_waits_for_its_own() -> None:
     config(refill="wave", over_provision=1.0)
     config(refill=LengthBuckets(), over_provision=1.0)

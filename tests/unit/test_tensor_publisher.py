@@ -111,7 +111,7 @@ async def test_an_engine_that_fails_gets_no_more_and_no_version() -> None:
     assert good.calls[-1] == ("end", 7)
 
 
-async def test_other_engines_are_refused_and_hinder_nobody() -> None:
+async def test_other_engines_are_refused_and_delay_no_engine() -> None:
     good = TensorEngine("good")
     outcomes = await publisher().publish(7, as_engines(SocketEngine("other"), good))
     assert isinstance(outcomes["other"], ConfigError)
@@ -195,7 +195,7 @@ async def test_weights_that_every_rank_gathers_are_read_to_the_end_whatever_happ
 async def test_a_relay_hands_each_engine_the_copy_of_its_version(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The trainer changes its tensors in place meanwhile."""
+    """The trainer changes its tensors in place while the relay sends."""
     trained, handed = torch.zeros(4), list[float]()
     serialize = Serializer.serialize
 

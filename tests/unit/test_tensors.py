@@ -173,7 +173,7 @@ def test_the_tensors_are_the_callers_own():
     assert first.logprobs[0] == -0.25
 
 
-def test_without_torch_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+def test_without_torch_the_message_names_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ConfigError, match=r"torch is not installed; pip install .*\[torch\]'"):
         RAGGED.to_torch()

@@ -114,9 +114,9 @@ def test_bound_refuses_arrays_of_different_lengths() -> None:
         T.bound_seconds([1, 2], [3], 8)
 
 
-# Separate runs of 256 new tokens with short contexts on one H200, milliseconds a step, and where
-# the fitted model is beside them. They are wall time over tokens, prefill passes included, and the
-# simulated figure is of decoding only: in the first server's log, 18 passes while 512 requests
+# Separate runs of 256 new tokens with short contexts on one H200: requests, milliseconds a step,
+# and the relative error of the fitted model. The time is wall time over tokens, prefill included;
+# the simulated figure is decoding only: in the first server's log, 18 passes while 512 requests
 # arrived took half a second more than their steps, 2 ms for each of 256 tokens. Decode windows of
 # the same 512 requests are within 3 % of the refined model and 7 to 10 % above the linear one.
 MEASURED = [

@@ -41,7 +41,7 @@ def test_what_is_read_does_not_change_with_what_comes_later() -> None:
 
 @each_row("version", [3, 4])
 @each_row("start", [0, 70, 90])
-def test_one_span_says_what_several_of_its_version_say(start: int, version: int) -> None:
+def test_one_span_equals_several_of_its_version(start: int, version: int) -> None:
     logs = [TokenLog(), TokenLog()]
     for log in logs:
         log.append(*chunk(70), version=2, engine="a")

@@ -252,7 +252,7 @@ def test_the_loss_counts_the_tokens_that_the_scheduler_counts(
     torch.testing.assert_close(theirs, ours, atol=1e-4, rtol=1e-4)
 
 
-def test_corrections_stand_beside_the_loss(torch: Any, actor: Any):
+def test_corrections_combine_with_the_loss(torch: Any, actor: Any):
     """Decoupled PPO: the trust region is around the proximal policy, and truncated weights of that
     against the behaviour policy are factors of the advantages."""
     from torchrl.objectives.llm import GRPOLoss

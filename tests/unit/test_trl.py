@@ -98,7 +98,7 @@ class Spy(RolloutWorker):
         return sample
 
     def check_ages(self, most: int) -> None:
-        """The step that trains on a rollout begins with version step + 1; TRL counts from 1."""
+        """The step that trains on a rollout starts with version step + 1; TRL counts from 1."""
         for number, sample in enumerate(self.seen):
             assert number // STEP + 1 - sample.model_version <= most
 
@@ -272,8 +272,8 @@ def streaming(cpu: Any, folder: Path, args: dict[str, Any] | None = None, **chan
 
 
 class LastWaits:
-    """A reward function. The last group of every batch is scored when the trainer has begun the
-    forward of an earlier one, so a trainer that waits for whole batches never ends."""
+    """A reward function. It scores the last group of every batch only once the trainer runs the
+    forward of an earlier one, so a trainer that waits for whole batches would never end."""
 
     __name__ = "near"
 
@@ -520,8 +520,8 @@ class Repeating:
 def test_weights_that_no_engine_takes_are_read_to_their_end(
     cpu: Any, tmp_path: Path, repeats: bool, cause: str
 ):
-    """Every rank takes part in gathering each tensor, and would wait for rank 0 for ever. One
-    tensor that was gathered makes all of them readable once."""
+    """Gathering a tensor is a collective: if rank 0 stopped reading, every other rank would wait
+    forever. One gathered tensor means that the weights can be read only once."""
     import torch
 
     model = torch.nn.Linear(2, 2)
@@ -754,7 +754,7 @@ def test_tools_and_environments_are_called_in_trls_own_loop(
     with started_at(worker(cpu, tmp_path, **given)) as made:
         samples = [made.get() for _ in range(2 * STEP)]
         (tmp_path / "checkpoint").mkdir()
-        # Conversations go on ending beside the one that saves.
+        # Further conversations end while the state is saved.
         before = set(conversations(made))
         made.save(tmp_path / "checkpoint")
         kept = dict(conversations(made))

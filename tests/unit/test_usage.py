@@ -217,7 +217,7 @@ def test_slots_are_those_of_the_fullest_time_so_far():
     assert written.parts() == {"decode": 2 + 3 + 2, "tail": 1}
 
 
-def test_a_new_process_begins_with_empty_engines():
+def test_a_new_process_starts_with_empty_engines():
     written = WrittenRun()
     written.tell(*launch(), received(0), received(1))
     written.after(2, opened("a", version=3, resumed=True), BATCH_ASKED)

@@ -49,7 +49,7 @@ def event(tokens: list[int], finish: str | None = None, **more: Any) -> bytes:
 
 @each_row("start", [0, 3])
 @each_row(("finish", "extra"), [("length", 0), ("abort", 0), ("abort", 1)])
-def test_rows_begin_where_the_request_asks_and_end_before_the_last_token(
+def test_rows_cover_the_requested_tokens_except_the_last(
     start: int, finish: str, extra: int
 ) -> None:
     reader = EventReader("e", request(start))

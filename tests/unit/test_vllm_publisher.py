@@ -62,7 +62,7 @@ class TransferEngine:
 
 
 class TrainerEnd:
-    """Has vLLM's steps: the broadcast goes on beside the announcement, and waits for its peers."""
+    """Has vLLM's steps: the broadcast runs during the announcement, and waits for its peers."""
 
     made: list[TrainerEnd]
     stuck: threading.Event | None = None

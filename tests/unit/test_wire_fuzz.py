@@ -246,7 +246,7 @@ def test_spoiled_control_answers_are_understood_or_refused(
 ) -> None:
     cases = accepted = 0
 
-    # The place of a fault in deeply nested lists had made an error of 4,049 characters.
+    # The seed of a fault in deeply nested lists, whose path made an error of 4,049 characters.
     @example(3895)
     @settings(max_examples=seeds, deadline=None, database=None)
     @given(st.integers(0, 2**64 - 1))

@@ -24,7 +24,7 @@ from aprilsched.simulation.engine.clock import run_virtual
 
 
 class Gate:
-    """Calls that wait until the gate is opened; `begun` is set when one is in it."""
+    """Calls that wait until the gate is opened; `started` is set by the first of them."""
 
     def __init__(self) -> None:
         self.started = threading.Event()
@@ -180,18 +180,18 @@ def test_who_waits_for_a_place_is_let_go_when_a_call_raises(gate: Gate):
     assert failing.dropped == 2
 
 
-def test_an_end_that_raises_is_told_too(caplog: pytest.LogCaptureFixture):
+def test_an_end_that_raises_is_logged_too(caplog: pytest.LogCaptureFixture):
     def fail() -> None:
         raise OSError("cannot be closed")
 
     failing = worker(at_end=fail)
     assert failing.close()
     assert isinstance(failing.error, OSError)
-    # The thread of another test may say its last words meanwhile.
+    # The thread of another test may still log a record.
     assert sum("cannot be closed" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_thread_that_cannot_start_is_told_as_an_error(caplog: pytest.LogCaptureFixture):
+def test_a_thread_that_cannot_start_is_an_error(caplog: pytest.LogCaptureFixture):
     before = threading.stack_size(1 << 46)  # more than any address space has
     try:
         unstarted = worker()
@@ -260,12 +260,12 @@ def test_a_process_ends_although_a_call_hangs():
     program = """
 import threading
 from aprilsched.observe.worker import Worker
-begun = threading.Event()
+started = threading.Event()
 hanging = Worker("the disk", "bytes", max_pending=10, close_seconds=0.01)
-hanging.put(begun.set)
+hanging.put(started.set)
 hanging.put(threading.Event().wait)
 hanging.put(print, "never")
-begun.wait()
+started.wait()
 print("ends")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)

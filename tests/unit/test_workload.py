@@ -250,7 +250,7 @@ def wrong(value: Any) -> Any:
         (lambda: drawn(sigma="1"), "sigma is '1'; give a finite number, 0 or more"),
     ],
 )
-def test_a_law_that_is_none_is_refused(make: Callable[[], object], sentence: str) -> None:
+def test_an_invalid_law_is_refused(make: Callable[[], object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         make()
 

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.virtual_time
 
 CONFIG = SchedulerConfig(batch_groups=2, group_size=2, over_provision=2.0)
 OFF = 0.25
-"""By which the second engine's log-probabilities differ from the trainer's."""
+"""Difference of the second engine's log-probabilities from the trainer's."""
 
 
 def workload() -> LongTailWorkload:
@@ -41,7 +41,8 @@ def workload() -> LongTailWorkload:
 
 
 def trained(batch: Batch) -> list[NDArray[Any]]:
-    """What a trainer would compute if one engine had a mismatch, and each version moved by 0.5."""
+    """Return a trainer's log-probabilities if one engine had a mismatch and each version moved by
+    0.5."""
     rows: list[NDArray[Any]] = []
     for rollout in batch.rollouts:
         row = rollout.logprobs + 0.5 * (batch.version - rollout.versions)
@@ -74,7 +75,7 @@ async def run(
     return taken, reported, found
 
 
-def test_a_mismatch_is_told_apart_from_staleness(tmp_path: Path):
+def test_a_mismatch_is_distinguished_from_staleness(tmp_path: Path):
     batches, reported, summary = run_virtual(run(tmp_path / "events.jsonl"))
     found = summary.alignment
     assert found is not None
@@ -96,14 +97,14 @@ def test_a_mismatch_is_told_apart_from_staleness(tmp_path: Path):
     assert [each.whole for each in reported] == list(found.by_batch.values())
 
 
-def test_the_log_has_what_the_summary_says(tmp_path: Path):
+def test_the_log_agrees_with_the_summary(tmp_path: Path):
     *_, summary = run_virtual(run(tmp_path / "events.jsonl"))
     again = Summary(trainer_waits=True)
     replay(tmp_path / "events.jsonl", [again])
     assert again._alignment.figures() == summary.alignment  # pyright: ignore[reportPrivateUsage]
 
 
-def test_a_run_without_a_report_says_so():
+def test_a_run_without_a_report_is_an_error():
     async def silent() -> RunSummary:
         summary = Summary(trainer_waits=True)
         scheduler = RolloutScheduler(SimFleet(1), workload(), config=CONFIG, listeners=[summary])
@@ -114,7 +115,7 @@ def test_a_run_without_a_report_says_so():
     assert run_virtual(silent()).alignment is None
 
 
-async def test_what_is_no_training_batch_is_refused():
+async def test_a_value_that_is_not_a_training_batch_is_refused():
     async with RolloutScheduler(SimFleet(1), workload(), config=CONFIG) as rollouts:
         batch = await rollouts.next_batch()
         evaluated = await rollouts.evaluate([Prompt(input_ids=np.arange(3, dtype=np.int32))])

@@ -24,9 +24,7 @@ def carried_over(batch: Batch) -> int:
 
 @each_row("straggler", ["retract", "in_place", "abort", "run"])
 @each_row("pace", ["synchronous", "asynchronous"])
-async def test_a_colocated_trainer_sleeps_refits_and_goes_on_with_its_stragglers(
-    straggler: str, pace: str
-):
+async def test_a_colocated_trainer_keeps_stragglers_through_a_sleep(straggler: str, pace: str):
     settings = config(straggler=straggler, pace=pace)
     async with RolloutScheduler(SimFleet(2), workload(), config=settings) as rollouts:
         carried = 0
@@ -80,7 +78,7 @@ async def test_a_trainer_that_is_cancelled_leaves_the_engines_awake(cancelled: s
         await rollouts.next_batch()
 
 
-async def test_weights_that_were_not_brought_back_are_an_error_and_an_update_mends_it(
+async def test_missing_weights_are_an_error_until_the_next_update(
     monkeypatch: pytest.MonkeyPatch,
 ):
     fleet = SimFleet(1)
@@ -109,7 +107,7 @@ async def test_closing_a_scheduler_that_sleeps_wakes_its_engines():
         await rollouts.next_batch()
 
 
-async def test_adapters_come_in_without_a_pause_and_leave_with_their_last_request():
+async def test_adapters_load_without_a_pause_and_unload_unused():
     fleet = SimFleet(2)
     unloaded: list[str] = []
     for engine in fleet.engines:
@@ -143,7 +141,7 @@ async def test_adapters_come_in_without_a_pause_and_leave_with_their_last_reques
 
 @each_row("pace", ["synchronous", "asynchronous"])
 @each_row("straggler", BEHAVIOURS)
-async def test_a_full_model_comes_after_adapters_and_no_request_has_both(straggler: str, pace: str):
+async def test_no_request_mixes_adapters_and_a_full_model(straggler: str, pace: str):
     fleet = SimFleet(2)
 
     settings = config(straggler=straggler, pace=pace)
@@ -157,7 +155,7 @@ async def test_a_full_model_comes_after_adapters_and_no_request_has_both(straggl
             assert (adapter is not None) == (publisher is SimAdapterPublisher)
         await rollouts.next_batch()
         assert rollouts.state.weights.adapters == {"sim-0": set(), "sim-1": set()}
-        # One token under the newest full model has the law of that version alone.
+        # One token under the newest full model follows the weights of that version alone.
         greedy = SamplingParams(max_new_tokens=4, temperature=0)
         prompts = [Prompt(input_ids=np.array([1, 2, 3]), sampling=greedy)]
         own = next((await rollouts.evaluate(prompts)).rollouts)
@@ -167,7 +165,7 @@ async def test_a_full_model_comes_after_adapters_and_no_request_has_both(straggl
         assert own.token_ids.tolist() == fresh.token_ids.tolist()
 
 
-async def test_a_full_model_leads_on_when_every_engine_came_back_with_another_base():
+async def test_a_full_model_update_reaches_engines_of_another_base():
     fleet = SimFleet(1)
 
     settings = config(straggler="abort")

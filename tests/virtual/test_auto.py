@@ -90,9 +90,9 @@ def scheduler(
     return watching.scheduler
 
 
-def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> None:
-    """After a batch that was waited for, it was told of prompts without a token: the work of a
-    batch with prompts of 4,760 tokens was taken for a quarter of what it was."""
+def test_the_planner_knows_prompt_lengths_in_an_idle_run() -> None:
+    """After a complete batch the planner once got prompts without tokens: it estimated a batch with
+    prompts of 4,760 tokens at a quarter of its work."""
 
     class Waiting(Planner):
         def __init__(self) -> None:
@@ -101,7 +101,7 @@ def test_the_planner_knows_the_length_of_prompts_when_nothing_is_in_flight() -> 
 
         def plan(self, command: do.Plan, config: SchedulerConfig) -> Schedule:
             self.received.append((command.prompt_tokens, len(command.open)))
-            return Schedule(over_provision=1.0, refill=Wave(), why="as told")
+            return Schedule(over_provision=1.0, refill=Wave(), why="fixed")
 
     planner = Waiting()
     lengths = LongTailWorkload(median=60, cap=600, group_size=4, prompt_tokens=321, seed=3)
@@ -155,7 +155,7 @@ async def test_the_schedule_changes_and_everything_is_delivered_once(straggler: 
         assert len(rollout.token_ids) == len(rollout.logprobs) == len(rollout.versions)
 
 
-async def test_a_plan_is_made_in_a_process_beside_the_run() -> None:
+async def test_plans_are_made_in_another_process() -> None:
     """A virtual clock does not wait for processes, so this runs in (scaled) wall time."""
     watching = Watching()
     async with scheduler(Telling(), watching, time_scale=0.001) as rollouts:
@@ -183,7 +183,7 @@ def complaints(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "no schedule could be" in r.getMessage()]
 
 
-async def test_a_planner_that_raises_is_logged_once_each_time_and_the_run_goes_on(
+async def test_a_planner_that_raises_is_logged_and_ends_no_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.ERROR, logger="aprilsched")
@@ -218,7 +218,7 @@ MORE = [("in_place", 2.0), ("retract", 1.0)]
 
 @cache
 def learnt(timing: StepTimeModel, straggler: str, over_provision: float) -> StepTimeModel:
-    """The model that a planner, which begins with an H200's, has after a run on such engines."""
+    """Return what a planner makes of its initial H200 model in a run on engines like `timing`."""
     planner = Planner(inline=True)
     Simulation(
         config(batch_groups=32, group_size=8, over_provision=over_provision, straggler=straggler),
@@ -240,7 +240,7 @@ def test_a_run_teaches_the_planner_how_long_steps_take(
     straggler: str, over_provision: float, running: int, kv: int
 ) -> None:
     real = SLOW.step_seconds(running, kv)
-    assert H200_QWEN3_4B.step_seconds(running, kv) < 0.75 * real, "what it began with"
+    assert H200_QWEN3_4B.step_seconds(running, kv) < 0.75 * real, "the initial model is far off"
     model = learnt(SLOW, straggler, over_provision)
     assert model.step_seconds(running, kv) == pytest.approx(real, rel=0.12)
 
@@ -254,7 +254,7 @@ def test_a_model_that_is_right_stays_right(running: int, kv: int) -> None:
     assert model.step_seconds(running, kv) == pytest.approx(right, rel=0.05)
 
 
-async def test_step_times_are_learnt_though_engines_are_lost_and_requests_fail() -> None:
+async def test_step_times_are_learnt_despite_lost_engines() -> None:
     planner = Planner(inline=True)
     async with RolloutScheduler(
         SimFleet(2),
@@ -277,7 +277,7 @@ async def test_step_times_are_learnt_though_engines_are_lost_and_requests_fail()
 
 
 @each_row("name", PRESETS)
-def test_a_preset_makes_valid_settings_and_says_where_it_is_from_and_what_it_costs(
+def test_a_preset_is_valid_and_names_its_source_and_cost(
     name: str,
 ) -> None:
     preset = PRESETS[name]

@@ -23,14 +23,14 @@ GROUPS, SIZE, RATIO, READY, CAP = 4, 4, 2, 2, 600
 FLYING = RATIO * GROUPS * SIZE
 """Largest number of rollouts that generate at a time."""
 HELD_GROUPS = READY * GROUPS + FLYING
-"""Largest number of groups that are held: those that are complete and wait for the trainer, and
-those of which at least one rollout generates."""
+"""Largest number of groups that are complete and wait for the trainer, or of which a rollout
+generates."""
 LONG = 1000.0
 """Seconds; a batch takes two."""
 
 
 class Watching:
-    """A listener that records the most that was held at a time, and what was launched."""
+    """A listener that records the maximum held at a time, and the launches."""
 
     def __init__(self) -> None:
         self.scheduler: RolloutScheduler | None = None
@@ -55,7 +55,7 @@ class Watching:
 
 @dataclass
 class Outcome:
-    """The result of a program under back-pressure."""
+    """The outcome of a program under back-pressure."""
 
     watching: Watching
     batches: list[Batch]
@@ -86,7 +86,7 @@ def run(program: Program, *, changes: dict[str, Any] | None = None, **parts: Any
 
 
 def bounded(watching: Watching) -> None:
-    """Check that no more is held than the configuration allows: rollouts, tokens and tasks."""
+    """Check that rollouts, tokens and tasks stay within the bounds of the configuration."""
     assert 0 < watching.rollouts <= HELD_GROUPS * SIZE
     assert 0 < watching.tokens <= HELD_GROUPS * SIZE * CAP
     assert watching.tasks <= 2 * watching.rollouts + 20
@@ -113,7 +113,7 @@ def test_a_trainer_that_takes_nothing_is_waited_for(refill: str, straggler: str)
     assert len(ids) == len(set(ids)) == 6 * GROUPS * SIZE
 
 
-def test_finished_batches_are_there_at_once_and_no_more_of_them_than_allowed() -> None:
+def test_finished_batches_are_bounded_and_taken_at_once() -> None:
     async def program(scheduler: RolloutScheduler, watching: Watching) -> list[Batch]:
         await asyncio.sleep(LONG)
         now = asyncio.get_running_loop().time

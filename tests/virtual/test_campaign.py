@@ -41,7 +41,7 @@ def engines(seed: int, *, companions: bool = False) -> Outcome:
         pytest.param(partial(servers.run, companions=True), 0, marks=pytest.mark.long),
     ],
 )
-# What the caller's code leaves behind (a coroutine that is never awaited) is its own.
+# Coroutines that the caller's code never awaits are its own fault.
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_seed_loses_or_falsifies_a_rollout_or_hangs(part: Callable[[int], Outcome], first: int):

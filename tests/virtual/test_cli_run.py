@@ -150,7 +150,7 @@ FAILING = ["--batch-groups", "1", "--group-size", "2", "--over-provision", "1", 
         ([5, 500, 5], 2, 0, None),
     ],
 )
-def test_a_run_whose_groups_fail_says_so_and_does_not_end_well(
+def test_a_run_whose_groups_fail_reports_it_and_fails(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     lengths: list[int],

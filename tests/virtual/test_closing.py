@@ -36,7 +36,7 @@ workload = partial(small.workload, vocab_size=512)
 
 
 class Slow(SimEngine):
-    """An engine that lives longer than its scheduler, and answers some calls slowly."""
+    """An engine that outlives its scheduler, and answers some calls slowly."""
 
     def __init__(self, name: str, *, abort_s: float = 0.0, **seconds: float) -> None:
         super().__init__(name, SimConfig(stream_interval=INTERVAL, vocab_size=512))
@@ -58,7 +58,7 @@ class Slow(SimEngine):
         await super().pause(mode)
 
     async def release(self, tags: Sequence[str]) -> None:
-        # The server carries it out, whoever still waits for its answer.
+        # The server carries it out even if no client waits for its answer.
         await super().release(tags)
         await asyncio.sleep(self.seconds.get("release", 0.0))
 
@@ -363,7 +363,7 @@ async def test_hundreds_of_requests_are_aborted_a_few_at_a_time(
     assert not caplog.messages
 
 
-async def test_a_server_that_answers_no_abort_is_continued_and_costs_one_line(
+async def test_a_server_that_ignores_aborts_is_resumed_and_logged(
     caplog: pytest.LogCaptureFixture,
 ):
     loop = asyncio.get_running_loop()
@@ -385,7 +385,7 @@ async def test_a_server_that_answers_no_abort_is_continued_and_costs_one_line(
         assert f"of {held} requests that were left early" in lines[0]
 
 
-async def test_requests_that_are_called_back_together_are_aborted_a_few_at_a_time(
+async def test_many_requests_are_aborted_a_few_at_a_time(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """An update with straggler="abort" does this too, not only closing."""

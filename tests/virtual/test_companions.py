@@ -1,4 +1,4 @@
-"""Tests that the rows beside the tokens are those of the pass that sampled each token.
+"""Tests that companion rows come from the pass that sampled each token.
 
 The toy model's rows depend on the position and on the weights that forwarded it, and the embedded
 engine returns those of the latest pass, as SGLang does. So a row that was joined wrongly, or was
@@ -95,12 +95,12 @@ async def test_rows_are_of_the_pass_that_sampled_their_token(rule: str) -> None:
 
 
 @each_row("required", [False, True])
-async def test_rows_that_a_recompute_has_overwritten_are_told_apart(
+async def test_rows_that_a_recompute_overwrote_are_marked(
     required: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The join that is wrong: if requests wait inside the engine for a refit that recomputes their
-    context, the rows of older tokens are of the new weights. They are not called exact, and their
-    tokens are masked where the rows are required."""
+    """If requests wait inside the engine for a refit that recomputes their context, the rows of
+    older tokens come from the new weights. They are marked as inexact, and their tokens are masked
+    if the rows are required."""
     own = property(lambda config: BEHAVIOURS[config.straggler])
     monkeypatch.setattr(SchedulerConfig, "behaviour", own)
     asked = Companion("routed_experts", "uint8", (3, 2), required)
@@ -125,7 +125,7 @@ def _wrong_rows(rollout: Rollout, *, required: bool) -> int:
 
 
 class Flaky(SimEngine):
-    """An engine whose streams break now and then, with everything that they would have brought."""
+    """An engine whose streams sometimes break and lose everything that they had not sent."""
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         chunks, breaks = 0, zlib.crc32(request.request_id[-15:].encode()) % 3 == 0
@@ -139,7 +139,7 @@ class Flaky(SimEngine):
 
 async def test_rows_that_were_lost_are_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the same version the prefill of the next attempt gives the same rows; under a later one
-    they are not those of the sampling pass, and the rollout says so."""
+    the rollout marks them as rows of another pass."""
     monkeypatch.setattr(sim_fleet, "SimEngine", Flaky)
     retries = Retries(attempts=50, interruptions=50)
     again = later = 0
@@ -171,7 +171,7 @@ async def episode(turn: Turn, prompt: Prompt) -> float:
 
 
 async def leaves(turn: Turn, prompt: Prompt) -> float:
-    """Two branches that take turns, and a third one from the middle of the first response."""
+    """Two alternating branches, and a third one from the middle of the first response."""
     turn.branches = "all"
     own = np.array([4, 4], dtype=np.int32)
     contexts = [prompt.input_ids, np.concatenate((prompt.input_ids, own))]
@@ -189,7 +189,7 @@ async def leaves(turn: Turn, prompt: Prompt) -> float:
     return 1.0
 
 
-async def test_branches_have_the_rows_of_the_passes_that_sampled_their_tokens() -> None:
+async def test_branches_have_the_rows_of_their_sampling_passes() -> None:
     scheduler = RolloutScheduler(SimFleet(2), workload(), config=config(), episode=leaves)
     several = 0
     async with scheduler as rollouts:
@@ -229,9 +229,9 @@ async def test_prompts_choose_among_the_companions_of_the_run(tmp_path: Path) ->
 
 
 @each_row("turns", [None, episode, leaves])
-async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
-    """Also where the state was saved between the end of a turn, the tokens of its environment and
-    the first ones of the next turn."""
+async def test_a_killed_run_resumes_with_its_rows(turns: Any) -> None:
+    """This includes a save between the end of a turn, the tokens of its environment and the first
+    tokens of the next turn."""
     store = MemoryStore()
     named: Any = {"config": config(save_interval_s=0.01), "episode": turns}
     first = RolloutScheduler(SimFleet(2), workload(), store=store, **named)
@@ -241,7 +241,7 @@ async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
         kept = copy.deepcopy(store)
     carried = 0
     second = RolloutScheduler(SimFleet(2), workload(), store=kept, **named)
-    async with second as rollouts:  # its engines were started anew
+    async with second as rollouts:  # its engines were restarted
         await rollouts.update_weights(SimPublisher(), version=3)
         async for batch in batches(rollouts, 3):
             for rollout in batch.rollouts:
@@ -251,9 +251,9 @@ async def test_a_killed_run_goes_on_with_its_rows(turns: Any) -> None:
     assert carried
 
 
-async def test_rows_of_a_prompt_that_was_given_up_do_not_come_back_from_the_store() -> None:
-    """A turn that is withdrawn in its prefill has rows and no token. If the episode then begins
-    with another prompt, under later weights, a resumed run has the rows of that one alone."""
+async def test_rows_of_an_abandoned_prompt_are_not_restored() -> None:
+    """A turn that is withdrawn in its prefill has rows and no token. If the episode then starts
+    another prompt under later weights, a resumed run has only the rows of that prompt."""
     updated, store = asyncio.Event(), MemoryStore()
     long = np.arange(60_000, dtype=np.int32) % 1000
 
@@ -279,7 +279,7 @@ async def test_rows_of_a_prompt_that_was_given_up_do_not_come_back_from_the_stor
         await rollouts.update_weights(SimPublisher())
         updated.set()
         await asyncio.sleep(2)
-        await rollouts.update_weights(SimPublisher())  # the responses come back, with their rows
+        await rollouts.update_weights(SimPublisher())  # the responses are restored, with their rows
         await asyncio.sleep(0.1)
         assert all(1 < each.log.size < 600 for each in members)
         kept = copy.deepcopy(store)

@@ -78,7 +78,7 @@ async def test_every_rule_delivers_whole_groups_with_exact_versions(
 
 
 @each_row("straggler", ["retract", "in_place", "abort"])
-def test_greedy_tokens_of_interrupted_rollouts_equal_the_uninterrupted(straggler: str):
+def test_greedy_tokens_survive_interruptions_unchanged(straggler: str):
     prompts = [
         Prompt(
             input_ids=np.array([i + 1, 5, 9], dtype=np.int32),
@@ -152,7 +152,7 @@ async def test_the_reward_of_a_dropped_rollout_is_cancelled():
     assert cancelled, "siblings that were scoring when the first one failed"
 
 
-async def test_a_cancelled_update_runs_to_its_end_and_the_engines_go_on():
+async def test_a_cancelled_update_completes_and_engines_continue():
     async with RolloutScheduler(
         SimFleet(1, refit_seconds=5.0), workload(), config=config(pace="asynchronous")
     ) as rollouts:
@@ -167,16 +167,14 @@ async def test_a_cancelled_update_runs_to_its_end_and_the_engines_go_on():
 
 
 class LastingFleet(SimFleet):
-    """Engines that live longer than the scheduler, as servers do."""
+    """Engines that outlive the scheduler, as servers do."""
 
     async def close(self) -> None: ...
 
 
 @pytest.mark.parametrize("straggler", STRAGGLERS)
 @pytest.mark.parametrize("moments", [4, pytest.param(13, marks=pytest.mark.long)])
-async def test_closing_from_any_state_leaves_no_engine_paused_and_nothing_decoding(
-    straggler: str, moments: int
-):
+async def test_closing_in_any_state_leaves_engines_idle_and_unpaused(straggler: str, moments: int):
     clock = asyncio.get_running_loop().time
 
     async def train(scheduler: RolloutScheduler) -> None:

@@ -31,7 +31,7 @@ AT_LENGTH = ("rolling", "finish", "few at once")
 
 
 class Counted:
-    """Counts how often a function is called, and the calls of functions that are made meanwhile."""
+    """Counts the calls of a function, and the function calls made inside it."""
 
     times = made = 0
 
@@ -51,7 +51,7 @@ class Counted:
 
 
 def calls(name: str, *, engines: int, in_flight: int) -> float:
-    """Calls of functions in the core for each rollout that is delivered after the first batches."""
+    """Return the function calls in the core per delivered rollout, after the first batches."""
     settings = dict(POLICIES[name])
     if name == "few at once":
         settings["dispatch"] = Dispatch(max_in_flight=in_flight // 2)
@@ -86,6 +86,6 @@ def calls(name: str, *, engines: int, in_flight: int) -> float:
 )
 def test_a_rollout_costs_the_same_in_a_large_fleet(name: str) -> None:
     cost = calls(name, engines=16, in_flight=256)
-    # As many on each engine, but for the first: an update calls each engine some times.
+    # The 128 engines have as few requests each as the base: an update calls every engine.
     for engines, in_flight in ((16, 1_024), (128, 2_048)):
         assert calls(name, engines=engines, in_flight=in_flight) < 1.3 * cost, (engines, in_flight)

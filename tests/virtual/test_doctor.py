@@ -28,7 +28,7 @@ from aprilsched.testing.served import ServedEngine
 from tests.support.sim_http import CONFIG, Raw, served, two_weights
 
 KEY = "an-admin-key"
-NOBODY = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 REFIT = "refit by its logprobs"
 
 
@@ -39,7 +39,7 @@ async def server() -> AsyncIterator[SimServer]:
 
 
 def rows(*names: str) -> list[Row]:
-    """The lines of these names."""
+    """Return the lines of these checks."""
     found = [row for row in ROWS if row.name in names]
     assert len(found) == len(names)
     return found
@@ -167,7 +167,7 @@ async def test_a_server_without_a_field_of_responses_fails(
         assert seen in findings[0].seen
 
 
-async def test_a_response_that_is_over_too_soon_or_has_other_tokens_is_no_failure(
+async def test_an_early_end_or_other_tokens_do_not_fail_the_check(
     server: SimServer,
 ):
     attempts = 0
@@ -201,7 +201,7 @@ async def test_cancelled_it_leaves_the_server_as_it_was(server: SimServer):
 
 async def test_keys_are_needed_and_used():
     with pytest.raises(EngineUnreachable):
-        await examine(NOBODY)
+        await examine(UNREACHABLE)
     async with served(admin_key=KEY) as server:
         with pytest.raises(EngineRejected, match="as admin_key"):
             await examine(server.url)
@@ -226,7 +226,7 @@ async def test_an_ability_that_the_server_reports_is_judged():
 
 @pytest.fixture
 async def two(server: SimServer, tmp_path: Path) -> tuple[Path, Path]:
-    """Two checkpoints, of which the server has the first as its own."""
+    """Two checkpoints; the server starts with the first."""
     folders = two_weights(tmp_path)
     async with Raw(server.url) as raw:
         body = {"model_path": str(folders[0]), "weight_version": "default"}
@@ -238,7 +238,8 @@ async def two(server: SimServer, tmp_path: Path) -> tuple[Path, Path]:
 async def test_a_refit_is_proved_and_taken_back(
     server: SimServer, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, works: bool
 ):
-    """An engine that computes with a copy of its first weights changes no token, and fails."""
+    """An engine that computes with a copy of its first weights never changes its tokens, so the
+    check fails."""
 
     async def stale(self: ServedEngine, body: Any) -> str:
         return await self.relabel(body.weight_version)
@@ -274,14 +275,18 @@ async def test_an_interrupted_refit_is_taken_back(server: SimServer, two: tuple[
 def test_the_command_reports_a_wrong_argument_in_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ):
-    wrong: list[list[str]] = [[], [NOBODY, "--admin-key-env", "NOT_SET"], [NOBODY, "ftp://nowhere"]]
+    wrong: list[list[str]] = [
+        [],
+        [UNREACHABLE, "--admin-key-env", "NOT_SET"],
+        [UNREACHABLE, "ftp://nowhere"],
+    ]
     for arguments in wrong:
         assert main(["doctor", *arguments]) == 2
         out, err = capsys.readouterr()
         assert (out, len(err.splitlines())) == ("", 1)
 
 
-async def test_the_command_prints_every_server_and_exits_with_the_worst(
+async def test_the_command_prints_each_server_and_exits_with_worst(
     server: SimServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     async def printed(*arguments: str, code: int) -> str:
@@ -301,16 +306,16 @@ async def test_the_command_prints_every_server_and_exits_with_the_worst(
     assert [line.split("  ")[1].split(":")[0] for line in lines[1:4]] == [row.name for row in few]
     assert lines[5:] == ["What the checks mean", *(f"{row.name}: {row.meaning}" for row in few)]
 
-    out = await printed(NOBODY, server.url, "--quiet", code=2)
+    out = await printed(UNREACHABLE, server.url, "--quiet", code=2)
     assert [line.split("  ")[0] for line in out.splitlines()] == [
-        NOBODY,
+        UNREACHABLE,
         "fail",
         server.url,
         "warn",
     ]
-    dead, *alive = json.loads(await printed(NOBODY, server.url, "--json", code=2))
+    dead, *alive = json.loads(await printed(UNREACHABLE, server.url, "--json", code=2))
     assert set(dead) == {"server", "check", "status", "seen", "meaning", "to_do"}
-    assert (dead["server"], dead["check"], dead["status"]) == (NOBODY, REACHED, "fail")
+    assert (dead["server"], dead["check"], dead["status"]) == (UNREACHABLE, REACHED, "fail")
     assert "is the server up" in dead["seen"]
     assert [found["check"] for found in alive] == [row.name for row in few]
 

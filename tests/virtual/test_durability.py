@@ -71,7 +71,7 @@ def scheduler(store: Store | None, **changes: Any) -> RolloutScheduler:
 
 
 def content(rollout: Rollout) -> tuple[Any, ...]:
-    """The content of a response, without its position in the run."""
+    """Return the content of a response, without its position in the run."""
     return tuple(rollout.token_ids.tolist()), rollout.finish_reason
 
 
@@ -99,7 +99,7 @@ async def whole_run(**changes: Any) -> dict[tuple[Any, int], tuple[Any, ...]]:
 
 
 def left_behind(store: SqliteStore, to: Path) -> None:
-    """A copy of what kill -9 leaves at this moment: the bytes of the files, open or not."""
+    """Return a copy of what kill -9 would leave now: the bytes of the files, open or not."""
     for suffix in ("", "-wal", "-last"):
         source = store.path.with_name(store.path.name + suffix)
         if source.exists():
@@ -120,7 +120,7 @@ def left_behind(store: SqliteStore, to: Path) -> None:
         pytest.param("asynchronous", "wave", marks=pytest.mark.long),
     ],
 )
-async def test_a_run_goes_on_from_wherever_it_was_killed(tmp_path: Path, pace: str, refill: str):
+async def test_a_run_resumes_from_any_moment_of_a_kill(tmp_path: Path, pace: str, refill: str):
     settings = config(pace=pace, refill=refill, save_interval_s=0.1)
     expected = await whole_run(config=settings)
     first = SqliteStore(tmp_path / "first", inline=True)
@@ -146,7 +146,7 @@ async def test_a_run_goes_on_from_wherever_it_was_killed(tmp_path: Path, pace: s
         again = await to_the_end(SqliteStore(path, inline=True), config=settings)
         known = {batch.index: batch for batch in had}
         assert all(b.index in known or b.index == len(had) for b in again if b.redelivered)
-        # A batch that is delivered again is the same one, and counts once.
+        # A redelivered batch is the same one, and counts once.
         fresh = [batch for batch in again if batch.index not in known]
         for batch in again:
             if batch.index in known:
@@ -193,7 +193,7 @@ async def test_what_was_finished_is_not_generated_again(tmp_path: Path):
     assert any(held[rollout] for rollout in again & held.keys()), "no partial was kept"
 
 
-async def test_saves_that_are_lost_are_told_and_batches_that_come_again_are_marked(
+async def test_lost_saves_are_reported_and_redelivery_is_marked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     store, copy = SqliteStore(tmp_path / "store", inline=True), tmp_path / "copy"
@@ -221,7 +221,7 @@ async def test_saves_that_are_lost_are_told_and_batches_that_come_again_are_mark
 
 
 async def first_batch(store: Store | None, **changes: Any) -> Batch:
-    """The first batch of a scheduler that does nothing else."""
+    """Return the first batch of a scheduler that does nothing else."""
     async with scheduler(store, **changes) as rollouts:
         return await rollouts.next_batch()
 
@@ -240,7 +240,7 @@ async def test_a_batch_is_delivered_again_until_it_is_acknowledged():
     assert (last.index, last.redelivered) == (1, False)
 
 
-async def test_an_update_of_the_weights_acknowledges_what_was_delivered_before():
+async def test_an_update_acknowledges_batches_delivered_before_it():
     store = MemoryStore()
     found: list[int] = []
     for update in (False, True, True, False, False):
@@ -253,7 +253,7 @@ async def test_an_update_of_the_weights_acknowledges_what_was_delivered_before()
     assert found == [0, 0, 1, 2, 2]
 
 
-async def test_an_update_before_the_batch_is_given_again_does_not_acknowledge_it():
+async def test_an_update_before_redelivery_does_not_acknowledge():
     store = MemoryStore()
     assert (await first_batch(store)).index == 0
     async with scheduler(store) as rollouts:
@@ -262,7 +262,7 @@ async def test_an_update_before_the_batch_is_given_again_does_not_acknowledge_it
     assert (again.index, again.redelivered, again.version) == (0, True, 0)
 
 
-async def test_a_copy_of_a_batch_in_another_process_says_where_to_acknowledge_it():
+async def test_acknowledging_a_copy_in_another_process_is_refused():
     async with scheduler(MemoryStore()) as rollouts:
         copy = pickle.loads(pickle.dumps(await rollouts.next_batch()))  # noqa: S301 - our own
         assert copy.tokens > 0
@@ -279,7 +279,7 @@ def restored(checkpoint: Path, store: Store | None = None) -> RolloutScheduler:
     return rollouts
 
 
-async def test_restored_to_a_step_the_run_goes_on_as_it_did_after_it(tmp_path: Path):
+async def test_a_run_restored_to_a_step_repeats_what_followed(tmp_path: Path):
     checkpoint = tmp_path / "step-2.aprilsched"
     async with scheduler(None) as rollouts:
         for step in (1, 2):
@@ -309,15 +309,15 @@ async def test_a_checkpoint_takes_the_place_of_what_the_store_has(tmp_path: Path
     async with restored(checkpoint, store) as rollouts:
         assert (await rollouts.next_batch()).index == 1
     again = await first_batch(store)
-    assert again.index == 1, "the batch was not acknowledged, and is given again"
+    assert again.index == 1, "the batch was not acknowledged, and is delivered again"
 
 
 @pytest.mark.parametrize("acknowledge", [True, False])
 async def test_a_trainer_that_takes_batches_ahead_acknowledges_itself(
     tmp_path: Path, acknowledge: bool
 ):
-    """It has two batches and has trained on one of them when the weights are updated. Unless it
-    says so, a checkpoint acknowledges both."""
+    """It has trained on one of two batches when the weights are updated. Without acknowledge(), a
+    checkpoint would acknowledge both."""
     async with scheduler(MemoryStore()) as rollouts:
         ahead = [await rollouts.next_batch() for _ in range(2)]
         ahead[0].acknowledge()
@@ -349,8 +349,7 @@ async def test_restoring_comes_before_the_block_and_needs_a_checkpoint(tmp_path:
 
 
 class _Behind:
-    """A store whose process was killed between the engines' answer to an update and its
-    snapshot."""
+    """A store whose process died after the engines' answer to an update, before its snapshot."""
 
     inline = True
 
@@ -365,7 +364,7 @@ class _Behind:
         return replace(saved, run=structs.replace(saved.run, version=0, base=0))
 
 
-async def test_engines_that_took_an_update_which_nobody_noted_keep_it():
+async def test_engines_keep_an_update_that_was_not_saved():
     store = MemoryStore()
     fleet = SimFleet(2, stream_interval=8)
 
@@ -434,7 +433,7 @@ async def test_episodes_begin_again_and_are_given_what_they_were_given(tmp_path:
             known = sum(m.log.sampled_tokens for m in members)
             batches = [batch async for batch in rollouts]
             counters = rollouts.state.in_flight.counters
-        # Not one token that was known was generated again.
+        # No saved token was generated again.
         assert counters.tokens_generated - before + known == counters.tokens_delivered
         assert counters.tokens_discarded == 0
         assert by_key(batches) == expected
@@ -487,7 +486,7 @@ async def test_turns_that_were_given_up_outlive_the_process(tmp_path: Path):
     assert kept > 5
 
 
-async def test_an_episode_that_takes_another_way_forgets_what_was_known_from_there():
+async def test_a_diverging_episode_drops_its_saved_later_turns():
     store = MemoryStore()
     prompts = episode_prompts(4)
     one = config(batch_groups=4, group_size=1, over_provision=1.0, save_interval_s=0.1)
@@ -526,7 +525,7 @@ def not_the_second(group: Group) -> bool:
     return group.prompt.key != 2
 
 
-async def test_rewards_and_verdicts_that_were_not_known_are_asked_for_again():
+async def test_unsaved_rewards_and_verdicts_are_computed_again():
     store = MemoryStore()
     asked: list[int] = []
     answers = asyncio.Event()
@@ -555,7 +554,7 @@ async def test_rewards_and_verdicts_that_were_not_known_are_asked_for_again():
     assert len(rewards) == 4 * (PROMPTS - 1)
 
 
-async def test_an_evaluation_under_way_is_in_the_ledger_and_asked_for_again():
+async def test_an_open_evaluation_is_in_the_ledger_and_runs_again():
     store = MemoryStore()
     prompts = list(workload())[:3]
     async with scheduler(store) as rollouts:
@@ -589,7 +588,7 @@ class Failing(MemoryStore):
         super().save(snapshot, durable=durable)
 
 
-async def test_a_store_that_fails_does_not_end_the_run_and_is_whole_when_it_works_again(
+async def test_a_failing_store_stops_no_run_and_later_catches_up(
     caplog: pytest.LogCaptureFixture,
 ):
     store = Failing()
@@ -610,7 +609,7 @@ async def test_a_store_that_fails_does_not_end_the_run_and_is_whole_when_it_work
     assert len(by_key(batches)) == 4 * (PROMPTS - 4)
 
 
-async def test_the_end_is_tried_to_be_saved_however_lately_the_store_failed():
+async def test_the_end_is_saved_even_just_after_a_store_failure():
     store = Failing()
     async with scheduler(store) as rollouts:
         store.full = True
@@ -717,7 +716,7 @@ class Gated(MemoryStore):
         super().save(snapshot, durable=durable)
 
 
-async def test_cuts_do_not_pile_up_before_a_store_that_is_slower_than_the_interval():
+async def test_saves_do_not_pile_up_before_a_slow_store():
     store, settings = Gated(), config(pace="asynchronous", save_interval_s=0.001)
     fleet = SimFleet(2, stream_interval=8, time_scale=0.01)
     async with scheduler(store, fleet=fleet, config=settings) as rollouts:
@@ -726,12 +725,12 @@ async def test_cuts_do_not_pile_up_before_a_store_that_is_slower_than_the_interv
         store.gate.set()
         await rollouts.next_batch()
         saved_in_time = store.saves
-    # The one at the gate, the one behind it, and that of the batch; some may follow it.
+    # The save at the gate, the one behind it, and that of the batch; others may follow.
     assert saved_in_time <= 6
 
 
 class Killed(SimPublisher):
-    """Copies what kill -9 would leave while the weights are loaded."""
+    """Copies what kill -9 would leave during the load of weights."""
 
     def __init__(self, store: SqliteStore, to: Path, *, whole: bool) -> None:
         super().__init__()
@@ -747,9 +746,7 @@ class Killed(SimPublisher):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-async def test_a_kill_while_weights_are_loaded_in_parts_leaves_no_engine_that_is_believed(
-    tmp_path: Path, whole: bool
-):
+async def test_after_a_kill_in_a_partial_load_no_engine_is_trusted(tmp_path: Path, whole: bool):
     """The engines still have the label of the old version, and maybe tensors of the new one."""
     killed, ended = tmp_path / "killed", tmp_path / "ended"
     store = SqliteStore(tmp_path / "store", inline=True)

@@ -66,7 +66,7 @@ async def two_turns(turn: Turn, prompt: Prompt) -> float:
 
 
 @each_row("straggler", ["retract", "in_place", "abort"])
-async def test_a_two_turn_episode_is_interrupted_inside_each_turn_and_goes_on(straggler: str):
+async def test_a_two_turn_episode_survives_interrupts_in_each_turn(straggler: str):
     async with RolloutScheduler(
         SimFleet(2, stream_interval=8),
         prompts(4),
@@ -74,7 +74,7 @@ async def test_a_two_turn_episode_is_interrupted_inside_each_turn_and_goes_on(st
         config=config(straggler),
     ) as rollouts:
         for _ in range(12):
-            # Each turn takes about 1.2 s, so every one meets several refits.
+            # Each turn takes about 1.2 s, so several refits fall into each turn.
             await asyncio.sleep(0.25)
             await rollouts.update_weights(SimPublisher())
         batch = await rollouts.next_batch()
@@ -123,9 +123,7 @@ async def with_timeouts(turn: Turn, prompt: Prompt) -> float:
 
 @each_row("straggler", BEHAVIOURS)
 @each_row("pace", ["synchronous", "asynchronous"])
-async def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(
-    straggler: str, pace: Any
-):
+async def test_a_timed_out_turn_is_aborted_and_keeps_its_tokens(straggler: str, pace: Any):
     async with checked(
         SimFleet(2, stream_interval=8),
         prompts(12),
@@ -149,7 +147,7 @@ async def test_a_turn_that_timed_out_is_called_back_and_its_tokens_are_kept(
 
 
 @each_row("straggler", BEHAVIOURS)
-async def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counted(straggler: str):
+async def test_an_unread_timed_out_turn_is_dropped_and_counted(straggler: str):
     async def asks_again(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=100, temperature=0, ignore_eos=True)
         for _ in range(3):
@@ -170,7 +168,7 @@ async def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counte
             for rollout in batch.rollouts:
                 assert (rollout.turns, len(rollout)) == (1, 100)
                 assert rollout.loss_mask.all()
-            # Timeouts fall into the pause of a trainer at work, too.
+            # Timeouts also fall into the pause while the trainer trains.
             await asyncio.sleep(1)
             await rollouts.update_weights(SimPublisher())
         in_flight = rollouts.state.in_flight
@@ -180,7 +178,7 @@ async def test_a_turn_that_timed_out_and_was_not_looked_at_is_dropped_and_counte
 
 
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_an_answer_that_meets_the_timeout_is_kept_or_dropped_like_any_other(every: int):
+def test_a_timeout_at_any_moment_keeps_or_drops_alike(every: int):
     """At any moment: while the request waits, while it runs, and when the answer arrives."""
 
     async def at(delay: float, *, keep: bool) -> int:
@@ -192,7 +190,7 @@ def test_an_answer_that_meets_the_timeout_is_kept_or_dropped_like_any_other(ever
             context = prompt.input_ids
             asked = asyncio.create_task(turn.generate(context, sampling))
             await asyncio.sleep(delay)
-            # Cancelled although the answer may be there already.
+            # This cancels even if the answer has arrived.
             asked.cancel()
             with suppress(asyncio.CancelledError):
                 await asked
@@ -219,7 +217,7 @@ def test_an_answer_that_meets_the_timeout_is_kept_or_dropped_like_any_other(ever
         assert run_virtual(at(step / 400, keep=False)) == 0
 
 
-async def test_a_turn_that_nobody_waits_for_is_called_back_when_its_episode_returns():
+async def test_an_unawaited_turn_is_aborted_when_its_episode_ends():
     async def leaves(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=50, ignore_eos=True)
         first = await turn.generate(prompt.input_ids, sampling)
@@ -243,7 +241,7 @@ async def test_a_turn_that_nobody_waits_for_is_called_back_when_its_episode_retu
             await task
 
 
-async def test_an_episode_that_gave_every_turn_up_keeps_what_had_come_of_the_last():
+async def test_abandoning_every_turn_keeps_the_last_partial_output():
     async def times_out(turn: Turn, prompt: Prompt) -> float:
         sampling = SamplingParams(max_new_tokens=100_000, temperature=0, ignore_eos=True)
         for _ in range(2):
@@ -267,7 +265,7 @@ async def test_an_episode_that_gave_every_turn_up_keeps_what_had_come_of_the_las
         check_tokens(rollouts)
 
 
-async def test_partial_output_without_a_turn_that_was_given_up_is_refused():
+async def test_partial_output_needs_an_abandoned_turn():
     async def asks(turn: Turn, prompt: Prompt) -> None:
         await turn.partial()
 

@@ -35,7 +35,7 @@ def free_port() -> int:
         return taken.getsockname()[1]
 
 
-def test_metrics_are_served_while_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_metrics_are_served_during_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     port, scraped = free_port(), [""]
 
     class Scraping:
@@ -99,9 +99,9 @@ def test_a_run_that_is_refused_leaves_no_tracker_s_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = tmp_path / "run"
-    nobody = f"http://127.0.0.1:{free_port()}"
-    assert run(out, "--track", "tensorboard", "--engine", nobody) == 2
-    assert nobody in capsys.readouterr().err
+    unreachable = f"http://127.0.0.1:{free_port()}"
+    assert run(out, "--track", "tensorboard", "--engine", unreachable) == 2
+    assert unreachable in capsys.readouterr().err
     assert not out.exists()
 
 

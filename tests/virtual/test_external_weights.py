@@ -1,6 +1,6 @@
 """Tests weights that the trainer moves itself, on the real coordinator with the embedded engine.
 
-The engine's tokens follow from its weights, so they prove each version that a rollout says it has.
+The tokens of the engine follow from its weights, so they verify the versions in each rollout.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Calls(ProtocolListener):
 async def running(
     calls: Calls | None = None, **changes: object
 ) -> AsyncGenerator[tuple[RolloutScheduler, Sequence[SimEngine]]]:
-    """A scheduler, and its two engines."""
+    """Open a scheduler; yields it and its two engines."""
     fleet, listeners = SimFleet(2), [] if calls is None else [calls]
     async with RolloutScheduler(
         fleet, prompts(), config=config(**changes), listeners=listeners
@@ -93,7 +93,7 @@ async def move(
     mode: PauseMode = "retract",
     seconds: float = 0.0,
 ) -> None:
-    """Do the trainer's own update: pause, flush, load, label, continue."""
+    """Perform the trainer's own update: pause, flush, load, label, continue."""
     for engine in engines:
         await engine.pause(mode)
     if mode == "retract":
@@ -107,8 +107,8 @@ async def move(
 
 
 def true_to_its_versions(rollout: Rollout) -> bool:
-    """Whether each token follows from the tokens before it under the weights of its version, given
-    that every refit was followed by a flush."""
+    """Return whether each token follows from the tokens before it under the weights of its version,
+    if a flush follows every refit."""
     changes: list[int] = (np.flatnonzero(np.diff(rollout.versions)) + 1).tolist()
     for start, end in zip([0, *changes], [*changes, len(rollout)], strict=True):
         key = weights_key_of_version(int(rollout.versions[start]))
@@ -141,7 +141,7 @@ def versions(batches: Sequence[Batch]) -> set[int]:
 # --- after the fact ------------------------------------------------------------------------------
 
 
-async def test_a_trainer_that_updates_between_two_batches_says_so_afterwards():
+async def test_a_trainer_may_report_an_update_after_moving_weights():
     calls = Calls()
     async with running(calls, straggler="abort") as (rollouts, engines):
         batches: list[Batch] = []
@@ -161,9 +161,7 @@ async def test_a_trainer_that_updates_between_two_batches_says_so_afterwards():
 
 @each_row("straggler", ["retract", "abort", "run"])
 @each_row("pace", ["synchronous", "asynchronous"])
-async def test_requests_that_the_foreign_pause_met_are_carried_over_three_updates(
-    straggler: str, pace: str
-):
+async def test_requests_under_a_foreign_pause_survive_three_updates(straggler: str, pace: str):
     async with running(straggler=straggler, pace=pace) as (rollouts, engines):
         batches: list[Batch] = []
         for version in (1, 2, 3):
@@ -189,7 +187,7 @@ async def test_a_label_that_comes_a_little_later_is_waited_for():
         assert batch.version == 1
 
 
-async def test_a_version_that_no_engine_has_is_refused_and_the_run_goes_on():
+async def test_a_version_that_no_engine_has_is_refused_at_no_cost():
     async with running() as (rollouts, _):
         batches = [await rollouts.next_batch()]
         with pytest.raises(RefitError, match="has version 0 and not 7; use label=True"):
@@ -199,14 +197,14 @@ async def test_a_version_that_no_engine_has_is_refused_and_the_run_goes_on():
         check_whole(rollouts, batches)
 
 
-def test_a_trainer_that_sets_no_label_has_it_set_and_the_requests_in_flight_are_inexact(
+def test_a_missing_label_is_set_and_open_requests_are_inexact(
     caplog: pytest.LogCaptureFixture,
 ):
 
     async def main() -> None:
         async with running(pace="asynchronous") as (rollouts, engines):
             await rollouts.next_batch()
-            # The weights are those of version 1, and the label stays that of version 0.
+            # The weights become those of version 1, but keep the label of version 0.
             await move(engines, 0, key=weights_key_of_version(1))
             there = set(rollouts.state.in_flight.rollouts)
             await rollouts.update_weights(ExternalWeights(label=True), version=1)
@@ -228,7 +226,7 @@ def test_a_trainer_that_sets_no_label_has_it_set_and_the_requests_in_flight_are_
     assert text.startswith("version 1 is labelled after it was loaded: ")
 
 
-async def test_it_is_refused_in_a_sleep_in_which_only_the_scheduler_may_wake_the_engines():
+async def test_external_weights_are_refused_while_the_engines_sleep():
     async with running() as (rollouts, _):
         await rollouts.next_batch()
         async with rollouts.asleep():
@@ -245,7 +243,7 @@ def test_a_wrong_timeout_is_refused():
 
 
 async def load(engines: Sequence[SimEngine], version: int, *, seconds: float = 0.5) -> None:
-    """The trainer loads and labels weights in a pause that the scheduler has made."""
+    """The trainer loads and labels weights while the scheduler pauses the engines."""
     for engine in engines:
         await asyncio.sleep(seconds)
         assert engine.batcher.paused == "retract"
@@ -255,9 +253,7 @@ async def load(engines: Sequence[SimEngine], version: int, *, seconds: float = 0
 
 @each_row("straggler", ["retract", "abort", "run"])
 @each_row("pace", ["synchronous", "asynchronous"])
-async def test_the_trainer_loads_in_a_block_in_which_the_engines_are_paused(
-    straggler: str, pace: str
-):
+async def test_the_engines_are_paused_while_the_trainer_loads(straggler: str, pace: str):
     async with running(straggler=straggler, pace=pace) as (rollouts, engines):
         batches: list[Batch] = []
         for version in (1, 2, 4):
@@ -290,7 +286,7 @@ async def test_pause_and_continue_may_be_two_functions():
             await rollouts.update_weights(handshake)
 
 
-async def test_inside_of_a_sleep_the_engines_have_the_memory_of_their_weights():
+async def test_a_load_inside_a_sleep_has_the_memory_of_the_weights():
     async with running() as (rollouts, engines):
         batches = [await rollouts.next_batch()]
         async with rollouts.asleep(), rollouts.paused_for_weights():
@@ -306,13 +302,13 @@ class Failing(Exception):
 
 
 async def take_all(rollouts: RolloutScheduler, batches: list[Batch]) -> None:
-    """Take batches until there are no more."""
+    """Take all remaining batches."""
     while True:
         batches.append(await rollouts.next_batch())
 
 
 @each_row("moved", [0, 1, 2])
-async def test_a_trainer_that_raises_leaves_engines_that_only_the_next_update_repairs(moved: int):
+async def test_a_trainer_that_raises_is_repaired_by_the_next_update(moved: int):
 
     async def fail(rollouts: RolloutScheduler) -> None:
         async with rollouts.paused_for_weights():
@@ -326,14 +322,14 @@ async def test_a_trainer_that_raises_leaves_engines_that_only_the_next_update_re
         assert rollouts.version == 0
         assert not rollouts.state.weights.versions.engines
         with pytest.raises(RefitError, match="no engine has the fleet's weights"):
-            await take_all(rollouts, batches)  # what was complete before is delivered
+            await take_all(rollouts, batches)  # batches that were already complete are delivered
         async with rollouts.paused_for_weights():
             await load(engines, 1)
         batches.append(await rollouts.next_batch())
         check_whole(rollouts, batches)
 
 
-async def test_a_trainer_that_never_says_done_is_given_up():
+async def test_a_trainer_that_never_reports_done_times_out():
     async with running(timeouts=Timeouts(refit_s=30.0)) as (rollouts, engines):
         batches = [await rollouts.next_batch()]
         with pytest.raises(RefitError, match="the publisher did not finish within 30 s"):
@@ -359,16 +355,15 @@ async def test_a_label_of_another_version_is_not_taken():
             async with rollouts.paused_for_weights(version=1):
                 await load(engines, 3)
         async with rollouts.paused_for_weights(version=3):
-            pass  # the engines have it already
+            pass  # the engines already have it
         await rollouts.next_batch()
         assert rollouts.version == 3
 
 
 @each_row("back", [False, True])
 @each_row("label", [False, True])
-async def test_an_engine_that_dies_while_the_trainer_loads_costs_nothing(back: bool, label: bool):
-    """If it is back at once, its weights are those that it was first started with, whatever label
-    it is given."""
+async def test_an_engine_may_die_while_the_trainer_loads(back: bool, label: bool):
+    """An engine that restarts at once has its initial weights, whatever its label."""
     async with running() as (rollouts, engines):
         batches = [await rollouts.next_batch()]
         async with rollouts.paused_for_weights(label=label):
@@ -388,7 +383,7 @@ async def test_an_engine_that_dies_while_the_trainer_loads_costs_nothing(back: b
         check_whole(rollouts, batches)
 
 
-async def test_a_trainer_that_is_cancelled_before_the_pause_changes_nothing():
+async def test_a_trainer_cancelled_before_the_pause_changes_nothing():
 
     async def block(rollouts: RolloutScheduler) -> None:
         async with rollouts.paused_for_weights():
@@ -396,7 +391,7 @@ async def test_a_trainer_that_is_cancelled_before_the_pause_changes_nothing():
 
     async with running(straggler="run", pace="asynchronous") as (rollouts, _):
         batches = [await rollouts.next_batch()]
-        with pytest.raises(TimeoutError):  # the stragglers have not ended by then
+        with pytest.raises(TimeoutError):  # the stragglers are still running then
             await asyncio.wait_for(block(rollouts), 0.1)
         batches.append(await rollouts.next_batch())
         assert rollouts.state.weights.versions.engines == {"sim-0": 0, "sim-1": 0}
@@ -404,7 +399,7 @@ async def test_a_trainer_that_is_cancelled_before_the_pause_changes_nothing():
 
 
 @each_row("step", range(12))
-async def test_a_trainer_that_is_cancelled_at_any_moment_can_go_on_with_the_next_update(step: int):
+async def test_a_trainer_cancelled_at_any_moment_can_update_again(step: int):
 
     async def block(rollouts: RolloutScheduler) -> None:
         async with rollouts.paused_for_weights(version=1):
@@ -422,7 +417,7 @@ async def test_a_trainer_that_is_cancelled_at_any_moment_can_go_on_with_the_next
         check_whole(rollouts, batches)
 
 
-async def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
+async def test_a_refused_update_fails_the_wait_for_the_pause():
     async with running() as (rollouts, _):
         await rollouts.next_batch()
         handshake = Handshake()
@@ -442,7 +437,7 @@ async def test_who_waits_for_the_pause_hears_of_an_update_that_was_refused():
 
 
 @each_row("straggler", ["retract", "in_place", "abort"])
-async def test_engines_that_the_trainer_has_continued_are_paused_again_for_the_next_update(
+async def test_the_next_update_pauses_engines_the_trainer_resumed(
     straggler: str,
 ):
     async with running(straggler=straggler) as (rollouts, engines):
@@ -474,7 +469,7 @@ async def until_at(rollouts: RolloutScheduler, version: int) -> None:
     ],
 )
 async def test_foreign_updates_are_followed_without_a_word(straggler: str, pace: str):
-    """They come when batches are complete, and in the middle of them."""
+    """Updates arrive when batches are complete, and in the middle of batches."""
     calls = Calls()
 
     async def trainer() -> None:
@@ -497,7 +492,7 @@ async def test_foreign_updates_are_followed_without_a_word(straggler: str, pace:
 
 
 async def test_a_fleet_that_waits_for_the_next_version_is_watched():
-    """With this bound nothing is launched before the next version, so no token shows it."""
+    """With this bound nothing is launched before the next version, so no token would reveal it."""
     async with running(straggler="abort", follow_weights=True, max_staleness=0) as (
         rollouts,
         engines,

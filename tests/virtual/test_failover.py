@@ -37,7 +37,7 @@ pytestmark = pytest.mark.virtual_time
 
 
 def workload() -> LongTailWorkload:
-    """Prompts whose responses take minutes: an engine gives such a request about 100 tokens/s."""
+    """Prompts whose responses take minutes at about 100 tokens/s per request."""
     return LongTailWorkload(median=4_000, sigma=0.7, cap=20_000, group_size=4, seed=3)
 
 
@@ -65,7 +65,7 @@ class Server(SimEngine):
 
 
 class Spoilt(Server):
-    """An engine like Server that has one fault while `fault` says so."""
+    """A Server with the fault that `fault` names, or none if it is empty."""
 
     fault = ""
 
@@ -133,7 +133,7 @@ class Losses(ProtocolListener):
 async def running(
     fleet: SimFleet, losses: Losses | None = None, **changes: object
 ) -> AsyncGenerator[RolloutScheduler]:
-    """An open scheduler, some seconds after the start of its first batch."""
+    """Open a scheduler; yields it some seconds after the start of its first batch."""
     listeners = [losses] if losses is not None else []
     async with RolloutScheduler(
         fleet, workload(), config=config(**changes), listeners=listeners
@@ -161,7 +161,7 @@ def used(batch: Batch) -> set[str | None]:
 # --- one of several ------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_hangs_is_lost_and_comes_back_when_it_goes_on():
+async def test_a_hanging_engine_is_lost_until_it_answers():
     fleet, losses = Servers(2), Losses()
     async with running(fleet, losses) as rollouts:
         held = rollouts.state.in_flight.open["sim-1"]
@@ -186,7 +186,7 @@ async def test_an_engine_that_hangs_is_lost_and_comes_back_when_it_goes_on():
     assert ev.Tick not in losses.events
 
 
-async def test_healthy_engines_are_not_taken_for_silent_or_slow_through_refits_and_long_tails():
+async def test_healthy_engines_survive_refits_and_long_tails():
     losses = Losses()
     async with running(Servers(3, refit_seconds=90.0), losses) as rollouts:
         batches: list[Batch] = []
@@ -198,7 +198,7 @@ async def test_healthy_engines_are_not_taken_for_silent_or_slow_through_refits_a
     assert not losses.lost
 
 
-async def test_an_engine_that_is_lost_soon_after_each_return_waits_twice_as_long_each_time():
+async def test_repeated_losses_of_an_engine_double_its_wait():
     fleet, losses = Servers(2), Losses()
     async with running(fleet, losses) as rollouts:
         trainer = asyncio.create_task(train(rollouts))
@@ -230,7 +230,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @each_row("fault", ["nan", "short", "stuck", "hung", "deaf"])
-async def test_an_engine_that_answers_but_does_not_work_stays_out_until_it_does(fault: str):
+async def test_an_engine_that_only_answers_stays_out(fault: str):
     fleet = Servers(2)
 
     async with running(fleet, timeouts=Timeouts(control_s=15.0)) as rollouts:
@@ -238,7 +238,7 @@ async def test_an_engine_that_answers_but_does_not_work_stays_out_until_it_does(
         fleet.spoilt.fault = fault
         if fault == "hung":
             fleet.spoilt.decode_at(0)
-        # A quarter of a second a token: what cannot be aborted is not soon over by itself.
+        # At 0.25 s per token, a response that cannot be aborted does not end soon.
         fleet.spoilt.decode_at(0.02) if fault == "deaf" else None
         await asyncio.sleep(200)
         assert set(rollouts.state.weights.versions.engines) == {"sim-0"}
@@ -271,13 +271,13 @@ def test_the_only_engine_dies_and_is_restarted_in_time(caplog: pytest.LogCapture
     assert text[0].startswith("engine sim-0 is out of use: ")
     assert "the connection broke" in text[0]
     assert "verify failed" in text[0]
-    assert len(text) == 4, "it is asked after 1, 3, 7 … 127 s; the wait is said each minute"
+    assert len(text) == 4, "probes after 1, 3, 7 … 127 s; one log line per minute of waiting"
     assert all(
         "no engine is left since" in line and "the connection broke" in line for line in text[1:]
     )
 
 
-async def test_a_fleet_that_does_not_come_back_ends_every_call_in_the_end():
+async def test_a_fleet_lost_for_good_ends_every_call():
     fleet = Servers(2)
 
     async with running(fleet, health=Health(stall_s=20.0, fleet_wait_s=300.0)) as rollouts:
@@ -305,7 +305,7 @@ def prompts() -> list[Prompt]:
     return [Prompt(input_ids=np.array([i], dtype=np.int32), sampling=sampling) for i in range(3)]
 
 
-async def test_engines_that_come_back_without_the_weights_have_the_trainer_publish_them():
+async def test_engines_back_without_weights_need_a_new_update():
     fleet = Servers(2)
 
     async with running(fleet) as rollouts:

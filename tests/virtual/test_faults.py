@@ -62,7 +62,7 @@ LIMITS = HttpLimits(max_answer_bytes=2**20, flush_timeout=20.0)
 
 @dataclass
 class Seen:
-    """The tokens of one response, as the adapter gave them."""
+    """The tokens of one response, as the adapter returned them."""
 
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
@@ -116,7 +116,7 @@ async def read(engine: SGLangEngine) -> Seen:
 
 
 async def failure(call: Coroutine[Any, Any, object]) -> AprilschedError:
-    """The error that `call` ends with."""
+    """Return the error that `call` raises."""
     with pytest.raises(AprilschedError) as raised:
         async with asyncio.timeout(NEVER):
             await call
@@ -125,7 +125,7 @@ async def failure(call: Coroutine[Any, Any, object]) -> AprilschedError:
 
 @cache
 def reference() -> Seen:
-    """The response of an engine without faults."""
+    """Return the response of an engine without faults."""
 
     async def main() -> Seen:
         async with Setting() as setting:
@@ -139,7 +139,7 @@ def reference() -> Seen:
 
 @pytest.fixture(autouse=True)
 def _reference_is_known() -> None:  # pyright: ignore[reportUnusedFunction]
-    """Make the reference before a test's clock runs, because virtual clocks do not nest."""
+    """Compute the reference before a test's clock runs, because virtual clocks do not nest."""
     reference()
 
 
@@ -246,7 +246,7 @@ async def test_a_silent_stream_can_be_left_in_bounded_time(fault: Fault):
 # -- whole answers ------------------------------------------------------------------------------
 
 
-async def test_a_busy_server_says_when_it_may_be_asked_again():
+async def test_the_error_of_a_busy_server_has_retry_after():
     async with Setting(Answer(status=429, retry_after=12.5, times=1, after=2)) as setting:
         error = (await read(setting.engine)).error
         assert isinstance(error, EngineBusy)
@@ -279,7 +279,7 @@ def test_a_reset_before_the_answer_breaks_the_connection():
     async def main(fault: Fault, carried_out: bool) -> tuple[int, int]:
         fault = replace(fault, routes=("/pause_generation",))
         async with Setting(replace(fault, times=1)) as setting:
-            await setting.engine.pause("retract")  # harmless to repeat, so it was
+            await setting.engine.pause("retract")  # repeated, because that is harmless
             paused_once = setting.server.engine.counters.paused_seconds
             await setting.engine.resume()
         async with Setting(fault) as setting:
@@ -293,7 +293,7 @@ def test_a_reset_before_the_answer_breaks_the_connection():
     assert run_virtual(main(LoseAnswer(), True)) == (3, 0)
 
 
-async def test_a_generation_whose_connection_was_reset_is_not_sent_twice():
+async def test_a_reset_generation_is_not_sent_twice():
     async with Setting(Cut(after=2)) as setting:
         seen = await read(setting.engine)
         assert type(seen.error) is ConnectionDropped
@@ -301,10 +301,10 @@ async def test_a_generation_whose_connection_was_reset_is_not_sent_twice():
         assert setting.fired == {"cut": 1}
 
 
-async def test_a_call_whose_engine_is_closed_before_it_is_repeated_ends_with_an_error_of_ours(
+async def test_a_retry_on_a_closed_engine_is_an_aprilsched_error(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    # The wait is drawn from [0, 0.1 s]: a short one would be over before the engine is closed.
+    # The wait is drawn from [0, 0.1 s]; a short one would end before the engine is closed.
     def fixed(**_: float) -> wait_fixed:
         return wait_fixed(5.0)
 
@@ -347,7 +347,7 @@ async def test_a_control_call_that_never_answers_ends_in_its_time(carried_out: b
 # -- weights ------------------------------------------------------------------------------------
 
 
-def test_a_refit_that_fails_leaves_inconsistent_weights_unless_none_was_loaded(tmp_path: Path):
+def test_a_failed_refit_is_inconsistent_unless_nothing_loaded(tmp_path: Path):
     weights = two_weights(tmp_path)[0]
 
     async def main(fault: Fault) -> tuple[AprilschedError, int | AprilschedError]:
@@ -373,7 +373,7 @@ def test_a_refit_that_fails_leaves_inconsistent_weights_unless_none_was_loaded(t
     assert after == 0
 
 
-async def test_a_version_that_is_stuck_shows_in_the_label_and_in_the_spans(tmp_path: Path):
+async def test_a_stuck_version_shows_in_the_label_and_the_spans(tmp_path: Path):
     weights = two_weights(tmp_path)[0]
     done = {"success": True, "message": "Succeeded to update model weights."}
     async with Setting(Answer(status=200, content=done, routes=kinds.UPDATES, times=1)) as setting:
@@ -388,7 +388,7 @@ async def test_a_version_that_is_stuck_shows_in_the_label_and_in_the_spans(tmp_p
 # -- the whole engine ---------------------------------------------------------------------------
 
 
-async def test_a_hanging_engine_accepts_connections_and_answers_nothing():
+async def test_a_hanging_engine_accepts_calls_and_never_answers():
     loop = asyncio.get_running_loop()
     async with Setting(Hang(at=1, seconds=200)) as setting:
         await asyncio.sleep(1)
@@ -433,9 +433,9 @@ async def _called(call: Callable[[SGLangEngine], Awaitable[object]], engine: SGL
     await call(engine)
 
 
-@pytest.mark.parametrize("lost", [False, True], ids=["the server goes on", "the server is lost"])
-async def test_a_connection_that_breaks_after_our_abort_ends_the_aborted_response(lost: bool):
-    """SGLang broke one once, and every token had arrived. A lost server has failed all the same."""
+@pytest.mark.parametrize("lost", [False, True], ids=["the server continues", "the server is lost"])
+async def test_a_connection_broken_after_our_abort_ends_the_response(lost: bool):
+    """SGLang once broke one after all tokens had arrived. A lost server is still a failure."""
     silence = Delay(routes=kinds.ABORT, after=2)
     broken = Cut(after_tokens=100, times=1)
     async with Setting(silence, broken) as setting:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.virtual_time
 LIMITS = HttpLimits(max_answer_bytes=2**20)
 BATCHES = 6
 OPENED = 1.0
-"""Seconds after which the servers are open."""
+"""Time in seconds by which the servers are open."""
 
 
 config = partial(small.config, group_size=2, over_provision=1.5)
@@ -73,7 +73,7 @@ async def fleet_with(
         yield rollouts, servers
 
 
-def test_a_run_whose_aborts_fail_at_its_end_leaves_no_engine_paused():
+def test_failing_aborts_at_the_end_leave_no_engine_paused():
     async def main(fault: Fault) -> None:
         loop = asyncio.get_running_loop()
         settings = config(pace="synchronous", over_provision=3.0)
@@ -131,7 +131,7 @@ async def test_a_fleet_that_lost_its_key_or_its_path_is_waited_for(status: int):
         assert asyncio.get_running_loop().time() > 60
 
 
-async def test_a_request_that_no_engine_accepts_is_dropped_and_costs_no_engine():
+async def test_a_request_no_engine_accepts_is_dropped_alone():
     fault = Answer(status=400, probability=0.2, after_tokens=0)
     async with fleet_with(fault, faulty=3) as (rollouts, _):
         for _ in range(BATCHES):

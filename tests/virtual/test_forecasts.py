@@ -21,7 +21,7 @@ FORECAST = Forecast(
 
 
 def delivered(batch: int, tokens: int = 200) -> of.BatchDelivered:
-    """One rollout of which half of the tokens are one version old."""
+    """Return one rollout with half of its tokens one version old."""
     half = tokens // 2
     rollout = of.DeliveredRollout(
         rollout_id=batch,
@@ -38,7 +38,7 @@ def measured(meter: BatchMeter, at: float, fact: of.Fact) -> Measured | None:
     return meter.latest
 
 
-def test_a_batch_has_the_forecast_that_was_in_force_when_it_began() -> None:
+def test_a_batch_has_the_forecast_in_force_at_its_start() -> None:
     meter = BatchMeter(trainer_waits=True)
     meter.on_facts([of.RunOpened(engines=(), version=0), of.BatchRequested()], 0.0)
     changed = of.ScheduleChanged(schedule="a wave: good", forecast=FORECAST, refill="wave")
@@ -73,7 +73,7 @@ def test_a_batch_has_the_forecast_that_was_in_force_when_it_began() -> None:
     assert Figures.over([first]).forecast is None
 
 
-def test_a_forecast_of_a_process_that_has_ended_is_not_held_against_its_batch() -> None:
+def test_a_forecast_does_not_outlive_its_process() -> None:
     meter = BatchMeter(trainer_waits=True)
     meter.on_facts([of.RunOpened(engines=(), version=0)], 0.0)
     meter.on_facts([of.ScheduleChanged(schedule="a wave", forecast=FORECAST)], 0.0)

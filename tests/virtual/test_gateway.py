@@ -122,7 +122,7 @@ async def test_clients_set_only_the_fields_that_the_operator_lists():
     async with front() as one:
         plain = await one.reference(40)
         ignored = await one.raw.done("/generate", asked(40, **fields))
-        assert ignored["output_ids"] == plain, "nothing of it has arrived"
+        assert ignored["output_ids"] == plain, "none of its tokens has arrived"
         for name in ("extra", "request", "keep"):
             params = {**asked(40)["sampling_params"], name: {"priority": 1}}
             status, refused = await one.raw.post(
@@ -148,7 +148,7 @@ ASKS: dict[str, Any] = {"return_routed_experts": True, "return_sampling_mask": T
 MASKS = "output_token_sampling_mask"
 
 
-async def test_rows_come_back_in_the_form_of_the_engine_to_those_who_ask():
+async def test_requested_rows_have_the_format_of_the_engine():
     async with front(client_fields=ROWS) as one, Raw(one.servers[0].url) as engine:
         answer = await engine.done("/generate", asked(50, **ASKS))
         expected = {k: answer["meta_info"][k] for k in ("routed_experts", MASKS, f"{MASKS}_length")}
@@ -182,7 +182,8 @@ async def test_rows_are_of_the_weights_that_sampled_their_token(tmp_path: Path):
     async with front(client_fields=ROWS) as one:
         plain = await one.stream(LONG, **ASKS).end()
         stream = await one.stream(LONG, **ASKS).reach(INTERVAL)
-        # Requests that wait inside would be computed again under the new weights, rows included.
+        # Requests that waited inside the engine would be recomputed under the new weights, with
+        # their rows.
         for call in ("/pause_generation", "/update_weights_from_disk", "/continue_generation"):
             body = {"mode": "retract", "model_path": str(weights)}
             await one.raw.done(call, body)
@@ -202,9 +203,7 @@ async def test_rows_are_of_the_weights_that_sampled_their_token(tmp_path: Path):
 
 
 @pytest.mark.parametrize("launched", [True, False])
-async def test_a_client_that_disconnects_leaves_nothing_but_an_entry_in_the_ledger(
-    one: Front, launched: bool
-):
+async def test_a_disconnected_client_leaves_only_a_ledger_entry(one: Front, launched: bool):
     if launched:
         reader = await one.stream(LONG).reach(INTERVAL)
     else:
@@ -224,14 +223,12 @@ async def test_a_client_that_disconnects_leaves_nothing_but_an_entry_in_the_ledg
 
 
 @pytest.mark.parametrize("paused", [False, True])
-async def test_an_abort_ends_a_response_with_its_tokens_and_their_versions(
-    one: Front, paused: bool
-):
+async def test_an_aborted_response_has_its_tokens_and_versions(one: Front, paused: bool):
     reader = await one.stream(LONG, rid="mine").reach(INTERVAL)
     other = await one.stream(LONG, rid="mine-too").reach(INTERVAL)
     if paused:
         await one.raw.post("/pause_generation", {"mode": "in_place"})
-    assert await one.raw.post("/abort_request", {"rid": "nobody"}) == (200, "")
+    assert await one.raw.post("/abort_request", {"rid": "unknown"}) == (200, "")
     assert await one.raw.post("/abort_request", {"rid": "mine"}) == (200, "")
     await reader.end()
     assert reader.last["finish_reason"]["type"] == "abort"
@@ -245,9 +242,7 @@ async def test_an_abort_ends_a_response_with_its_tokens_and_their_versions(
 # --- control -----------------------------------------------------------------------------------
 
 
-async def test_a_response_survives_a_pause_and_new_weights_and_says_which_sampled_what(
-    one: Front, tmp_path: Path
-):
+async def test_a_response_survives_an_update_and_lists_its_versions(one: Front, tmp_path: Path):
     first, second = two_weights(tmp_path)
     reader = await one.stream(LONG).reach(INTERVAL)
     await one.raw.done("/pause_generation", {"mode": "retract"})
@@ -260,12 +255,12 @@ async def test_a_response_survives_a_pause_and_new_weights_and_says_which_sample
     status, answer = await one.raw.post("/update_weights_from_disk", body)
     assert (status, answer["success"]) == (200, True)
     assert one.servers[0].engine.batcher.paused == "retract", "it stays paused after the update"
-    assert not late.events, "a request that comes during a pause waits"
+    assert not late.events, "a request that arrives during a pause waits"
     await one.raw.done("/continue_generation", {})
     assert (await one.raw.get("/ready"))[0] == 200
     await late.end()
     assert spans(late.last) == [("step-1", 0, 10)]
-    # Without a pause of the client's the scheduler pauses and continues by itself.
+    # Without a pause by the client, the scheduler pauses and continues by itself.
     before = len(reader.ids)
     await reader.reach(before + INTERVAL)
     body = {"model_path": str(second)}
@@ -279,9 +274,7 @@ async def test_a_response_survives_a_pause_and_new_weights_and_says_which_sample
     assert reader.last["weight_versions_exact"]
 
 
-async def test_weights_that_were_loaded_behind_the_gateway_get_their_label(
-    one: Front, tmp_path: Path
-):
+async def test_weights_loaded_behind_the_gateway_get_their_label(one: Front, tmp_path: Path):
     weights, _ = two_weights(tmp_path)
     reader = await one.stream(LONG).reach(INTERVAL)
     await one.raw.post("/pause_generation", {"mode": "retract"})
@@ -298,9 +291,7 @@ async def test_weights_that_were_loaded_behind_the_gateway_get_their_label(
     assert [label for label, _, _ in spans(reader.last)] == ["default", "behind"]
 
 
-async def test_control_calls_that_come_together_are_carried_out_one_after_the_other(
-    one: Front, tmp_path: Path
-):
+async def test_concurrent_control_calls_run_one_at_a_time(one: Front, tmp_path: Path):
     weights = two_weights(tmp_path)
     reader = await one.stream(LONG).reach(1)
     calls = [one.raw.post("/pause_generation", {"mode": "retract"})]
@@ -321,7 +312,7 @@ async def test_control_calls_that_come_together_are_carried_out_one_after_the_ot
 
 @pytest.mark.parametrize("shown", [{}, IMAGES], ids=["text", "images"])
 async def test_a_response_survives_an_engine_that_dies(shown: dict[str, Any]):
-    """The engines sample by what they are shown, so the next attempt has the same images."""
+    """Images change what the engines sample, so the next attempt must have the same ones."""
     patient = SchedulerConfig(health=Health(fleet_wait_s=60))
     async with (
         front(engines=2, config=patient, client_fields=tuple(shown)) as two,
@@ -376,10 +367,8 @@ async def test_clients_of_a_busy_server_wait(tmp_path: Path):
 
 
 @pytest.mark.parametrize("path", CALLS)
-async def test_clients_of_a_server_that_is_always_busy_are_told_when_to_ask_again(
-    path: str, tmp_path: Path
-):
-    # The first call is that of the opening, which looks for the size of the vocabulary.
+async def test_clients_of_a_busy_server_get_retry_after(path: str, tmp_path: Path):
+    # The first call comes from the opening, which reads the size of the vocabulary.
     server = FaultyServer(CONFIG, faults=[Answer(status=429, retry_after=0.01, after=2)])
     config = SchedulerConfig(health=Health(fleet_wait_s=0.0))
     async with (
@@ -391,7 +380,7 @@ async def test_clients_of_a_server_that_is_always_busy_are_told_when_to_ask_agai
         assert "busy for too long" in (await answer.json())["error"]["message"]
 
 
-async def test_a_response_with_a_grammar_fails_with_its_engine_instead_of_beginning_again(
+async def test_a_response_with_a_grammar_fails_with_its_engine(
     tmp_path: Path,
 ):
     async with front(2) as two:
@@ -430,10 +419,10 @@ async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize("wait_s", [0, 600])
-async def test_a_gateway_begins_while_a_server_is_not_there_yet(
+async def test_a_gateway_starts_before_all_servers_are_up(
     wait_s: float, caplog: pytest.LogCaptureFixture
 ):
-    """Without waiting the other server joins later, and with it the gateway begins with both."""
+    """Without `wait_s` the late server joins later; with it the gateway starts with both."""
     async with served() as there, served() as late:
         await late.crash()
         fleet = SGLangFleet([late.url, there.url], wait_s=wait_s, stream_interval=INTERVAL)
@@ -471,7 +460,7 @@ async def test_a_server_that_is_of_no_use_ends_the_wait_for_the_others():
         assert fleet.awaited == ()
 
 
-async def test_without_an_engine_requests_wait_and_the_gateway_is_alive_and_not_ready():
+async def test_without_engines_requests_wait_and_it_is_not_ready():
     async with front() as one:
         reader = await one.stream(LONG).reach(INTERVAL)
         await one.servers[0].crash()
@@ -551,7 +540,7 @@ def test_settings_that_a_gateway_cannot_keep_are_refused(config: SchedulerConfig
         Gateway(SGLangFleet(["http://127.0.0.1:9"]), config=config)
 
 
-async def test_an_address_in_use_is_refused_and_the_engine_is_free_again(one: Front):
+async def test_an_address_in_use_is_refused_and_frees_the_engine(one: Front):
     port = int(one.gateway.url.rpartition(":")[2])
     async with served() as server:
         with pytest.raises(ConfigError, match="Cannot listen"):
@@ -561,8 +550,8 @@ async def test_an_address_in_use_is_refused_and_the_engine_is_free_again(one: Fr
             await raw.done("/generate", asked(5))
 
 
-async def test_a_gateway_begins_with_an_empty_cache_also_after_a_restart():
-    """Before it, somebody may have loaded other weights and kept the keys of the older ones."""
+async def test_a_gateway_starts_and_restarts_with_an_empty_cache():
+    """Another client may have loaded weights before and kept the keys of older ones."""
     async with served(config=replace(CONFIG, prefix_cache=True)) as server, Raw(server.url) as raw:
 
         async def found(attempt: int) -> int:

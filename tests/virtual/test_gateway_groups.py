@@ -56,7 +56,7 @@ async def test_several_prompts_are_answered_in_their_order(one: Front):
     assert len(await one.raw.done("/generate", {**asked(5), "input_ids": [[3, 4]]})) == 1
 
 
-async def test_a_stream_of_several_responses_says_which_one_an_event_is_of(one: Front):
+async def test_a_stream_of_several_responses_labels_each_event(one: Front):
     params = [{"max_new_tokens": n, "ignore_eos": True, "temperature": 0.0} for n in (20, 200)]
     events = await one.raw.events({"input_ids": [[3, 4], [3, 4]], "sampling_params": params})
     parts: dict[int, list[int]] = {0: [], 1: []}
@@ -98,7 +98,7 @@ async def test_an_abort_of_a_body_or_of_one_response_in_it(one: Front):
 # --- groups by a header ------------------------------------------------------------------------
 
 
-async def test_requests_of_one_group_go_to_one_engine_and_are_aborted_together():
+async def test_a_group_shares_one_engine_and_is_aborted_together():
     async with front(engines=2) as two:
         for name in ("left", "right"):
             two.raw.session.headers[HEADER] = name
@@ -147,7 +147,7 @@ async def test_a_response_that_becomes_too_old_ends_with_its_tokens(tmp_path: Pa
         assert [label for label, _, _ in spans(young.last)] == ["1", "2"]
 
 
-async def test_new_responses_wait_while_there_are_enough_for_the_versions(tmp_path: Path):
+async def test_new_responses_wait_if_the_version_limit_is_reached(tmp_path: Path):
     weights = two_weights(tmp_path)
     async with front(max_staleness=1, per_version=2) as one:
         await one.raw.done("/generate", asked(5))

@@ -17,7 +17,7 @@ from tests.support.tiny_tokenizer import bytes_tokenizer
 pytestmark = pytest.mark.long
 
 
-async def test_clients_who_come_and_go_get_whole_answers_and_leave_nothing(tmp_path: Path):
+async def test_leaving_clients_get_whole_answers_and_leave_nothing(tmp_path: Path):
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(served()) for _ in range(2)]
         gateway = Gateway(

@@ -71,7 +71,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with which random tokens call tools."""
+    """A tokenizer whose random tokens contain tool calls."""
     return calling_tokenizer(tmp_path_factory.mktemp("calling"))
 
 
@@ -120,11 +120,11 @@ async def test_a_completion_is_the_text_of_the_engines_tokens(one: Front, plain:
     assert len(choice.logprobs.tokens) == len(choice.logprobs.text_offset) == 40
 
 
-def test_nothing_is_told_of_a_token_whose_likely_tokens_are_lost():
+def test_a_token_without_top_logprobs_has_an_empty_list():
     assert likely_triples(top_logprobs(2).blank(3), 2) == [[], [], []]
 
 
-async def test_a_gateway_that_gives_no_likely_tokens_refuses_who_asks_for_some(plain: Path):
+async def test_top_logprobs_are_refused_if_the_gateway_has_none(plain: Path):
     asks = [
         (TEXT, {"prompt": "x", "logprobs": 1}),
         (CHAT, {**SHORT, "logprobs": True, "top_logprobs": 1}),
@@ -138,7 +138,7 @@ async def test_a_gateway_that_gives_no_likely_tokens_refuses_who_asks_for_some(p
         assert "output_top_logprobs" not in answer["meta_info"]
 
 
-async def test_a_stream_has_the_same_text_tokens_and_logprobs_as_the_whole(one: Front):
+async def test_a_stream_equals_the_whole_response(one: Front):
     options: dict[str, Any] = {
         "model": MODEL,
         "prompt": "count",
@@ -198,14 +198,12 @@ async def test_several_prompts_and_several_responses_to_each(one: Front, stream:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_across_chunks_ends_the_response_and_is_not_told(
-    one: Front, stream: bool
-):
+async def test_a_stop_string_across_chunks_is_not_in_the_response(one: Front, stream: bool):
     options: dict[str, Any] = {"model": MODEL, "prompt": "x", "temperature": 0.0}
     more = {"ignore_eos": True, "return_token_ids": True}
     free = await one.client.completions.create(**options, max_tokens=400, extra_body=more)
     text, ids = free.choices[0].text, free.choices[0].token_ids
-    # It begins before the end of a chunk and ends behind it.
+    # The stop string starts in one chunk and ends in the next.
     tokenizer = one.gateway.service.texts.tokenizer
     start = len(tokenizer.decode(ids[: 3 * INTERVAL - 3]))
     stop = text[start : start + 6]
@@ -293,7 +291,7 @@ async def test_a_chat_goes_through_the_models_template(one: Front):
     assert choice.finish_reason == "length"
 
 
-async def test_an_image_of_a_chat_is_shown_to_every_engine_that_answers_it(plain: Path):
+async def test_every_engine_that_answers_a_chat_gets_its_image(plain: Path):
     options: dict[str, Any] = {"model": MODEL, "messages": WITH_IMAGE, "max_tokens": LONG, **GREEDY}
     options["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
     async with front(plain, engines=2, client_fields=("image_data",)) as two:
@@ -343,7 +341,7 @@ async def test_tools_are_called(calling: Path):
         ids = free.choices[0].token_ids
         calls = [at for at, i in enumerate(ids) if i % 5 == 0]
         end = next(i for i in ids[calls[1] :] if i % 5 and i not in ids[: calls[1]])
-        # It ends by a token, and the calls are the reason that is told.
+        # A stop token ends it, but the reported finish reason is the tool calls.
         options["extra_body"] = {"stop_token_ids": [end]}
         whole = await one.client.chat.completions.create(**options)
         message = whole.choices[0].message
@@ -364,7 +362,7 @@ async def test_tools_are_called(calling: Path):
         assert [call.function.arguments for call in final.message.tool_calls] == [
             call.function.arguments for call in message.tool_calls
         ]
-        # What a model has called and seen goes back through the template.
+        # Calls and results of tools go back through the template.
         history = [
             *TEXTS,
             {"role": "assistant", "content": None, "tool_calls": [message.tool_calls[0].to_dict()]},
@@ -381,7 +379,7 @@ SHORT: dict[str, Any] = {"messages": TEXTS, "max_tokens": 5}
 
 
 def with_call(arguments: str) -> list[dict[str, Any]]:
-    """Messages with a call of a tool."""
+    """Return messages with a tool call."""
     call = {"function": {"name": "x", "arguments": arguments}}
     return [{"role": "assistant", "tool_calls": [call]}]
 
@@ -400,7 +398,7 @@ PROMPTS: list[tuple[Any, str]] = [
     ([-1], "input_ids must be in [0, 511], got -1"),
     ([[3]] * 4097, "asks for 4097 responses"),
 ]
-"""Prompts that are refused at every path, and what the refusal says."""
+"""Prompts that every path refuses, and a part of the error message."""
 BAD: list[tuple[str, dict[str, Any], str]] = [
     *((OURS, {"text" if prompt == "" else "input_ids": prompt}, s) for prompt, s in PROMPTS),
     *((TEXT, {"prompt": prompt}, printed) for prompt, printed in PROMPTS),
@@ -472,7 +470,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("/detokenize", {"tokens": [-1]}, "tokens must be in"),
     ("/detokenize", {"tokens": [2**40]}, "tokens must be in"),
 ]
-"""Bodies that are refused, and what the refusal says."""
+"""Bodies that are refused, and a part of the error message."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -554,7 +552,7 @@ paths = pytest.mark.parametrize("path", [OURS, TEXT, CHAT])
 
 
 @paths
-async def test_all_or_none_of_a_body_begins(plain: Path, path: str):
+async def test_a_body_starts_all_of_its_responses_or_none(plain: Path, path: str):
     async with front(plain, max_requests=4) as one:
         assert (await one.raw.post(path, several(path, 5, 3)))[0] == 400
         async with one.raw.session.post(path, json=several(path, 2, 3000)) as answer:
@@ -636,7 +634,7 @@ async def test_generate_takes_text_and_gives_text(one: Front):
     whole = await one.raw.done("/generate", body)
     assert whole["output_ids"] == expected["output_ids"]
     assert whole["text"] == expected["text"] == tokenizer.decode(whole["output_ids"])
-    # A stream that was asked for with text repeats everything; one with token ids does not.
+    # A stream for a text prompt repeats the text; one for token ids does not.
     repeating = await one.raw.events(body)
     assert len(repeating) > 2
     for before, after in pairwise(repeating):
@@ -674,12 +672,12 @@ async def test_a_body_that_is_nested_too_deep_is_refused(one: Front):
         assert answer.status == 400
 
 
-async def test_a_program_that_expects_a_router_finds_the_gateway_as_its_worker(one: Front):
+async def test_a_router_client_sees_the_gateway_as_one_worker(one: Front):
     _, received = await one.raw.get("/workers")
     assert [worker["url"] for worker in received["workers"]] == [one.gateway.url]
 
 
-async def test_without_a_tokenizer_stop_strings_are_refused_and_tokens_are_not(plain: Path):
+async def test_without_a_tokenizer_only_stop_strings_are_refused(plain: Path):
     async with front(None) as one:
         body = asked(5)
         body["sampling_params"]["stop"] = "x"
@@ -688,13 +686,13 @@ async def test_without_a_tokenizer_stop_strings_are_refused_and_tokens_are_not(p
         assert (status, "text" in answer) == (200, False)
 
 
-# --- beside other parts of the gateway ---------------------------------------------------------
+# --- with other parts of the gateway -----------------------------------------------------------
 
 
-async def test_a_client_that_reads_nothing_holds_up_nobody_and_then_gets_everything(one: Front):
+async def test_a_client_that_reads_late_blocks_no_other(one: Front):
     body = {**asked(3000), "input_ids": [5, 6], "stream": True}
     async with one.raw.session.post("/generate", json=body) as answer:
-        # Nothing of the stream is read until its rollout is long over.
+        # The client reads the stream only long after its rollout has ended.
         await until(lambda: one.state.in_flight.counters.delivered == 1)
         received = await one.client.completions.create(
             model=MODEL, prompt="x", max_tokens=5, **GREEDY

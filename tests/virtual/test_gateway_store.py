@@ -51,7 +51,7 @@ async def reference(server: SimServer, tokens: int) -> list[int]:
 
 
 async def interrupted(reader: Reader) -> int:
-    """Wait until the gateway has ended a response for its own end; returns its tokens."""
+    """Wait until the gateway ends a response because it stops; returns the number of its tokens."""
     await reader.end()
     error = reader.events.pop()["error"]
     assert (error["code"], error["retryable"]) == (503, True)
@@ -60,7 +60,7 @@ async def interrupted(reader: Reader) -> int:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_response_goes_on_after_a_restart_with_its_versions(
+async def test_a_response_continues_after_a_restart_with_versions(
     server: SimServer, tmp_path: Path, stream: bool
 ):
     expected = await reference(server, LONG)
@@ -107,9 +107,7 @@ async def test_a_response_that_was_complete_is_there_until_it_is_read(
         assert len(last.gateway.service.responses) == 0
 
 
-async def test_another_prompt_under_the_name_of_a_restored_response_is_refused(
-    server: SimServer, tmp_path: Path
-):
+async def test_another_prompt_under_a_restored_rid_is_refused(server: SimServer, tmp_path: Path):
     async with gateway(server, tmp_path / "store") as first:
         await first.stream(LONG, rid="mine").reach(INTERVAL)
     async with gateway(server, tmp_path / "store") as second:
@@ -117,7 +115,7 @@ async def test_another_prompt_under_the_name_of_a_restored_response_is_refused(
             assert "another prompt" in await second.raw.refused(
                 "/generate", {**other, "rid": "mine"}
             )
-        # Of two clients that ask at once, one gets it.
+        # If two clients ask at once, only one gets it.
         one, two = await asyncio.gather(
             *(second.raw.post("/generate", asked(LONG, rid="mine")) for _ in range(2))
         )
@@ -126,7 +124,7 @@ async def test_another_prompt_under_the_name_of_a_restored_response_is_refused(
         assert second.state.in_flight.counters.launched == 1
 
 
-async def test_what_nobody_asks_for_again_ends_in_the_ledger(server: SimServer, tmp_path: Path):
+async def test_unclaimed_responses_end_in_the_ledger(server: SimServer, tmp_path: Path):
     async with gateway(server, tmp_path / "store") as first:
         await first.stream(LONG, rid="mine").reach(INTERVAL)
         await first.stream(LONG).reach(INTERVAL)
@@ -155,7 +153,7 @@ async def test_a_restored_response_can_be_aborted(server: SimServer, tmp_path: P
         assert len(second.gateway.service.responses) == 0
 
 
-async def test_a_gateway_that_stops_in_a_clients_pause_keeps_what_waits(
+async def test_a_gateway_stopped_in_a_pause_keeps_waiting_requests(
     server: SimServer, tmp_path: Path
 ):
     expected = await reference(server, LONG)
@@ -167,7 +165,7 @@ async def test_a_gateway_that_stops_in_a_clients_pause_keeps_what_waits(
     await interrupted(reader)
     assert await interrupted(waiting) == 0
     async with gateway(server, tmp_path / "store") as second:
-        # The one that no server had begun is not there, so it begins.
+        # No server ran the second one before the kill, so it starts now.
         again = [second.stream(LONG, rid="mine"), second.stream(10, rid="later")]
         assert [len((await each.end()).ids) for each in again] == [LONG, 10]
         assert again[0].ids == expected
@@ -184,9 +182,7 @@ async def test_a_client_that_has_left_is_not_restored(server: SimServer, tmp_pat
         assert second.state.in_flight.ledger.total == 1
 
 
-async def test_a_store_that_is_no_gateways_is_refused_and_left_alone(
-    server: SimServer, tmp_path: Path
-):
+async def test_a_store_of_another_program_is_refused_unchanged(server: SimServer, tmp_path: Path):
     store, queue = tmp_path / "store", PromptQueue()
     queue.put(Prompt(input_ids=[3, 4], key="mine"))  # type: ignore[arg-type]
     config = SchedulerConfig(batch_groups=1, group_size=1, straggler="retract")
@@ -216,7 +212,7 @@ async def test_a_damaged_file_of_labels_is_refused(server: SimServer, tmp_path: 
             pass
 
 
-async def test_a_store_that_cannot_be_written_does_not_stop_the_gateway(
+async def test_a_failing_store_does_not_stop_the_gateway(
     server: SimServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(*_: object, **__: object) -> None:
@@ -265,21 +261,19 @@ class Process:
 
 
 def saved_tokens(store: Path, copy: Path) -> int:
-    """Number of tokens in a copy of a store that another process writes."""
+    """Return the number of tokens in a copy of a store that another process writes."""
     for path in store.parent.glob(f"{store.name}*"):
         shutil.copy(path, copy.with_name(path.name.replace(store.name, copy.name, 1)))
     try:
         stored = SqliteStore(copy)
         saved = stored.open()
         stored.close()
-    except StoreError:  # It was copied in the middle of a write.
+    except StoreError:  # The copy was made in the middle of a write.
         return 0
     return 0 if saved is None else sum(len(each.token_ids) for each in saved.tokens.values())
 
 
-async def test_a_response_survives_the_kill_of_the_process_and_then_its_end_by_a_signal(
-    server: SimServer, tmp_path: Path
-):
+async def test_a_response_survives_a_kill_and_then_a_signal(server: SimServer, tmp_path: Path):
     expected = await reference(server, LONG)
     store = tmp_path / "store"
     async with Process(server, store) as first:

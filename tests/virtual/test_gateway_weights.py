@@ -30,7 +30,7 @@ def tensors(*parts: str, **more: Any) -> dict[str, Any]:
 
 
 def key(server: SimServer) -> int:
-    """What the server's weights are."""
+    """Return the key of the server's weights."""
     return server.engine.batcher.weights_key
 
 
@@ -62,19 +62,19 @@ async def test_without_a_pause_the_bucket_that_flushes_is_the_last(two: Front):
     await two.raw.done(TENSOR, tensors("a", "a", flush_cache=False))
     length = len(reader.ids)
     assert two.state.weights.update is not None, "the engines wait for the rest"
-    # What SGLang's default asks for: it is the last.
+    # SGLang's default marks this one as the last.
     await two.raw.done(TENSOR, tensors("b", "b"))
     assert two.state.weights.versions.trainer == 1
     await reader.reach(length + INTERVAL)
     await two.raw.done(TENSOR, tensors("c", "d"))
     assert two.state.weights.versions.trainer == 2
-    # Each engine has had the handles of its own ranks.
+    # Each engine got the handles of its own ranks.
     assert key(two.servers[0]) != key(two.servers[1])
     await reader.end()
     assert [label for label, _, _ in spans(reader.last)] == ["default", "1", "2"]
 
 
-async def test_a_client_that_begins_and_ends_an_update(two: Front):
+async def test_a_client_may_start_and_end_an_update(two: Front):
     await two.raw.done("/begin_weight_update", {})
     await two.raw.done(TENSOR, tensors("a", "a"))
     await two.raw.done(TENSOR, tensors("b", "b", weight_version="step-1"))
@@ -83,7 +83,7 @@ async def test_a_client_that_begins_and_ends_an_update(two: Front):
     assert two.state.in_flight.counters.updates == 1
     assert (await two.raw.get("/model_info"))[1]["weight_version"] == "step-1"
     assert "begin one first" in await two.raw.refused("/end_weight_update", {})
-    # A label that comes afterwards is that of the same weights.
+    # A label that arrives later names the same weights.
     await two.raw.done("/begin_weight_update", {})
     await two.raw.done(TENSOR, tensors("c", "c"))
     await two.raw.done("/end_weight_update", {})
@@ -125,7 +125,7 @@ async def test_an_engine_that_does_not_join_makes_the_others_leave(two: Front):
     assert two.servers[0]._served.groups == {}
 
 
-async def test_a_wrong_number_of_handles_is_refused_before_anything_is_paused(two: Front):
+async def test_a_wrong_number_of_handles_is_refused_before_pausing(two: Front):
     assert "has 3 parts" in await two.raw.refused(TENSOR, tensors("a", "b", "c"))
     assert two.state.weights.update is None
     label = "x" * 1_000_000
@@ -148,8 +148,8 @@ async def test_another_update_is_refused_while_buckets_come(two: Front, tmp_path
     await two.raw.done("/update_weights_from_disk", body)
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_bucket_stops_nothing():
-    # Refits without a duration could all be over between two looks at the state.
+async def test_a_client_leaving_in_the_middle_of_a_bucket_is_safe():
+    # Instant refits could all end between two looks at the state.
     async with front(engines=2, refit_seconds=0.2) as two:
         calls = [two.raw.post(TENSOR, tensors("a", "a")) for _ in range(3)]
         tasks = [asyncio.create_task(call) for call in calls]
@@ -163,7 +163,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_bucket_stops_nothing():
         assert key(two.servers[0]) == key(two.servers[1])
 
 
-async def test_two_clients_that_bring_buckets_at_once_make_whole_updates(two: Front):
+async def test_two_clients_sending_buckets_make_whole_updates(two: Front):
     bodies = [tensors(part, part) for part in "abcdef"]
     answers = await asyncio.gather(*(two.raw.post(TENSOR, body) for body in bodies))
     assert {status for status, _ in answers} == {200}
@@ -171,7 +171,7 @@ async def test_two_clients_that_bring_buckets_at_once_make_whole_updates(two: Fr
     assert key(two.servers[0]) == key(two.servers[1])
 
 
-async def test_an_engine_that_dies_between_buckets_is_named_and_left_out(two: Front):
+async def test_an_engine_that_dies_between_buckets_is_excluded(two: Front):
     reader = await two.stream(LONG).reach(INTERVAL)
     await two.raw.done("/pause_generation", {"mode": "retract"})
     await two.raw.done(TENSOR, tensors("a", "a"))
@@ -185,10 +185,10 @@ async def test_an_engine_that_dies_between_buckets_is_named_and_left_out(two: Fr
 
 
 @pytest.mark.parametrize("paused", [False, True])
-async def test_an_update_that_no_server_takes_says_that_nothing_is_generated(
+async def test_an_update_that_no_server_accepts_reports_the_stop(
     two: Front, tmp_path: Path, paused: bool, caplog: pytest.LogCaptureFixture
 ):
-    """A server that refused a folder may have a part of it, so all of them wait."""
+    """A server that refuses a folder may have loaded a part of it, so all of them wait."""
     reports = "Nothing is generated until an update succeeds"
     if paused:
         await two.raw.done("/pause_generation", {"mode": "retract"})
@@ -204,7 +204,7 @@ async def test_an_update_that_no_server_takes_says_that_nothing_is_generated(
     await two.raw.done("/generate", asked(5))
 
 
-async def test_a_trainer_that_goes_away_in_an_update_leaves_it_to_the_next():
+async def test_the_next_trainer_can_replace_an_abandoned_update():
     config = SchedulerConfig(timeouts=Timeouts(refit_s=0.5))
     async with front(config=config) as one:
         reader = await one.stream(LONG).reach(INTERVAL)
@@ -216,7 +216,7 @@ async def test_a_trainer_that_goes_away_in_an_update_leaves_it_to_the_next():
 
 
 async def test_stopping_in_the_middle_of_an_update_ends():
-    """Also the calls that wait for their turn."""
+    """This includes calls that wait for their turn."""
     async with front() as one:
         await one.stream(LONG).reach(INTERVAL)
         await one.raw.done(TENSOR, tensors("a", flush_cache=False))
@@ -229,14 +229,14 @@ async def test_stopping_in_the_middle_of_an_update_ends():
         assert waiting.cancelled()
 
 
-async def test_a_client_that_leaves_while_it_ends_an_update_leaves_none_open(two: Front):
-    """An update whose end was cancelled waited for its refit's timeout, and everybody with it."""
+async def test_a_client_leaving_at_the_end_leaves_no_update_open(two: Front):
+    """Otherwise a cancelled end of an update would block every client until the refit times out."""
     await two.raw.done("/pause_generation", {"mode": "retract"})
     await two.raw.done(TENSOR, tensors("a", "a"))
     controls = two.gateway.service.controls
     session = controls._open  # pyright: ignore[reportPrivateUsage]
     assert session is not None
-    # What aiohttp does with the handler of a client that is gone.
+    # aiohttp does this to the handler of a disconnected client.
     call = asyncio.create_task(controls.carry_out(controls.resume()))
     while controls._open is not None:  # noqa: ASYNC110 # pyright: ignore[reportPrivateUsage]
         await asyncio.sleep(0)

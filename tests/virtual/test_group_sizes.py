@@ -109,7 +109,7 @@ def test_every_rule_delivers_whole_groups_of_their_own_size(settings: dict[str, 
         assert counted >= stop.amount
 
 
-def test_rewards_of_groups_and_evaluations_have_the_size_of_their_prompt():
+def test_group_rewards_have_the_group_size_of_their_prompt():
     async def reward(group: Group) -> list[float]:
         assert isinstance(group.prompt.key, int)
         return [float(group.prompt.key)] * len(group.rollouts)
@@ -165,7 +165,7 @@ def test_the_log_records_the_sizes_of_groups(tmp_path: Path):
     ("size", "text"),
     [(0, "None, got 0"), (True, "group_size is True"), (1.5, "1.5"), ("2", "a whole number")],
 )
-def test_what_is_no_size_is_refused(size: Any, text: str):
+def test_an_invalid_group_size_is_refused(size: Any, text: str):
     with pytest.raises(ConfigError, match=text):
         Prompt(input_ids=np.array([1], dtype=np.int32), group_size=size)
 

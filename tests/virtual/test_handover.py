@@ -57,7 +57,7 @@ def scheduler(
 
 
 class GatedStore(MemoryStore):
-    """A store whose durable writes wait in their thread until the test lets them through."""
+    """A store whose durable writes block in their thread until the test releases them."""
 
     inline = False
 
@@ -110,9 +110,9 @@ async def polled(rollouts: RolloutScheduler) -> Batch | None:
     ids=lambda preset: getattr(preset, "__name__", preset),
 )
 @each_row("streams", [False, True])
-def test_a_trainer_that_polls_gets_what_one_that_waits_gets(preset: Any, streams: bool):
-    """A call that timed out had ended the batch in work: the next one began more groups, and the
-    engines were paused in between."""
+def test_a_polling_trainer_gets_what_a_waiting_one_gets(preset: Any, streams: bool):
+    """A call that times out must not end the current batch. Otherwise the engines would pause, and
+    the next call would start more groups."""
     base = SchedulerConfig(batch_groups=4, group_size=4)
     buckets = replace(base, refill=LengthBuckets(store=5.0), over_provision=1.5)
     config = buckets if preset == "buckets" else preset(base)
@@ -149,7 +149,7 @@ def test_a_trainer_that_polls_gets_what_one_that_waits_gets(preset: Any, streams
 
 
 @each_row("pace", ["synchronous", "asynchronous"])
-def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: str):
+def test_a_store_slower_than_the_trainers_timeout_is_no_loss(pace: str):
     store = GatedStore()
 
     async def main() -> None:
@@ -162,7 +162,7 @@ def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: s
                     launched = state.in_flight.counters.launched
                     for _ in range(5):
                         assert await polled(rollouts) is None
-                    # It is decided and written once, and nothing runs ahead of it.
+                    # It is decided and written once, and no later batch overtakes it.
                     assert store.started == 2 * index + 1
                     assert state.in_flight.counters.batches == index
                     assert state.in_flight.counters.launched - launched <= 2 * 3 * 2
@@ -184,7 +184,7 @@ def test_a_store_that_is_slower_than_the_trainers_patience_costs_nothing(pace: s
 
 
 @each_row("saved", [False, True])
-async def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(saved: bool):
+async def test_a_batch_whose_wait_is_cancelled_is_not_taken(saved: bool):
     cancelling = Cancelling()
     async with scheduler(MemoryStore() if saved else None, listeners=(cancelling,)) as rollouts:
         await cancelling.cut_off(rollouts)
@@ -196,7 +196,7 @@ async def test_a_batch_whose_wait_is_cancelled_as_it_is_offered_is_not_taken(sav
 
 
 @each_row("rule", ["mask", "evict", "finish"])
-async def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(rule: StalenessRule):
+async def test_an_update_withdraws_untaken_batches(rule: StalenessRule):
     cancelling = Cancelling()
     async with scheduler(
         MemoryStore(), listeners=(cancelling,), max_staleness=Staleness(0, rule=rule)
@@ -215,7 +215,7 @@ async def test_an_update_withdraws_what_was_not_taken_and_staleness_is_bounded(r
             assert rollouts.state.in_flight.ledger.total
 
 
-async def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_again():
+async def test_an_update_between_offer_and_take_rebuilds_the_batch():
     updates: list[asyncio.Handle] = []
 
     def update() -> None:
@@ -224,7 +224,7 @@ async def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_ag
 
     class Updating(Cancelling):
         def on_command(self, command: Command, now: float) -> None:
-            # It comes before the next step of the trainer, which is woken by this offer.
+            # The update comes before the trainer's next step, which this offer wakes.
             if isinstance(command, Offer) and not updates:
                 updates.append(asyncio.get_running_loop().call_soon(update))
 
@@ -235,7 +235,7 @@ async def test_an_update_in_the_moment_between_offer_and_take_makes_the_batch_ag
         assert list(rollouts.state.delivery.unacknowledged) == [0]
 
 
-def test_a_batch_that_was_withdrawn_is_not_delivered_again_after_a_restart():
+def test_a_withdrawn_batch_is_not_redelivered_after_a_restart():
     store = MemoryStore()
     cancelling = Cancelling()
 
@@ -258,7 +258,7 @@ def test_a_batch_that_was_withdrawn_is_not_delivered_again_after_a_restart():
     assert run_virtual(life(False)) == ([0, 1, 2], [False] * 3)
 
 
-def test_a_batch_that_nobody_took_before_the_end_is_there_after_it():
+def test_a_batch_not_taken_before_the_end_is_available_after():
     store = MemoryStore()
     cancelling = Cancelling()
 
@@ -270,7 +270,7 @@ def test_a_batch_that_nobody_took_before_the_end_is_there_after_it():
 
     async def second() -> tuple[list[int], list[int]]:
         async with scheduler(store) as rollouts:
-            # Polled, as the first one was.
+            # This one is polled like the first.
             batch = await polled(rollouts) or await rollouts.next_batch()
             after = await rollouts.next_batch()
             check_invariants(rollouts.state)
@@ -309,7 +309,7 @@ def test_an_update_returns_when_the_store_has_it():
     asyncio.run(main())
 
 
-def test_an_update_does_not_wait_for_ever_for_a_store_that_hangs(
+def test_an_update_does_not_wait_forever_for_a_hanging_store(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("aprilsched.kernel.shell.durability._SAFE_S", 0.5)

@@ -61,7 +61,7 @@ def called(name: str, *, odd: bool, **arguments: Any) -> str:
 
 
 def answer_of(odd: bool) -> Callable[[str], str]:
-    """What the scripted model says: it looks at two cities, packs for these, and ends."""
+    """Return the scripted model, which looks up two cities, packs for them, and ends."""
 
     def answer(text: str) -> str:
         results = [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>tool\n")[1:]]
@@ -76,7 +76,7 @@ def answer_of(odd: bool) -> Callable[[str], str]:
 
 
 class Tools:
-    """The tools of one agent; the first one waits until the policy is another one."""
+    """The tools of one agent; the first one waits until the policy has changed."""
 
     def __init__(self, refitted: asyncio.Event | None = None) -> None:
         self.looking = 0
@@ -95,7 +95,7 @@ class Tools:
 
 
 def as_coroutine(tokenizer: ModelTokenizer, tools: str) -> Callable[[Turn, Prompt], Any]:
-    """The same conversation by hand, with tokens; `tools` is how their definitions are told."""
+    """Return the same conversation as a token-level episode; `tools` defines them."""
     start = "<|im_start|>assistant\n"
 
     def text(role: str, *contents: str) -> str:
@@ -186,7 +186,7 @@ async def test_an_agent_of_a_framework_has_the_tokens_of_a_coroutine(
         assert (rollout.turns, rollout.reward) == (3, 2.0)
         figures = rollout.info["session"]
         assert figures["branches"] == 1
-        # What the policy spelled in its own way stays so, and is counted.
+        # Text in the policy's own spelling is kept, and counted.
         assert (figures["drift"] > 0) == odd
         sampled = rollout.versions != NO_VERSION
         assert rollout.loss_mask.tolist() == sampled.tolist()
@@ -200,7 +200,7 @@ ODD_ANSWERS = ["", THOUGHT, *(f"{THOUGHT}Look: {call}" for call in ODD_CALLS if 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", ["chat/completions", "messages"])
-async def test_an_odd_call_is_content_and_the_next_turn_continues_its_tokens(
+async def test_a_malformed_call_is_content_and_keeps_its_tokens(
     tokenizer: ModelTokenizer, path: str, stream: bool
 ):
     async def harness(session: Session, prompt: Prompt) -> float:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 SECONDS = 600
-"""Timeout. A run of a million batches takes hours; a run that was ended takes about a second."""
+"""Timeout in seconds. The run would take hours, and ends about a second after Ctrl-C."""
 
 
 def test_ctrl_c_ends_a_run(tmp_path: Path):
@@ -20,7 +20,7 @@ def test_ctrl_c_ends_a_run(tmp_path: Path):
         [sys.executable, "-m", "aprilsched", *arguments],
         stderr=subprocess.PIPE,
         text=True,
-        # A test runner in the background ignores Ctrl-C, and hands that down.
+        # A test runner in the background ignores Ctrl-C, and its child processes inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     ) as process:
         try:

@@ -36,7 +36,7 @@ config = partial(small.config, group_size=2)
 
 
 class Setting:
-    """A scheduler on two servers, of which the first leaves."""
+    """A scheduler on two servers, the first of which leaves."""
 
     def __init__(
         self, rollouts: RolloutScheduler, fleet: SGLangFleet, servers: Sequence[SimServer]
@@ -85,7 +85,7 @@ EXPECTED = ("it left the fleet", "takes part again", "has not answered the refit
 
 
 def text(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The messages of the test, except that an engine left or came back."""
+    """Return the log messages, except those about engines that leave or return."""
     own = [r.getMessage() for r in caplog.get_records("call") if r.name.startswith("aprilsched")]
     return [message for message in own if not any(words in message for words in EXPECTED)]
 
@@ -96,23 +96,23 @@ def nothing_else_is_said(
 ) -> Iterator[None]:
     caplog.set_level(logging.WARNING, "aprilsched")
     yield
-    if request.function is not test_one_that_cannot_be_handed_back_is_said_in_one_line:
+    if request.function is not test_an_engine_that_cannot_be_released_is_logged_once:
         assert text(caplog) == []
 
 
 @each_row("straggler", ["retract", "in_place", "abort"])
-async def test_one_that_leaves_asleep_keeps_its_memory_lent_until_the_sleep_ends(straggler: str):
+async def test_an_engine_leaving_asleep_stays_asleep_until_the_end(straggler: str):
     async with setting(straggler=straggler, pace="asynchronous") as there:
         async with there.rollouts.asleep(tags=TAGS):
             await there.leaves()
             await asyncio.sleep(100)
-            assert there.released() == frozenset(TAGS), "the trainer has the memory"
+            assert there.released() == frozenset(TAGS), "the memory belongs to the trainer"
             assert there.engine.batcher.paused == "retract"
         await there.is_handed_back()
         await there.rollouts.next_batch()
 
 
-async def test_one_that_leaves_asleep_is_handed_back_where_the_scheduler_closes_in_the_sleep():
+async def test_an_engine_leaving_asleep_is_released_by_closing():
     async with setting() as there:
         await there.rollouts.asleep(tags=TAGS).__aenter__()
         await there.leaves()
@@ -122,7 +122,7 @@ async def test_one_that_leaves_asleep_is_handed_back_where_the_scheduler_closes_
 
 
 @each_row("closes", [False, True])
-async def test_one_that_leaves_asleep_and_joins_again_is_used_again_after_the_sleep(closes: bool):
+async def test_an_engine_rejoining_asleep_works_after_the_sleep(closes: bool):
     async with setting(pace="asynchronous") as there:
         asleep = there.rollouts.asleep(tags=TAGS)
         await asleep.__aenter__()
@@ -130,7 +130,7 @@ async def test_one_that_leaves_asleep_and_joins_again_is_used_again_after_the_sl
             await there.fleet.remove(there.servers[0].url)
             await there.comes_back()
             await asyncio.sleep(100)
-            assert there.released() == frozenset(TAGS), "the trainer has the memory"
+            assert there.released() == frozenset(TAGS), "the memory belongs to the trainer"
         if closes:
             await there.rollouts.close()
             assert there.is_as_it_was()
@@ -147,12 +147,12 @@ async def test_one_that_is_lost_asleep_comes_back_after_the_sleep():
         async with there.rollouts.asleep(tags=TAGS):
             there.rollouts._session.feed(EngineLost(engine=there.name, cause="who knows"))
             await asyncio.sleep(1000)
-            assert there.released() == frozenset(TAGS), "the trainer has the memory"
+            assert there.released() == frozenset(TAGS), "the memory belongs to the trainer"
         await until(lambda: there.name in there.rollouts.state.fleet.control.engines, 120.0)
 
 
 async def test_one_that_is_restarted_asleep_and_leaves_is_not_woken():
-    """A real server crashes when memory is woken that it has not released."""
+    """A real server crashes if it wakes memory that it has not released."""
 
     async with setting() as there:
         async with there.rollouts.asleep(tags=TAGS):
@@ -194,7 +194,7 @@ async def test_one_that_leaves_on_its_way_into_or_out_of_sleep(
         await there.is_handed_back()
 
 
-async def test_one_that_leaves_paused_goes_on_without_its_requests():
+async def test_an_engine_leaving_paused_runs_without_its_requests():
     async with setting(straggler="retract", pace="synchronous") as there:
         await until(lambda: there.engine.batcher.paused is not None)
         await there.leaves()
@@ -220,7 +220,7 @@ async def test_one_that_leaves_while_it_is_asked_for_its_version(monkeypatch: py
 
 
 class SlowPublisher:
-    """A publisher that waits before each engine, and needs the engine's connection after that."""
+    """A publisher that waits before each engine, and then needs the engine's connection."""
 
     def __init__(self, path: Any) -> None:
         self._path = path
@@ -242,9 +242,9 @@ class SlowPublisher:
 
 
 @each_row("asleep", [False, True])
-async def test_one_that_leaves_in_a_refit_goes_on_after_it(asleep: bool, tmp_path: Any):
-    """Its connection stays open for the publisher, and it stays paused while its weights are
-    inconsistent."""
+async def test_an_engine_leaving_in_a_refit_runs_after_it(asleep: bool, tmp_path: Any):
+    """The connection stays open for the publisher, and the engine stays paused while its weights
+    are inconsistent."""
 
     async def update(there: Setting) -> None:
         publisher = SlowPublisher(two_weights(tmp_path)[1])
@@ -269,7 +269,7 @@ async def test_one_that_leaves_in_a_refit_goes_on_after_it(asleep: bool, tmp_pat
         await there.rollouts.next_batch()
 
 
-async def test_one_that_cannot_be_handed_back_is_said_in_one_line(
+async def test_an_engine_that_cannot_be_released_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     async with setting() as there:

@@ -30,7 +30,7 @@ BATCHES = 4
 
 
 class Counting:
-    """Counts what it is told; raises `error` at the third fact of the kind `at`."""
+    """Counts facts; raises `error` at the third fact of the type `at`."""
 
     def __init__(self, at: type | None = None, error: Exception | None = None) -> None:
         self.facts = self.met = 0
@@ -60,7 +60,7 @@ class Watching:
 
 
 class Recording:
-    """Keeps the facts that it is told, with the time."""
+    """Records each fact with its time."""
 
     def __init__(self) -> None:
         self.received: list[tuple[Fact, float]] = []
@@ -90,7 +90,7 @@ def lengths(batches: Sequence[Batch]) -> list[list[int]]:
 
 
 @each_row("at", [AttemptEnded, BatchDelivered])
-def test_one_that_raises_is_told_no_more_and_the_run_goes_on(
+def test_a_listener_that_raises_is_removed_and_stops_no_run(
     at: type, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken, sound = Counting(at, RuntimeError("a disk on fire")), Counting()
@@ -125,7 +125,7 @@ def test_chunks_in_bulk_come_in_the_same_order() -> None:
     assert max(bulk.sizes) > 1
 
 
-def test_the_protocol_can_be_watched_beside_the_facts() -> None:
+def test_listeners_can_receive_commands_and_events_too() -> None:
     hearing, watching = Recording(), Watching()
     driven([hearing, watching])
     kinds = Counter(type(fact) for fact, _ in hearing.received)
@@ -135,7 +135,7 @@ def test_the_protocol_can_be_watched_beside_the_facts() -> None:
     assert watching.events[Finished] == sum(fact.outcome == "finished" for fact in ended) > 0
 
 
-def test_one_that_raises_in_bulk_is_told_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bulk_listener_that_raises_is_removed(caplog: pytest.LogCaptureFixture) -> None:
     broken, sound = Bulk(RuntimeError("a disk on fire")), Bulk()
     with caplog.at_level(logging.ERROR, logger="aprilsched"):
         driven([broken, sound])
@@ -156,7 +156,7 @@ def test_no_chunk_is_held_for_long() -> None:
 
 
 def test_a_violated_invariant_ends_the_run() -> None:
-    """The listener found the error and did not make it."""
+    """The error was found by the listener, not caused by it."""
     with pytest.raises(InvariantViolation, match="incomplete"):
         driven([Counting(AttemptEnded, InvariantViolation("a group is incomplete"))])
 
@@ -194,7 +194,7 @@ def test_one_that_holds_the_loop_up_is_named_once(
 
 
 class OfTheLibrary(Clock):
-    """Takes long as well, but is made by the library, and so no user can wrap it."""
+    """A slow listener of the library, which no user can wrap."""
 
     __module__ = "aprilsched.observe.figures.summary"
 
@@ -209,10 +209,10 @@ def test_one_of_the_library_is_never_named(
     assert not caplog.records
 
 
-def test_one_that_takes_its_time_where_there_is_plenty_is_not_named(
+def test_a_slow_listener_in_an_idle_run_is_not_reported(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """0.02 s of every second are no problem, however long the run is."""
+    """0.02 s per second is acceptable, however long the run."""
     received = listeners.Listeners([slow := Clock(0.02)])
     clock = pytest.MonkeyPatch()
     with clock.context() as patch, caplog.at_level(logging.WARNING, logger="aprilsched"):

@@ -36,8 +36,8 @@ HIDDEN, SHOWN = "\x1b[?25l", "\x1b[?25h"
 
 
 class Watching:
-    """Compares the figures with the scheduler itself, at some chunks of tokens. No decision follows
-    a chunk, so the figures have received everything that the scheduler has done."""
+    """Compares the figures with the scheduler at some chunks of tokens. No decision follows a
+    chunk, so the figures have received everything that the scheduler has done."""
 
     def __init__(self, figures: LiveFigures, listeners: Sequence[Listener]) -> None:
         self.in_flight: InFlight | None = None
@@ -63,7 +63,7 @@ class Watching:
         contexts = sum(engine.context_tokens for engine in state.engines.values())
         assert contexts == self.in_flight.held_on.total()
         assert sum(found.values()) == self.in_flight.generating
-        # What is offered waits for the trainer as well.
+        # Offered groups also wait for the trainer.
         offered = sum(group.offered for group in self.in_flight.groups.values())
         assert state.groups_ready == len(self.in_flight.ready) + offered
 
@@ -119,7 +119,7 @@ def test_ctrl_c_leaves_the_terminal_as_it_was(tmp_path: Path):
     assert "Traceback" not in terminal.raw
 
 
-def test_a_dumb_terminal_gets_a_line_per_batch_and_the_last_frame(tmp_path: Path):
+def test_a_dumb_terminal_gets_batch_lines_and_the_last_frame(tmp_path: Path):
     arguments = ["run", *SMALL, "--batches", "3", "--out", str(tmp_path / "run")]
     with on_a_terminal(*arguments, environment={"TERM": "dumb"}) as terminal:
         assert terminal.end() == 0

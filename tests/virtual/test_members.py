@@ -56,7 +56,7 @@ def dropped(rollouts: RolloutScheduler) -> dict[Reason, int]:
 
 
 class Sandboxes:
-    """Counts what episodes hold outside, and how often each was given back."""
+    """Counts the external resources of episodes, and how often each was released."""
 
     def __init__(self) -> None:
         self.made = 0
@@ -81,7 +81,7 @@ class Sandboxes:
 
 
 @each_row(("rule", "size"), [("again", 4), ("shrink", 3)])
-async def test_an_episode_that_loses_its_sandbox_does_not_cost_its_siblings(rule: str, size: int):
+async def test_a_lost_sandbox_costs_no_sibling_of_its_episode(rule: str, size: int):
     sandboxes, started = Sandboxes(), Counter[int]()
 
     async def episode(turn: Turn, prompt: Prompt) -> float:
@@ -104,8 +104,8 @@ async def test_an_episode_that_loses_its_sandbox_does_not_cost_its_siblings(rule
     sandboxes.check()
 
 
-async def test_the_episodes_of_lost_engines_begin_again_and_the_old_ones_are_given_back():
-    """The attempts of a request are used up while its episode waits for it."""
+async def test_episodes_of_lost_engines_restart_and_release_the_old():
+    """A request runs out of attempts while its episode waits for it."""
     sandboxes = Sandboxes()
 
     async def episode(turn: Turn, prompt: Prompt) -> float:
@@ -126,7 +126,7 @@ async def test_the_episodes_of_lost_engines_begin_again_and_the_old_ones_are_giv
 
 
 @each_row("rule", ["again", "shrink"])
-async def test_a_lost_reward_is_asked_for_again_or_its_member_is_left_out(rule: str):
+async def test_a_lost_reward_is_retried_or_its_member_left_out(rule: str):
     asked = Counter[int]()
 
     def reward(rollout: Rollout, prompt: Prompt) -> float:
@@ -216,7 +216,7 @@ async def test_stale_episodes_are_given_back_when_they_are_dropped(rule: str, re
     sandboxes.check()
 
 
-async def test_functions_for_the_end_run_in_reverse_and_a_failing_one_is_counted(
+async def test_cleanups_run_in_reverse_and_failures_are_counted(
     caplog: pytest.LogCaptureFixture,
 ):
     order: list[str] = []
@@ -250,7 +250,7 @@ async def test_functions_for_the_end_run_in_reverse_and_a_failing_one_is_counted
     assert len(text) == 2, "one line for each kind"
 
 
-async def test_a_function_for_the_end_that_blocks_is_left_after_its_time():
+async def test_a_cleanup_that_blocks_is_abandoned_after_its_limit():
     ended: list[int] = []
 
     async def episode(turn: Turn, prompt: Prompt) -> float:
@@ -268,7 +268,7 @@ async def test_a_function_for_the_end_that_blocks_is_left_after_its_time():
     assert sorted(ended) == [0, 1]
 
 
-async def test_an_episode_that_ignores_its_cancellation_is_given_back_all_the_same():
+async def test_an_episode_that_ignores_cancellation_is_released():
     sandboxes = Sandboxes()
     release = asyncio.Event()
 

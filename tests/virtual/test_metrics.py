@@ -38,8 +38,8 @@ UNKNOWN = {
     "batch/efficiency", "batch/t_bound", "batch/reward", "batch/turns_mean", "batch/tool_share",
     "batch/drift_tokens", "batch/branches",
 }  # fmt: skip
-"""What the runs here have not: a bound, which only the command line knows, rewards, and episodes.
-"""
+"""Metrics that these runs lack: a bound, which only the command line knows, rewards, and
+episodes."""
 
 
 def scraped(url: str) -> tuple[Samples, dict[str, str]]:
@@ -126,7 +126,7 @@ def test_updates_are_timed(run: Scraped):
     assert run.value("policy_version") == 4
     assert run.value("updates_total", outcome="succeeded") == 4
     assert run.value("updates_total", outcome="failed") == 0
-    # After the last update nobody asks for a batch, so the engines are still paused.
+    # The trainer requests no batch after the last update, so the engines stay paused.
     for name, times in (("update", 4), ("pause", 6), ("refit", 8)):
         assert run.value(f"{name}_duration_seconds_count") == times
         assert run.value(f"{name}_duration_seconds_sum") >= 0.3 * times
@@ -187,7 +187,7 @@ def test_a_log_gives_the_same_values_as_the_run(tmp_path: Path):
     )
 
 
-def test_it_listens_on_loopback_only_and_says_what_it_cannot_do():
+def test_metrics_listen_on_loopback_and_refuse_bad_ports():
     metrics = Metrics(LiveFigures(clock=None))
     with serve_metrics(metrics, 0) as server:
         assert re.fullmatch(r"http://127\.0\.0\.1:\d+/metrics", server.url)
@@ -198,7 +198,7 @@ def test_it_listens_on_loopback_only_and_says_what_it_cannot_do():
             pass
     with pytest.raises(urllib.error.URLError), urllib.request.urlopen(server.url, timeout=600):
         pass
-    with socket.socket() as again:  # it has let go of the port
+    with socket.socket() as again:  # the port is free again
         again.bind(("127.0.0.1", server.port))
     with pytest.raises(ConfigError, match="port is 70000"), serve_metrics(metrics, 70_000):
         pass

@@ -1,4 +1,4 @@
-"""Tests that a killed run resumes under other settings than those it was begun with.
+"""Tests that a killed run resumes under settings other than those it started with.
 
 The first process is killed before its first batch, within a batch, and while the trainer trains.
 The second process resumes from the store. It must deliver, lose nothing, and deliver nothing twice.
@@ -101,7 +101,7 @@ class Killed:
 
 @cache
 def killed(name: str) -> dict[str, Killed]:
-    """Copies of the run at each moment at which the first process is killed."""
+    """Return a copy of the run for each moment at which the first process is killed."""
     left: dict[str, Killed] = {}
 
     async def live() -> None:
@@ -161,8 +161,8 @@ PAIRS = (
     ("reward of groups", "pairs"),
     ("accept rewarded", "samples"),
 )
-"""Settings of the first process that leave something behind for those of the second. The
-interleavings of tests/property have the rest."""
+"""Settings of the first process whose state matters to the second. The interleavings of
+tests/property cover the others."""
 ONE_AT_A_TIME = (
     "plain", "buckets", "pool", "auto", "tail", "asynchronous pool", "asynchronous tokens",
     "accept rewarded",
@@ -170,7 +170,7 @@ ONE_AT_A_TIME = (
 
 
 @each_row(("first", "second"), PAIRS)
-def test_a_run_goes_on_under_other_settings(first: str, second: str) -> None:
+def test_a_run_resumes_under_other_settings(first: str, second: str) -> None:
     for moment, started in killed(first).items():
         try:
             run_virtual(goes_on(second, started))

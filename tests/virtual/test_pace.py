@@ -45,7 +45,7 @@ config = partial(small.config, over_provision="auto", pace="auto")
 
 
 class Switching(Planner):
-    """A planner that chooses these paces in turn, and keeps what it is asked."""
+    """A planner that chooses these paces in turn, and records its inputs."""
 
     def __init__(self, paces: Sequence[Pace], *, refill: Refill | None = None) -> None:
         super().__init__(inline=True)
@@ -63,7 +63,7 @@ class Switching(Planner):
 
 
 class Watching(Checking):
-    """Checks the invariants after every event, and changes the pace after every so many."""
+    """Checks the invariants after every event, and changes the pace every `every` events."""
 
     def __init__(self, planner: Switching, every: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Watching(Checking):
             return
         super().on_event(event, now)
         self.paces.add(self.scheduler.state.asynchronous)
-        # Not the answers to pauses either, or the pace would change for ever at one moment.
+        # Answers to pauses do not count, or the pace would change forever at one moment.
         self._left -= isinstance(event, ev.Progress | ev.Finished)
         if not self._left:
             self._left = self._every
@@ -87,9 +87,7 @@ class Watching(Checking):
 
 @each_row("straggler", BEHAVIOURS)
 @each_row("every", [7, 61])
-def test_the_pace_changes_amid_a_run_and_everything_is_delivered_once(
-    straggler: str, every: int
-) -> None:
+def test_a_change_of_pace_delivers_everything_once(straggler: str, every: int) -> None:
     async def main() -> list[Batch]:
         planner = Switching(["asynchronous", "synchronous"], refill=Pool(together=1))
         watching = Watching(planner, every)
@@ -128,7 +126,7 @@ def test_the_pace_changes_amid_a_run_and_everything_is_delivered_once(
 
 
 @each_row("lies", [False, True])
-def test_the_planner_is_told_how_much_earlier_epochs_explain(lies: bool) -> None:
+def test_the_planner_gets_the_share_that_epochs_explain(lies: bool) -> None:
     """Keys that name another prompt in each epoch explain little once that was seen."""
 
     def keyed() -> Iterator[Prompt]:
@@ -177,9 +175,9 @@ def simulated(
     return figures, facts, simulation.agenda.now
 
 
-def test_a_simulated_trainer_is_measured_on_both_paces_and_hidden_by_one() -> None:
-    """The time for which a trainer of 20 s keeps the engines waiting is gone once the pace is
-    asynchronous, and its time for a batch is measured as 20 s all along."""
+def test_training_time_is_measured_on_both_paces() -> None:
+    """Once the pace is asynchronous, a trainer of 20 s no longer keeps engines waiting, and its
+    time per batch is still measured as 20 s."""
     walls: dict[str, float] = {}
     for pace in ("synchronous", "asynchronous"):
         planner = Switching([pace])
@@ -204,14 +202,14 @@ def test_a_simulated_trainer_is_measured_on_both_paces_and_hidden_by_one() -> No
 
 def test_the_figures_follow_a_pace_that_changes_twice() -> None:
     figures, facts, wall = simulated(Switching(["synchronous", "asynchronous", "synchronous"]))
-    # Lengths that drift may ask for the last one again.
+    # Drifting lengths may request the last schedule again.
     paces = [pace for pace, _ in facts.schedules]
     assert paces[:3] == ["synchronous", "asynchronous", "synchronous"]
     assert set(paces[3:]) <= {"synchronous"}
     took = sum(batch.seconds + batch.trainer_seconds for batch in figures.per_batch)
     assert took == pytest.approx(wall - 20.0 - 1.5, abs=1.0)
     waited = [batch.trainer_seconds for batch in figures.per_batch]
-    # A batch has the training on the one before it. The changes come with batches 3 and 9.
+    # A batch includes the training on the previous one. The changes come with batches 3 and 9.
     assert waited[1:3] == pytest.approx([20.0] * 2, abs=1e-3)
     assert waited[3:9] == pytest.approx([0.0] * 6, abs=1e-3)
     assert waited[9:] == pytest.approx([20.0] * 11, abs=1e-3)

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.virtual_time
 
 GROUPS = 4
 LONG_S = 10_000
-"""Seconds of virtual time. What has not happened by then never happens."""
+"""Limit in seconds of virtual time; nothing new happens after it."""
 
 SCHEDULES: dict[str, dict[str, Any]] = {
     "wave": {"over_provision": 1.5},
@@ -93,7 +93,7 @@ def keys(batches: list[Batch]) -> list[Any]:
         *(f"{name}, asynchronous" for name in SCHEDULES),
     ],
 )
-async def test_a_trainer_that_pushes_a_batch_at_a_time_gets_every_batch(changes: dict[str, Any]):
+async def test_a_trainer_that_pushes_batch_by_batch_gets_each(changes: dict[str, Any]):
     source = Source()
     batches: list[Batch] = []
     async with asyncio.timeout(LONG_S), scheduler(source, settings(**changes)) as rollouts:
@@ -152,7 +152,7 @@ def test_a_group_that_fails_is_replaced_when_more_prompts_come():
     assert keys([run_virtual(program())]) == [0, 2, 3, 4]
 
 
-async def test_closing_the_scheduler_does_not_wait_for_prompts_and_loses_none():
+async def test_closing_does_not_wait_for_prompts_and_loses_none():
     source = Source()
     async with asyncio.timeout(LONG_S), scheduler(source, settings()) as rollouts:
         source.push(1)
@@ -163,7 +163,7 @@ async def test_closing_the_scheduler_does_not_wait_for_prompts_and_loses_none():
     assert len(source.queue) == 2
 
 
-def test_what_was_pushed_first_is_taken_first_and_nothing_after_the_end():
+def test_prompts_are_taken_in_order_and_none_after_the_end():
     source = Source()
     source.push(3)
     source.queue.close()
@@ -177,7 +177,7 @@ def test_what_was_pushed_first_is_taken_first_and_nothing_after_the_end():
     assert asyncio.run(taken()) == [0, 1, 2]
 
 
-def test_a_resumed_run_goes_on_with_what_is_pushed_next():
+def test_a_resumed_run_continues_with_the_next_prompts():
     source, store = Source(), MemoryStore()
 
     async def program(count: int) -> list[Batch]:
@@ -199,7 +199,7 @@ def test_a_resumed_run_goes_on_with_what_is_pushed_next():
 
 
 async def test_any_thread_may_push_and_the_blocking_scheduler_takes():
-    """Every prompt arrives once, whatever the threads do."""
+    """Every prompt arrives once, however the threads interleave."""
     queue = PromptQueue()
     config = settings(over_provision=1.5, sampling=SamplingParams(max_new_tokens=3))
 

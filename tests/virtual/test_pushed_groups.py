@@ -26,7 +26,7 @@ async def episode(turn: Turn, prompt: Prompt) -> Score:
 
 
 async def push(rollouts: PushedRollouts, found: dict[str, str], keys: Sequence[str]) -> None:
-    """Push prompts with these keys, and wait until all are reported."""
+    """Push prompts with these keys, and wait for a report on each."""
     await rollouts.open()
     for key in keys:
         sampling = FOR_ONE if key == "refused" else None
@@ -64,7 +64,7 @@ def test_every_prompt_that_was_pushed_is_delivered_or_has_failed():
     assert found == {**complete, "raises": "GroupLost", "refused": "GroupLost"}
 
 
-def test_the_error_that_stops_the_scheduler_ends_every_open_group():
+def test_an_error_of_the_scheduler_ends_every_open_group():
     rollouts, found = with_retries(Retries(member="drop_group", failed_groups=1))
 
     async def run() -> None:

@@ -79,7 +79,7 @@ RUNS: dict[str, tuple[list[str], Callable[[RunSummary], object]]] = {
     ),
 }
 # fmt: on
-"""Arguments of ``aprilsched run``, and for each run what must occur in it."""
+"""Arguments of ``aprilsched run``, and what must occur in each run."""
 
 
 def leaves(value: Any, where: str = "") -> dict[str, Any]:
@@ -298,7 +298,7 @@ def breaking(generate: Callable[[GenerationRequest], Any]) -> Any:
         count += 1
         number = count
         async with aclosing(generate(request)) as chunks:
-            # The checks of an engine that is back have no group, and ids of another form.
+            # Checks of a returned engine have no group, and ids of another form.
             if request.affinity and int(request.request_id.split("-")[1]) % 20 == 0:
                 raise EngineRejected("sim", "is too long", status=400)
             async for chunk in chunks:

@@ -30,7 +30,7 @@ KEYS = {"CLIENT_KEY": "clients", "CONTROL_KEY": "control", "ENGINES_ADMIN_KEY": 
 
 
 def replaced(text: str, by: Mapping[str, str]) -> str:
-    """`text` with each key of `by` replaced, each of which must be there."""
+    """Return `text` with each key of `by` replaced; every key must occur."""
     for old, new in by.items():
         assert old in text, f"{old} is not in {text!r}"
         text = text.replace(old, new)
@@ -38,7 +38,7 @@ def replaced(text: str, by: Mapping[str, str]) -> str:
 
 
 @pytest.mark.long
-async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_path: Path):
+async def test_the_gateway_of_the_manifest_answers_its_probes(tmp_path: Path):
     container = containers("gateway.yaml")["gateway"]
     assert {each["name"] for each in container["env"]} == {*KEYS, "HOME"}
     kinds = ("startupProbe", "readinessProbe", "livenessProbe")
@@ -65,10 +65,10 @@ async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_pa
         try:
             assert process.stdout is not None
             url = (await process.stdout.readline()).decode().rpartition(" ")[2].strip()
-            async with Raw(url) as anybody, Raw(url, "clients") as client:
+            async with Raw(url) as anonymous, Raw(url, "clients") as client:
                 for path in probes:
-                    assert (await anybody.get(path))[0] == 200
-                assert (await anybody.post("/generate", asked(4)))[0] == 401
+                    assert (await anonymous.get(path))[0] == 200
+                assert (await anonymous.post("/generate", asked(4)))[0] == 401
                 assert (await client.post("/generate", asked(4)))[0] == 200
                 printed = {"model": "any", "prompt": "a", "max_tokens": 4}
                 assert (await client.post("/v1/completions", printed))[0] == 200
@@ -76,16 +76,18 @@ async def test_the_gateway_of_the_manifest_listens_and_answers_its_probes(tmp_pa
             async with Raw(url, "control") as control:
                 assert (await control.post("/pause_generation", {"mode": "in_place"}))[0] == 200
                 for path in probes:
-                    assert (await control.get(path))[0] == 200, "a pause takes no client away"
+                    assert (await control.get(path))[0] == 200, "a pause disconnects no client"
                 assert (await control.post("/continue_generation", {}))[0] == 200
-                # A server that is gone is noticed by a request, which then waits.
+                # A request notices a lost server, and then waits.
                 await one.crash()
                 await two.crash()
                 waiting = asyncio.create_task(control.post("/generate", asked(4)))
                 while (await control.get("/ready"))[0] == 200:  # noqa: ASYNC110 - of another process
                     await asyncio.sleep(0.05)
                 for path in probes:
-                    assert (await control.get(path))[0] == 200, "a new gateway would mend nothing"
+                    assert (await control.get(path))[0] == 200, (
+                        "a restart of the gateway would not help"
+                    )
                 await one.restart()
                 assert (await waiting)[0] == 200
             process.send_signal(signal.SIGTERM)
@@ -143,9 +145,7 @@ async def engine() -> AsyncIterator[SimServer]:
 
 
 @pytest.mark.long
-async def test_the_job_begins_a_run_and_a_second_pod_goes_on_with_it(
-    engine: SimServer, tmp_path: Path
-):
+async def test_the_job_starts_a_run_and_a_second_pod_resumes_it(engine: SimServer, tmp_path: Path):
     shell, flag, script = containers("scheduler.yaml")["scheduler"]["command"]
     assert (shell, flag) == ("sh", "-c")
     script = replaced(
@@ -158,7 +158,7 @@ async def test_the_job_begins_a_run_and_a_second_pod_goes_on_with_it(
     )
     await asyncio.to_thread(run_script, shell, script, tmp_path)
     assert (tmp_path / "runs" / "first" / "summary.json").is_file()
-    # As a pod that was killed leaves it: with a store, and without a summary.
+    # As a killed pod leaves it: with a store, and without a summary.
     (tmp_path / "runs" / "first" / "summary.json").unlink()
     printed = await asyncio.to_thread(run_script, shell, script, tmp_path)
     assert (tmp_path / "runs" / "first" / "summary.json").is_file(), printed
@@ -166,7 +166,7 @@ async def test_the_job_begins_a_run_and_a_second_pod_goes_on_with_it(
 
 @pytest.mark.long
 async def test_the_task_of_skypilot_runs(engine: SimServer, tmp_path: Path):
-    assert shutil.which("curl"), "the task asks with curl, and would ask for ever without it"
+    assert shutil.which("curl"), "the task polls with curl, and would poll forever without it"
     script = replaced(
         skypilot()["run"],
         {"http://127.0.0.1:30000": engine.url, "--batches 20": "--batches 1"},
@@ -176,10 +176,10 @@ async def test_the_task_of_skypilot_runs(engine: SimServer, tmp_path: Path):
 
 
 class Parsed(Exception):
-    """The arguments of a program were taken."""
+    """The program accepted its arguments."""
 
 
-def test_the_job_of_ray_is_one_and_its_program_takes_the_arguments(
+def test_the_ray_job_is_valid_and_its_arguments_parse(
     monkeypatch: pytest.MonkeyPatch,
 ):
     ray = pytest.importorskip("ray")

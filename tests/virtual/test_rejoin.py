@@ -42,8 +42,8 @@ def lose(rollouts: RolloutScheduler, name: str) -> None:
     rollouts._session.feed(EngineLost(engine=name, cause="its machine burnt"))
 
 
-async def test_a_resumed_run_takes_a_server_that_was_restarted_meanwhile(tmp_path: Path):
-    """It had been refused, because the servers do not have the same weights."""
+async def test_a_resumed_run_accepts_a_server_restarted_since(tmp_path: Path):
+    """The restarted server once was refused, because the servers do not have the same weights."""
     lengths = LongTailWorkload(median=20, cap=60, group_size=4, seed=3, vocab_size=400)
     store, (weights, newer) = tmp_path / "rollouts.store", two_weights(tmp_path)
     async with served() as first, served() as second:
@@ -96,7 +96,7 @@ def test_a_lost_engine_is_back_at_the_fleets_version(caplog: pytest.LogCaptureFi
     ]
 
 
-async def test_it_catches_up_alone_with_a_publisher_that_still_holds_the_version():
+async def test_an_engine_catches_up_from_a_publisher_with_the_version():
     async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
         await rollouts.next_batch()
         lose(rollouts, "sim-1")
@@ -106,7 +106,7 @@ async def test_it_catches_up_alone_with_a_publisher_that_still_holds_the_version
 
 
 class Late(Once):
-    """A publisher that takes so long to prepare that an engine is back before it publishes."""
+    """A publisher so slow to prepare that an engine returns before it publishes."""
 
     async def prepare(self, version: int) -> None:
         await asyncio.sleep(60)
@@ -117,7 +117,7 @@ class Late(Once):
         raise AssertionError("there is nothing to publish")
 
 
-async def test_a_version_that_comes_back_while_it_is_prepared_once_more_is_not_published():
+async def test_a_version_that_returns_in_prepare_is_not_published():
     async with RolloutScheduler(SimFleet(2), workload(), config=CONFIG) as rollouts:
         await rollouts.next_batch()
         lose(rollouts, "sim-1")
@@ -176,7 +176,7 @@ async def test_engines_join_and_leave_while_it_runs():
 
 
 class Noting(SimEngine):
-    """An engine that notes flushes and the requests of a run, but not those of a check."""
+    """An engine that records flushes and the requests of a run, but not those of a check."""
 
     def __init__(self, name: str = "sim-0") -> None:
         super().__init__(name)
@@ -192,7 +192,7 @@ class Noting(SimEngine):
 
 
 class Noted(Changing):
-    """A fleet of engines that note."""
+    """A fleet of recording engines."""
 
     def __init__(self, *engines: Noting) -> None:
         super().__init__()
@@ -200,11 +200,11 @@ class Noted(Changing):
 
 
 @each_row(("straggler", "flushes"), [("retract", True), ("abort", True), ("in_place", False)])
-async def test_an_engine_is_flushed_before_its_first_request_where_no_old_keys_may_stay(
+async def test_an_engine_is_flushed_first_if_old_keys_are_forbidden(
     straggler: StragglerRule, flushes: bool
 ):
-    """Whoever had the engine before may have left prefixes of other weights in its cache. In its
-    check it has made some itself."""
+    """Another client may have left prefixes of other weights in the cache, and the check of the
+    engine adds its own."""
     config = replace(CONFIG, straggler=straggler)
 
     def begins_clean(noted: list[str]) -> bool:
@@ -238,7 +238,7 @@ class Stuck(Noting):
         raise EngineError(self.name, "has its cache in use.")
 
 
-async def test_an_engine_that_cannot_be_flushed_ends_the_opening_and_all_of_them_run():
+async def test_a_failed_flush_ends_opening_and_resumes_all_engines():
     stuck, other = Stuck("sim-0"), Noting("sim-1")
     with pytest.raises(EngineError, match="sim-0: has its cache in use"):
         async with RolloutScheduler(Noted(stuck, other), workload(), config=CONFIG):
@@ -248,12 +248,12 @@ async def test_an_engine_that_cannot_be_flushed_ends_the_opening_and_all_of_them
         assert engine.batcher.paused is None
 
 
-async def test_an_opening_that_is_cancelled_in_the_flush_leaves_no_engine_paused():
+async def test_opening_cancelled_in_a_flush_leaves_engines_running():
     fleet = SimFleet(pause_seconds=1.0)
     (engine,) = fleet.engines
     scheduler = RolloutScheduler(fleet, workload(), config=CONFIG)
     opening = asyncio.create_task(scheduler.__aenter__())
-    while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause tells nobody
+    while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause sets no event
         await asyncio.sleep(0.01)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -261,11 +261,11 @@ async def test_an_opening_that_is_cancelled_in_the_flush_leaves_no_engine_paused
     assert engine.batcher.paused is None
 
 
-async def test_an_engine_that_leaves_while_it_is_examined_is_not_left_paused():
+async def test_an_engine_leaving_during_its_check_is_not_paused():
     engine = SimEngine(pause_seconds=1.0)
     await engine.open()
     examining = asyncio.create_task(check(engine))
-    while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause tells nobody
+    while engine.batcher.paused is None:  # noqa: ASYNC110 - a pause sets no event
         await asyncio.sleep(0.01)
     examining.cancel()
     await asyncio.wait([examining])

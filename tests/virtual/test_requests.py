@@ -53,7 +53,7 @@ config = partial(small.config, batch_groups=3, group_size=2)
 
 
 def prompts(media: tuple[Media, ...] = MEDIA) -> Iterator[Prompt]:
-    """Greedy prompts of 12 to 500 tokens, which say what they keep."""
+    """Greedy prompts for 12 to 500 tokens, with the media and fields that their answers keep."""
     workload = LongTailWorkload(median=60, cap=500, group_size=2, vocab_size=1000, seed=5)
     for key, prompt in enumerate(workload):
         assert isinstance(prompt.sampling, tuple)
@@ -71,7 +71,7 @@ def prompts(media: tuple[Media, ...] = MEDIA) -> Iterator[Prompt]:
 
 
 def check(rollout: Rollout, media: int = len(MEDIA)) -> None:
-    """Every attempt that came back has said what it was sent."""
+    """Check that every answered attempt got the media and the fields of its prompt."""
     assert rollout.answers
     assert [each.start for each in rollout.answers] == sorted(e.start for e in rollout.answers)
     for answer in rollout.answers:
@@ -98,7 +98,7 @@ RULES: dict[str, dict[str, Any]] = {
 @each_row("dies", [False, True], ids=["whole", "an engine dies"])
 @each_row("rule", RULES)
 async def test_every_attempt_has_the_media_and_the_fields(rule: str, dies: bool) -> None:
-    """Also one that goes on with the tokens of an engine that was lost."""
+    """This includes an attempt that continues the tokens of a lost engine."""
     several = moved = 0
     lost = ""
     fleet = SimFleet(3, vocab_size=1000)
@@ -127,7 +127,7 @@ async def _whole(media: tuple[Media, ...]) -> dict[Any, list[list[int]]]:
     return found
 
 
-async def test_a_killed_run_goes_on_with_media_and_answers() -> None:
+async def test_a_killed_run_resumes_with_media_and_answers() -> None:
     """On other engines, with the tokens of a run that was never interrupted."""
     expected, without = await _whole(MEDIA), await _whole(())
     assert expected.keys() == without.keys()
@@ -137,7 +137,7 @@ async def test_a_killed_run_goes_on_with_media_and_answers() -> None:
     scheduler = RolloutScheduler(fleet, prompts(), config=config(straggler="abort"), store=store)
     async with scheduler as rollouts:
         (await rollouts.next_batch()).acknowledge()
-        await asyncio.sleep(10)  # until the others have come back
+        await asyncio.sleep(10)  # until the others have returned
         kept = copy.deepcopy(store)
     again = RolloutScheduler(SimFleet(2, vocab_size=1000), prompts(), config=config(), store=kept)
     carried = 0
@@ -202,7 +202,7 @@ async def test_each_turn_of_an_episode_may_keep_something_else() -> None:
 
 
 async def _shown_more(turn: Turn, prompt: Prompt) -> float:
-    """Two turns, where the environment answers the first one with another image."""
+    """Two turns; the environment answers the first one with another image."""
     assert isinstance(prompt.key, int)
     long = 100 + 70 * (prompt.key % 5)
     sampling = SamplingParams(max_new_tokens=long, ignore_eos=True, keep=KEEP)
@@ -214,7 +214,7 @@ async def _shown_more(turn: Turn, prompt: Prompt) -> float:
 
 @each_row("straggler", ["abort", "retract"])
 async def test_an_episode_may_show_more_media_in_a_later_turn(straggler: Any) -> None:
-    """An attempt that goes on with a turn has the media of that turn."""
+    """An attempt that continues a turn has the media of that turn."""
     fleet, attempts = SimFleet(1, vocab_size=1000), 0
     asked = config(straggler=straggler)
     async with RolloutScheduler(fleet, prompts(), config=asked, episode=_shown_more) as rollouts:
@@ -229,7 +229,7 @@ async def test_an_episode_may_show_more_media_in_a_later_turn(straggler: Any) ->
     assert attempts > 4 * 6 * 2 or straggler != "abort"
 
 
-async def test_media_take_room_in_the_kv_pool_as_far_as_the_engine_says() -> None:
+async def test_media_count_in_the_kv_pool_as_the_engine_reports() -> None:
     fleet = SimFleet(1, vocab_size=1000)
     async with RolloutScheduler(fleet, prompts(), config=config()) as rollouts:
         await rollouts.next_batch()

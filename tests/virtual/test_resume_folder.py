@@ -42,7 +42,7 @@ class DyingFleet(SimFleet):
     """Copies a run's files at some times: the copy is what the run leaves if it dies then.
 
     The log is written by a thread. Before each copy the fleet stops the virtual clock until the
-    log holds as many deliveries as the test asks for.
+    log contains the number of deliveries in `logged`.
     """
 
     def __init__(self, run: Path, times: Sequence[float], logged: Sequence[int]) -> None:
@@ -72,7 +72,8 @@ class DyingFleet(SimFleet):
             shutil.copytree(self._run, self.remains[-1])
 
     def _wait_for_log(self, logged: int) -> None:
-        """Block the event loop, so that the log's thread catches up and virtual time stands."""
+        """Block the event loop, so that the log's thread catches up while virtual time stands
+        still."""
         while not (self._run / "run" / EVENTS).exists() or deliveries(self._run) < logged:
             time.sleep(0.001)
 
@@ -98,7 +99,7 @@ def start_run(
 
 
 def resume(run: Path, times: Sequence[float] = (), *, batches: int | None = None) -> list[Path]:
-    """Resume from what a run left behind."""
+    """Resume from the files that a run left."""
     settings = read_settings(run / "run" / CONFIG)
     if batches is not None:
         settings = replace(settings, batches=batches)
@@ -157,12 +158,12 @@ def check_everything(run: Path, *, incarnations: int, batches: int = BATCHES) ->
         pytest.param("asynchronous", "mask", marks=pytest.mark.long),
     ],
 )
-def test_a_run_that_died_goes_on(tmp_path: Path, pace: str, rule: StalenessRule):
+def test_a_run_that_died_resumes(tmp_path: Path, pace: str, rule: StalenessRule):
     settings: dict[str, Any] = {"pace": pace, "max_staleness": Staleness(1, rule=rule)}
     start_run(tmp_path / "whole", [], **settings)
     delivered = [at for at, _ in delivery_times(tmp_path / "whole")]
     times = [0.5, 1.7, 3.3]
-    # A batch that the store has as acknowledged is not delivered again, so it must be in the log.
+    # A batch that is acknowledged in the store is not redelivered, so it must be in the log.
     logged = [sum(at < time for at in delivered) for time in times]
     remains = start_run(tmp_path / "a", times, logged=logged, **settings)
     assert len(remains) == 3
@@ -204,7 +205,7 @@ def test_what_was_not_saved_does_not_count(tmp_path: Path):
     assert known > 2
 
 
-def test_a_delivery_that_was_cut_off_is_that_of_the_batch_that_comes_again(tmp_path: Path):
+def test_a_truncated_delivery_is_logged_as_a_redelivery(tmp_path: Path):
     start_run(tmp_path / "a", [])
     delivered = [at for at, batch in delivery_times(tmp_path / "a") if batch == 3]
     (left,) = start_run(tmp_path / "b", [delivered[0] + 0.1], logged=[4])
@@ -218,7 +219,7 @@ def test_a_delivery_that_was_cut_off_is_that_of_the_batch_that_comes_again(tmp_p
 
 
 def delivery_times(run: Path) -> list[tuple[float, int]]:
-    """The time and the number of each batch that was delivered."""
+    """Return the time and the index of each delivered batch."""
     return [
         (at, fact.batch)
         for facts, at in read_facts(run / "run" / EVENTS)
@@ -228,7 +229,7 @@ def delivery_times(run: Path) -> list[tuple[float, int]]:
 
 
 def deliveries(run: Path) -> int:
-    """Number of deliveries in the run's log."""
+    """Return the number of deliveries in the run's log."""
     log = run / "run" / EVENTS
     return log.read_bytes().count(b'"fact":"BatchDelivered"') if log.exists() else 0
 

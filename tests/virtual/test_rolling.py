@@ -67,7 +67,7 @@ async def steps(rollouts: RolloutScheduler, number: int, publisher: Any) -> list
 
 
 class Timed(SimPublisher):
-    """Notes what each call publishes and to whom."""
+    """Records the version and the engines of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Timed(SimPublisher):
         return await super().publish(version, engines)
 
 
-async def test_no_rollout_has_two_versions_and_engines_take_versions_alone() -> None:
+async def test_each_rollout_has_one_version_and_engines_refit_alone() -> None:
     publisher = Timed()
     async with RolloutScheduler(
         SimFleet(4, refit_seconds=0.5), workload(), config=config()
@@ -92,7 +92,7 @@ async def test_no_rollout_has_two_versions_and_engines_take_versions_alone() -> 
     assert len({engine for _, (engine,) in publisher.calls}) == 4
 
 
-async def test_an_update_ends_while_every_engine_still_has_the_old_version() -> None:
+async def test_an_update_ends_while_engines_have_the_old_version() -> None:
     async with RolloutScheduler(
         SimFleet(4, refit_seconds=30.0), workload(), config=config()
     ) as rollouts:
@@ -103,9 +103,7 @@ async def test_an_update_ends_while_every_engine_still_has_the_old_version() -> 
     assert set(versions.values()) == {0}
 
 
-async def test_an_engine_that_dies_with_the_last_copy_of_its_version_loses_nothing_silently() -> (
-    None
-):
+async def test_losing_the_last_engine_of_a_version_is_accounted() -> None:
     fleet = SimFleet(3)
     async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
         taken = await steps(rollouts, 4, SimPublisher())
@@ -220,10 +218,10 @@ class Reader:
         assert (path / "model.safetensors").read_bytes() == str(version).encode()
 
 
-async def test_files_stay_from_the_moment_in_which_an_engine_is_to_load_them(
+async def test_files_stay_from_the_request_of_a_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Looking at them takes a thread, in which others may end their loads."""
+    """The check of the files runs in a thread, during which other loads may end."""
     publisher = on_disk(tmp_path)
     check, looking, may_go_on = publisher._versions.check, asyncio.Event(), asyncio.Event()
 
@@ -244,8 +242,8 @@ async def test_files_stay_from_the_moment_in_which_an_engine_is_to_load_them(
     assert await first == {"slow": None}
 
 
-async def test_a_version_that_was_saved_with_old_times_is_not_the_oldest(tmp_path: Path) -> None:
-    """A copy has the times of what was copied, as `shutil.copytree` and `cp -a` make it."""
+async def test_the_age_of_a_version_ignores_file_times(tmp_path: Path) -> None:
+    """`shutil.copytree` and `cp -a` keep the times of the original files."""
 
     def copied(path: Path) -> None:
         save(path, next(number))
@@ -259,7 +257,7 @@ async def test_a_version_that_was_saved_with_old_times_is_not_the_oldest(tmp_pat
     assert [versions.path(version).is_dir() for version in (1, 2, 3)] == [False, True, True]
 
 
-async def test_a_version_stays_that_is_written_while_an_engine_ends_the_load_of_another(
+async def test_a_version_written_at_the_end_of_a_load_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = on_disk(tmp_path)
@@ -281,10 +279,10 @@ async def test_a_version_stays_that_is_written_while_an_engine_ends_the_load_of_
     assert await publisher.publish(2, [Reader("one")]) == {"one": None}  # type: ignore[list-item]
 
 
-async def test_two_engines_that_end_their_loads_at_once_are_both_refitted(
+async def test_two_engines_that_finish_together_are_both_refitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of them lets old versions be deleted, and one finds what the other has deleted."""
+    """Each of them deletes old versions, and one may find versions deleted by the other."""
     publisher = on_disk(tmp_path)
     for version in (1, 2, 3):
         await publisher.prepare(version)

@@ -69,7 +69,7 @@ def test_settings_that_cannot_be_are_refused(
     assert not (tmp_path / "a").exists()
 
 
-def test_a_run_that_goes_on_goes_on_being_sampled(tmp_path: Path):
+def test_a_resumed_run_is_still_sampled(tmp_path: Path):
     folder = run(tmp_path / "a", "--sample", "0.25")
     before = read_samples(folder).engines["sim-0"].t
     assert main(["run", "--quiet", "--resume", str(folder), "--batches", "6"]) == 0
@@ -81,7 +81,7 @@ def test_a_run_that_goes_on_goes_on_being_sampled(tmp_path: Path):
 
 
 class Odd:
-    """An engine that fails, hangs, or tells its load, in the order of `answers`."""
+    """An engine that fails, hangs, or reports its load, in the order of `answers`."""
 
     def __init__(self, name: str, answers: Sequence[str]) -> None:
         self.name = name
@@ -97,7 +97,7 @@ class Odd:
             if answer == "hang":
                 await asyncio.Event().wait()
             if answer == "fail":
-                raise EngineError(self.name, "says no.")
+                raise EngineError(self.name, "is down.")
             if answer == "break":
                 raise ZeroDivisionError
         finally:
@@ -112,7 +112,7 @@ class Fleet:
         self.engines = [*engines, object()]
 
 
-def beside(folder: Path, fleet: Fleet, seconds: float) -> Samples:
+def sample(folder: Path, fleet: Fleet, seconds: float) -> Samples:
     """Sample during this number of seconds of a virtual clock."""
 
     async def main() -> None:
@@ -124,29 +124,29 @@ def beside(folder: Path, fleet: Fleet, seconds: float) -> Samples:
     return read_samples(folder)
 
 
-def test_an_engine_that_tells_nothing_is_named_once_and_asked_again(
+def test_an_engine_without_load_is_logged_once_and_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     engine = Odd("odd", ["fail", "fail", "tell", "break", "tell"])
     with caplog.at_level(logging.WARNING):
-        figures = beside(tmp_path, Fleet(engine), 4.5).engines["odd"]
+        figures = sample(tmp_path, Fleet(engine), 4.5).engines["odd"]
     assert figures.t.tolist() == [0.0, 2.0, 3.0, 4.0]
     assert np.isnan(figures.running).tolist() == [True, False, True, False]
     assert [record.getMessage() for record in caplog.records] == [
-        "the load of odd is not sampled for now, the run goes on: odd: says no."
+        "the load of odd is not sampled for now, the run goes on: odd: is down."
     ]
     text = (tmp_path / "samples.jsonl").read_text()
-    assert text.count('"error":"odd: says no."') == 1
+    assert text.count('"error":"odd: is down."') == 1
     assert text.count('"error":"ZeroDivisionError"') == 1
 
 
-def test_an_engine_that_hangs_is_asked_one_thing_at_a_time_and_holds_nobody_up(tmp_path: Path):
+def test_a_hanging_engine_gets_one_call_and_blocks_no_other(tmp_path: Path):
     hangs, well = Odd("hangs", ["hang"]), Odd("well", ["tell"])
-    engines = beside(tmp_path, Fleet(hangs, well), 25.5).engines
+    engines = sample(tmp_path, Fleet(hangs, well), 25.5).engines
     assert engines["well"].t.tolist() == list(range(26))
     assert hangs.most == 1
-    assert hangs.asked == 3, "every 10 s, when its time is up"
-    assert hangs.at_once == 0, "the end of the block left nothing behind"
+    assert hangs.asked == 3, "one call every 10 s, after the timeout"
+    assert hangs.at_once == 0, "the end of the block cancels open calls"
     assert np.isnan(engines["hangs"].running).all()
 
 
@@ -162,7 +162,7 @@ async def test_engines_that_join_are_sampled_from_then_on(tmp_path: Path):
 
 
 async def test_rates_of_the_embedded_engine_add_up_to_its_counters(tmp_path: Path):
-    """They do so in the middle of the engine's steps, and while a scheduler uses the engine."""
+    """Samples fall into the middle of steps, while a scheduler uses the engine."""
     fleet = SimFleet(1)
     async with (
         RolloutScheduler(fleet, workload(), config=config()) as rollouts,

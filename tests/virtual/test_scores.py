@@ -212,7 +212,7 @@ async def test_a_score_that_cannot_be_kept_is_an_entry_of_the_ledger(
 
 
 def run_with_log(folder: Path) -> tuple[RunSummary, dict[int, Mapping[str, float]], list[Batch]]:
-    """The summary of a run, the figures that a tracker was given, and the batches."""
+    """Return the summary of a run, the figures that a tracker got, and the batches."""
     log, summary = EventLog(folder / "events.jsonl", patient=True), Summary(trainer_waits=True)
     figures = LiveFigures(clock=None)
     steps: dict[int, Mapping[str, float]] = {}

@@ -157,7 +157,7 @@ def tokens_of(batch: Batch) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["cut at the limit", "with an end"])
-async def test_a_session_has_the_tokens_of_the_same_episode_written_as_a_coroutine(
+async def test_a_session_has_the_tokens_of_an_equal_coroutine(
     tokenizer: ModelTokenizer, ends: bool
 ):
     more: dict[str, Any] = {"ignore_eos": not ends, "tokens": 400 if ends else 60}
@@ -173,7 +173,7 @@ async def test_a_session_has_the_tokens_of_the_same_episode_written_as_a_corouti
 
 
 @pytest.mark.parametrize("straggler", ["retract", "in_place", "abort"])
-async def test_a_refit_in_the_middle_of_an_answer_is_seen_in_its_versions_alone(
+async def test_a_refit_inside_an_answer_shows_only_in_its_versions(
     tokenizer: ModelTokenizer, straggler: str
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
@@ -189,7 +189,7 @@ async def test_a_refit_in_the_middle_of_an_answer_is_seen_in_its_versions_alone(
 
 
 async def two_agents(session: Session, prompt: Prompt) -> None:
-    """A main agent asks a second one in between, compacts its history, and goes on with it."""
+    """A main agent calls a second one, compacts its history, and continues with it."""
     main = [by("system", "main"), by("user", "begin")]
     for _ in range(2):
         main.append((await session.chat(main, max_tokens=20)).message)
@@ -231,7 +231,7 @@ async def launched(
     limits: Limits | None = None,
     **more: Any,
 ) -> tuple[Batch, RolloutScheduler]:
-    """A batch whose sessions a launcher takes; it does with each what `act` says."""
+    """Return a batch whose sessions a launcher takes and passes to `act`."""
     async with running(tokenizer, limits=limits, count=1, **more) as (sessions, rollouts):
 
         async def launcher() -> None:
@@ -344,7 +344,7 @@ async def test_what_a_session_may_take_is_bounded(tokenizer: ModelTokenizer):
         assert "8 branches" in sentence
         messages = session.messages
         await session.chat([*messages, by("user", "on")], max_tokens=1)
-        # The last answer is cut short, and then there are no tokens left.
+        # The last answer is cut short and uses up the token limit.
         reply = await session.chat([*session.messages, by("user", "on")], max_tokens=50)
         assert len(reply.output.token_ids) == 3
         with pytest.raises(ConfigError, match="has had its"):
@@ -368,7 +368,7 @@ async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: Mode
             for number in range(5):
                 tasks.create_task(ask(number))
         assert answered == [0, 1, 2, 3, 4]
-        # A client that leaves while its answer is generated, or before, takes nothing from others.
+        # A client that leaves before or during generation takes no tokens from others.
         leaving = asyncio.ensure_future(ask(5))
         staying = asyncio.ensure_future(ask(6))
         await asyncio.sleep(0.05)
@@ -386,7 +386,7 @@ async def test_requests_of_a_session_are_answered_in_their_order(tokenizer: Mode
 
 
 async def main_and_helper(session: Session, prompt: Prompt) -> float:
-    """Two branches that take turns."""
+    """Two alternating branches."""
     main, helper = [by("user", prompt.metadata["task"])], [by("system", "help")]
     for number in range(3):
         for messages in (main, helper):
@@ -397,7 +397,7 @@ async def main_and_helper(session: Session, prompt: Prompt) -> float:
 
 
 @pytest.mark.parametrize("harness", [three_turns, main_and_helper])
-async def test_a_coroutine_goes_on_where_the_process_was_killed(
+async def test_a_killed_coroutine_resumes_where_it_stopped(
     tokenizer: ModelTokenizer, tmp_path: Path, harness: Drive
 ):
     expected = tokens_of(await batch_of(harness, tokenizer, branches="all"))
@@ -431,11 +431,10 @@ async def test_a_coroutine_goes_on_where_the_process_was_killed(
 
 
 class Outside:
-    """A harness in a process of its own: it keeps its messages, and tries again at the same
-    session."""
+    """An external harness: it keeps its messages, and retries on the same session."""
 
     def __init__(self, task: str) -> None:
-        # An answer that nobody has given, as an example.
+        # A few-shot example, which no model sampled.
         self.messages = [
             by("user", "1 + 1?"),
             by("assistant", "2"),
@@ -449,7 +448,7 @@ class Outside:
         self.answers += 1
 
 
-async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_member(
+async def test_a_returning_harness_continues_and_a_lost_one_is_counted(
     tokenizer: ModelTokenizer, tmp_path: Path
 ):
     shared: Any = {"count": 1, "secret": tmp_path / "secret", "config": {"save_interval_s": 0.05}}
@@ -480,7 +479,7 @@ async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_m
         assert session.turns == 3
         assert rollouts.state.in_flight.counters.tokens_generated == before + 60
         session.done(1.0)
-        # In the place of the lost one comes a new session, for a launcher.
+        # A new session replaces the lost one, for a launcher.
         instead = await sessions.next()
         assert instead.id not in keys
         await Outside("anew").step(instead)
@@ -493,7 +492,7 @@ async def test_a_harness_outside_that_comes_back_goes_on_and_another_is_a_lost_m
     assert int(first.loss_mask.sum()) == 3 * 60
 
 
-async def test_an_answer_that_was_heard_and_saved_in_part_is_text_afterwards(
+async def test_a_partly_saved_answer_is_text_after_a_restart(
     tokenizer: ModelTokenizer, tmp_path: Path
 ):
     config = {"group_size": 1, "save_interval_s": 0.01}
@@ -526,7 +525,7 @@ async def test_an_answer_that_was_heard_and_saved_in_part_is_text_afterwards(
     assert rollout.info["session"]["branches"] == 1
 
 
-async def test_a_harness_that_only_reports_after_the_kill_keeps_what_it_was_answered(
+async def test_a_harness_reporting_after_a_kill_keeps_its_answers(
     tokenizer: ModelTokenizer, tmp_path: Path
 ):
     config = {"group_size": 1, "save_interval_s": 0.01}
@@ -552,10 +551,10 @@ async def test_a_harness_that_only_reports_after_the_kill_keeps_what_it_was_answ
     assert sum([int(each.loss_mask.sum()) for each in sequences]) == 3 * 60
 
 
-async def test_many_sessions_with_slow_tools_through_refits_and_dead_engines(
+async def test_many_slow_sessions_survive_refits_and_dead_engines(
     tokenizer: ModelTokenizer,
 ):
-    """Nothing that was sampled is lost, and every session has the tokens that it was answered."""
+    """No sampled token is lost, and every session has the tokens of its answers."""
     answered: dict[str, list[list[int]]] = {}
 
     async def harness(session: Session, prompt: Prompt) -> float:
@@ -645,7 +644,8 @@ async def test_answers_that_wait_for_the_store_share_its_saves(
         before = store.saves
         await asyncio.gather(*(asks_once(session) for session in taken))
         assert store.saves - before < 8
-        # A client that leaves while its answer is saved takes it along, and it is not the next one.
+        # The answer is lost with a client that leaves during its save, and is not repeated to the
+        # next one.
         store.let.clear()
         leaving = asyncio.ensure_future(asks_once(taken[0]))
         in_flight = rollouts.state.in_flight
@@ -662,7 +662,7 @@ async def test_answers_that_wait_for_the_store_share_its_saves(
 
 
 class SlowStore(SqliteStore):
-    """Writes in a thread, as long as it is let."""
+    """Writes in a thread, and only while `let` is set."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

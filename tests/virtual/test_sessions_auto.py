@@ -28,7 +28,7 @@ BATCHES = 15
 
 @pytest.mark.long
 @pytest.mark.virtual_time
-async def test_the_forecast_of_sessions_with_slow_tools_is_near_the_outcome(tmp_path: Path):
+async def test_the_forecast_of_sessions_with_slow_tools_is_close(tmp_path: Path):
     """Turns of about 150 tokens take less than the tools between them."""
     tokenizer = load_tokenizer(bytes_tokenizer(tmp_path / "tokenizer"))
     draw = np.random.default_rng(3)
@@ -62,12 +62,12 @@ async def test_the_forecast_of_sessions_with_slow_tools_is_near_the_outcome(tmp_
             await rollouts.next_batch()
             await asyncio.sleep(1.0)
             await rollouts.update_weights(SimPublisher())
-    # The first ones are of the schedule before, and of a pool that fills.
+    # The first ones come from the previous schedule, and a pool that is filling.
     seen = [batch.forecast for batch in summary.batches[BATCHES // 3 :]]
     received = [each for each in seen if each is not None]
     assert len(received) == len(seen)
     mean = sum(each.seconds for each in received) / len(received)
     expected = sum(each.seconds_forecast for each in received) / len(received)
     assert mean == pytest.approx(expected, rel=0.25)
-    # More rollouts are in flight than a batch takes, because most of them are at their tools.
+    # More rollouts than a batch are in flight, because most of them are at their tools.
     assert received[-1].schedule.startswith("a pool of")

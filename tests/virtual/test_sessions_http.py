@@ -51,7 +51,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
-    """With it random tokens call tools."""
+    """A tokenizer whose random tokens contain tool calls."""
     return load_tokenizer(calling_tokenizer(tmp_path_factory.mktemp("calling"), every=3))
 
 
@@ -162,7 +162,7 @@ async def test_openais_client_has_a_chat_of_several_turns(
         assert rollout.info["session"]["branches"] == 1
 
 
-async def test_a_completion_goes_on_from_the_text_before_it(plain: ModelTokenizer):
+async def test_a_completion_continues_the_text_before_it(plain: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
         async with client(session) as api:
             first = await api.completions.create(model="m", prompt="once", max_tokens=9)
@@ -224,7 +224,7 @@ async def test_anthropics_messages_call_tools_and_get_their_results(
 
 
 def received(events: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """The content that the events of a stream make, as Anthropic's clients put it together."""
+    """Return the content that Anthropic's clients assemble from the events of a stream."""
     assert all(name == event["type"] for name, event in events)
     events = [event for event in events if event[0] != "ping"]
     assert events[0][0] == "message_start"
@@ -280,7 +280,7 @@ async def test_openais_tools_are_called_and_answered(calling: ModelTokenizer):
 
 @pytest.mark.parametrize("raw", [False, True])
 @pytest.mark.parametrize("form", ["ids", "text"])
-async def test_sglangs_generate_goes_on_from_what_it_has_answered(
+async def test_sglangs_generate_continues_its_previous_answer(
     plain: ModelTokenizer, form: str, raw: bool
 ):
     async def harness(session: Session, prompt: Prompt) -> float:
@@ -290,7 +290,7 @@ async def test_sglangs_generate_goes_on_from_what_it_has_answered(
             body = {"sampling_params": sampling, "return_logprob": True, "rid": "mine"}
             body |= {"text": text} if form == "text" else {"input_ids": ids}
             path = f"{session.open_url}/generate"
-            # Programs that ask SGLang send no key.
+            # Clients of SGLang send no key.
             async with (
                 aiohttp.ClientSession() as http,
                 http.post(path, json={**body, "stream": stream}) as answer,
@@ -321,7 +321,7 @@ async def test_sglangs_generate_goes_on_from_what_it_has_answered(
 # --- what goes wrong -----------------------------------------------------------------------------
 
 
-async def test_a_refit_and_a_dead_engine_in_the_middle_of_a_stream_are_not_seen(
+async def test_a_stream_hides_a_refit_and_a_dead_engine(
     plain: ModelTokenizer,
 ):
     fleet = SimFleet(2, stream_interval=4, vocab_size=ASCII, time_scale=0.2)
@@ -354,7 +354,7 @@ async def test_a_refit_and_a_dead_engine_in_the_middle_of_a_stream_are_not_seen(
         assert rollout.versions_exact
 
 
-async def test_a_client_that_leaves_takes_its_turn_along_and_nothing_else(plain: ModelTokenizer):
+async def test_a_leaving_client_ends_its_turn_and_nothing_else(plain: ModelTokenizer):
     async def harness(session: Session, prompt: Prompt) -> float:
         body = {"messages": [by("user", "go on")]}
         for stream in (False, True):
@@ -387,7 +387,7 @@ def block(role: str, **content: Any) -> dict[str, Any]:
 
 
 def calling_with(arguments: Any) -> dict[str, Any]:
-    """OpenAI's body with a call of a tool."""
+    """Return OpenAI's body with a tool call."""
     call = {"function": {"name": "a", "arguments": arguments}}
     return {"messages": [{"role": "assistant", "tool_calls": [call]}]}
 
@@ -442,7 +442,7 @@ REFUSED: list[tuple[str, Any, str]] = [
         "`type` - at `$.messages[0].content[0].content[0]`",
     ),
 ]
-"""Bodies that are refused, and what the refusal contains. A chat without messages gets one."""
+"""Bodies that are refused, and a part of the error message. A chat without messages gets one."""
 TWICE = b'{"messages": [], "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}'
 ANSWERED: list[tuple[str, Any]] = [
     (CHAT, TWICE),
@@ -478,7 +478,7 @@ async def test_what_cannot_be_answered_is_refused_in_a_sentence(plain: ModelToke
 
 
 @pytest.mark.parametrize("large", ["tools", "answers"])
-async def test_what_takes_long_is_done_beside_the_loop(
+async def test_long_computations_run_outside_the_event_loop(
     plain: ModelTokenizer, monkeypatch: pytest.MonkeyPatch, large: str
 ):
     threads: dict[str, set[str]] = {}
@@ -627,7 +627,7 @@ async def test_a_session_may_go_on_later_while_no_scheduler_is_open(
     body = {"messages": [by("user", "x")]}
 
     async def heard(session: Session, http: aiohttp.ClientSession) -> set[tuple[int, str | None]]:
-        """What an agent is answered, and a launcher that reports."""
+        """Return the answers that an agent and a reporting launcher get."""
         found: set[tuple[int, str | None]] = set()
         calls = [
             (f"{session.url}/chat/completions", session.key, body),
@@ -683,9 +683,7 @@ async def test_a_refusal_of_an_engine_is_an_answer_with_its_status(plain: ModelT
 
 
 @pytest.mark.parametrize("how", ["waits", "reads nothing", "resets", "has asked"])
-async def test_a_session_that_its_launcher_has_not_got_is_offered_again(
-    plain: ModelTokenizer, how: str
-):
+async def test_a_session_its_launcher_missed_is_offered_again(plain: ModelTokenizer, how: str):
     async with Sessions(tokenizer=plain) as sessions, scheduler(sessions) as rollouts:
         held = [await sessions.next() for _ in range(2)]
         port = int(sessions.url.rpartition(":")[2])
@@ -693,7 +691,7 @@ async def test_a_session_that_its_launcher_has_not_got_is_offered_again(
             f"POST /launcher/next HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
             f'{sessions.launcher_key}\r\nContent-Length: 13\r\n\r\n{{"wait_s": 5}}'
         )
-        # Without its stream nothing of asyncio reads the answer.
+        # Without its stream, asyncio does not read the answer.
         broken = socket.create_connection(("127.0.0.1", port))
         if how == "waits":
             broken.sendall(call.encode())
@@ -710,7 +708,7 @@ async def test_a_session_that_its_launcher_has_not_got_is_offered_again(
                 await asyncio.sleep(0.1)
             if how == "has asked":
                 await held[0].chat([by("user", "x")])
-            # An answer in the buffer that nobody has read resets the connection.
+            # An unread answer in the buffer resets the connection on close().
             broken.close()
         if how == "has asked":
             with pytest.raises(TimeoutError):

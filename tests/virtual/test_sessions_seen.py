@@ -61,7 +61,7 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
         retries=Retries(member="again"),
         sampling=SamplingParams(max_new_tokens=50, ignore_eos=True),
     )
-    # As a folder of the command line, which runs no episodes of its own.
+    # As a folder of the command line, which runs no episodes itself.
     settings = RunSettings(batches=1, prompts=str(tmp_path / "tasks"), scheduler=config)
     RunFolder(folder).create(as_toml(settings))
     log.start()
@@ -94,7 +94,7 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
     parts = measured.rollout_seconds
     assert parts["tools"] == pytest.approx(MEMBERS * TURNS * TOOLS_S)
     assert parts["score"] == pytest.approx(MEMBERS * JUDGE_S)
-    # Three were launched at first, and one in the place of the lost member, which is not delivered.
+    # Three were launched at first, and one more to replace the lost member; it is not delivered.
     assert measured.seconds == pytest.approx(TOOLS_S + sum(parts.values()) / MEMBERS, rel=0.2)
     assert figures.recent[-1].figures.turns_mean == TURNS
     assert figures.recent[-1].figures.tool_share == parts["tools"] / sum(parts.values())

@@ -27,7 +27,7 @@ DISK = "/update_weights_from_disk"
 
 @dataclass
 class Api:
-    """What answers, and the engine behind it."""
+    """The API under test, and the engine behind it."""
 
     url: str
     raw: Raw
@@ -50,7 +50,7 @@ async def api(request: pytest.FixtureRequest) -> AsyncIterator[Api]:
         yield Api(url, await stack.enter_async_context(Raw(url, KEY)), server)
 
 
-async def test_whole_and_streamed_answers_agree_and_have_the_form_of_sglang(api: Api):
+async def test_whole_and_streamed_answers_agree_with_sglang(api: Api):
     status, whole = await api.raw.post(GENERATE, asked(40, rid="a" * 32, return_logprob=True))
     events = await api.raw.events(asked(40, rid="b" * 32, return_logprob=True))
     assert status == 200
@@ -98,7 +98,7 @@ async def test_a_name_in_use_is_refused_and_free_again_afterwards(api: Api):
     await api.started()
     status, answer = await api.raw.post(GENERATE, asked(5, rid="mine"))
     assert (status, answer["error"]["message"]) == (400, "Duplicate request ID detected: mine")
-    assert await api.raw.post("/abort_request", {"rid": "nobody"}) == (200, "")
+    assert await api.raw.post("/abort_request", {"rid": "unknown"}) == (200, "")
     assert not first.done()
     assert await api.raw.post("/abort_request", {"abort_all": True}) == (200, "")
     assert (await first)[1]["meta_info"]["finish_reason"]["type"] == "abort"
@@ -135,13 +135,13 @@ async def test_a_flush_wants_an_idle_or_paused_engine(api: Api):
             assert (status, text) == (400, "Flush cache failed.\n")
         late = tasks.create_task(api.raw.post("/flush_cache?timeout=60"))
         await api.raw.post("/pause_generation", {"mode": "retract"})
-        assert (await late)[0] == 200, "it waits so long"
+        assert (await late)[0] == 200, "the flush waits until the engine is idle"
         await api.raw.post("/continue_generation", {})
         await api.raw.post("/abort_request", {"abort_all": True})
     assert call.done()
 
 
-async def test_an_update_from_disk_says_what_it_has_done(api: Api, tmp_path: Path):
+async def test_an_update_from_disk_reports_its_result(api: Api, tmp_path: Path):
     body = {"model_path": str(two_weights(tmp_path)[1]), "weight_version": "3"}
     status, answer = await api.raw.post(DISK, body)
     message = "Succeeded to update model weights. Weight version updated to 3."
@@ -159,7 +159,7 @@ async def test_an_update_from_disk_says_what_it_has_done(api: Api, tmp_path: Pat
     assert (await api.raw.get("/server_info"))[1]["weight_version"] == "4"
 
 
-async def test_what_it_tells_about_itself(api: Api):
+async def test_the_server_reports_its_properties(api: Api):
     for path in ("/health", "/health_generate", "/ready"):
         assert (await api.raw.get(path))[0] == 200
     path = (await api.raw.get("/get_model_info"))[1]["model_path"]

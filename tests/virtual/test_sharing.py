@@ -37,7 +37,7 @@ def scheduler(fleet: Fleet, run_id: str) -> RolloutScheduler:
     )
 
 
-async def test_a_second_scheduler_on_a_fleet_is_refused_and_does_the_first_no_harm():
+async def test_a_second_scheduler_on_a_fleet_is_refused_harmlessly():
     fleet = SimFleet(2)
     async with scheduler(fleet, "first") as first:
         await first.next_batch()
@@ -70,7 +70,7 @@ async def test_a_scheduler_that_could_not_be_opened_holds_no_engine():
         await second.next_batch()
 
 
-def test_a_scheduler_whose_loop_was_closed_under_it_holds_no_engine():
+def test_a_scheduler_whose_loop_was_closed_frees_its_engines():
     engines = SimFleet(1).engines
     left, other = Claim("left"), Claim("other")
 
@@ -89,7 +89,7 @@ async def _both(first: Claim, second: Claim, engines: Sequence[Engine]) -> None:
     second.take(engines)
 
 
-async def test_requests_of_somebody_else_are_said(caplog: pytest.LogCaptureFixture):
+async def test_requests_of_another_client_are_logged(caplog: pytest.LogCaptureFixture):
     async with SimServer(CONFIG) as server:
         fleet = SGLangFleet([server.url], stream_interval=INTERVAL)
         other = server.engine.generate(greedy(100_000, request_id="x" * 20))
@@ -114,7 +114,7 @@ async def test_a_quiet_engine_is_not_spoken_of(caplog: pytest.LogCaptureFixture)
     assert not caplog.messages
 
 
-async def test_aborts_that_nobody_here_asked_for_are_said_once(caplog: pytest.LogCaptureFixture):
+async def test_foreign_aborts_are_logged_once(caplog: pytest.LogCaptureFixture):
     async with (
         SimServer(CONFIG) as server,
         scheduler(SGLangFleet([server.url]), "run") as rollouts,
@@ -143,12 +143,12 @@ async def test_a_scheduler_whose_claim_is_lost_stops():
             async def claim() -> bool:
                 return False
 
-            engine.claim = claim  # as if another process had got both sessions
+            engine.claim = claim  # as if another process held both sessions
             with pytest.raises(EngineTaken, match="is claimed by another scheduler"):
                 await take_batches(rollouts)
 
 
-async def test_an_engine_that_runs_between_two_attempts_of_a_flush_is_not_taken(
+async def test_an_engine_resumed_between_flush_attempts_is_refused(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """A server with a hierarchical cache copies KV only while it runs."""

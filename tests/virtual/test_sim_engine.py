@@ -81,7 +81,7 @@ async def test_weights_from_disk_are_known_by_their_content(tmp_path: Path) -> N
         assert await engine.version() == 3
 
 
-def test_calls_need_an_open_engine_and_a_closed_one_breaks_its_streams() -> None:
+def test_calls_need_an_open_engine_and_closing_breaks_streams() -> None:
     async def main() -> None:
         engine = SimEngine()
         with pytest.raises(EngineUnreachable):
@@ -121,7 +121,7 @@ def test_an_engine_survives_its_event_loop() -> None:
     run_virtual(main(2))
 
 
-async def test_a_crash_breaks_streams_and_a_restart_begins_again() -> None:
+async def test_a_crash_breaks_streams_and_a_restart_works() -> None:
     async with opened() as (_, engine):
         await engine.refit(3)
         task = asyncio.create_task(collect(engine, request("a", 1000)))

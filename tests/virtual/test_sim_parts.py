@@ -51,7 +51,7 @@ async def test_updates_in_parts_have_a_beginning_and_an_end():
 
 
 async def test_an_engine_that_is_started_again_has_all_its_memory():
-    """A new server has all its memory, whatever the one before it had released."""
+    """A new server has all its memory, whatever the previous one had released."""
     async with served() as server:
         engine = SGLangEngine(server.url, stream_interval=INTERVAL)
         await engine.open()

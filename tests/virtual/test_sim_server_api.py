@@ -62,7 +62,7 @@ async def test_what_cannot_be_is_refused_in_both_forms(
     assert message in event["error"]["message"]
 
 
-async def test_an_unknown_sampling_parameter_is_an_error_that_sglang_does_not_catch(raw: Raw):
+async def test_an_unknown_sampling_parameter_fails_as_in_sglang(raw: Raw):
     odd = {"sampling_params": {"nonsense": 1}, "input_ids": [1]}
     assert (await raw.post("/generate", odd))[0] == 500
 
@@ -94,16 +94,14 @@ async def test_aborts_match_by_prefix_of_a_known_rid(server: SimServer, raw: Raw
         await has_started(server, 3)
         await raw.post("/abort_request", {"rid": "req"})
         await asyncio.sleep(0.1)
-        assert not any(call.done() for call in calls), "nobody has this rid"
+        assert not any(call.done() for call in calls), "no request has this rid"
         await raw.post("/abort_request", {"rid": "req-1"})
         await asyncio.wait(calls[:2])
         assert not calls[2].done()
         await raw.post("/abort_request", {"abort_all": True})
 
 
-async def test_a_whole_answer_aborted_after_a_retract_keeps_multiples_of_50(
-    server: SimServer, raw: Raw
-):
+async def test_an_abort_after_a_retract_keeps_multiples_of_50_tokens(server: SimServer, raw: Raw):
     async with asyncio.TaskGroup() as tasks:
         call = tasks.create_task(raw.post("/generate", asked(5000, rid="a" * 32)))
         await until(lambda: server.engine.counters.generated > 100)
@@ -116,9 +114,7 @@ async def test_a_whole_answer_aborted_after_a_retract_keeps_multiples_of_50(
     assert meta["num_retractions"] == 1
 
 
-async def test_its_loads_have_the_form_of_sglang_and_stand_still_in_a_pause(
-    server: SimServer, raw: Raw
-):
+async def test_loads_look_like_sglangs_and_freeze_in_a_pause(server: SimServer, raw: Raw):
     check_loads((await raw.get("/v1/loads?include=core"))[1])
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(raw.post("/generate", asked(5000)))
@@ -135,9 +131,7 @@ async def test_its_loads_have_the_form_of_sglang_and_stand_still_in_a_pause(
         await raw.post("/abort_request", {"abort_all": True})
 
 
-async def test_a_bare_new_version_ends_what_runs_and_a_careful_one_does_not(
-    server: SimServer, raw: Raw
-):
+async def test_a_new_version_aborts_requests_by_default(server: SimServer, raw: Raw):
     async with asyncio.TaskGroup() as tasks:
         call = tasks.create_task(raw.post("/generate", asked(1500)))
         await has_started(server)
@@ -154,10 +148,8 @@ async def test_a_bare_new_version_ends_what_runs_and_a_careful_one_does_not(
     assert (await raw.get("/model_info"))[1]["weight_version"] == "8"
 
 
-async def test_a_new_version_while_the_engine_still_has_the_request_of_a_client_that_left(
-    server: SimServer, raw: Raw
-):
-    """Such a request is prefilled once more after a pause before it ends, and no call waits for
+async def test_a_new_version_does_not_wait_for_a_departed_client(server: SimServer, raw: Raw):
+    """Such a request is prefilled once more after a pause before it ends, and no call blocks on
     it."""
     request = GenerationRequest(
         request_id="left",

@@ -116,9 +116,9 @@ def test_both_shells_do_the_same(changes: dict[str, object]) -> None:
     ids=str,
 )
 def test_both_shells_take_as_long(changes: dict[str, object], engines: int) -> None:
-    """In the coordinator a wave arrives some turns of the loop after the continue call, in a
-    prefill pass of its own; in the simulation it arrives in the same pass. So the runs are alike
-    and not equal."""
+    """In the coordinator a wave arrives some loop iterations after the continue call, in its own
+    prefill pass; in the simulation it arrives in the same pass. So the runs are similar, not
+    equal."""
     settings = config(**changes)
     virtual, heap = on_the_virtual_clock(settings, engines), on_the_heap(settings, engines)
     assert heap[-1][0] == pytest.approx(virtual[-1][0], rel=0.05)
@@ -137,7 +137,7 @@ def test_no_engine_draws_the_whole_wave_after_a_pause() -> None:
 
 
 def test_carried_contexts_are_spread_over_all_engines() -> None:
-    """Nothing is sent until all engines are back. Otherwise the first one would get all carried
+    """Requests wait until all engines are back. Otherwise the first one would get all carried
     requests."""
     settings = config(batch_groups=32, refill="buckets", over_provision=1.5)
     simulation = Simulation(settings, WORKLOAD, engines=4, engine=MODEL, batches=BATCHES)
@@ -168,7 +168,7 @@ def test_every_cost_is_paid_once_a_batch(costs: Costs, longer: float) -> None:
     assert extra == pytest.approx(times * longer, rel=0.01)
 
 
-def test_engines_of_different_speed_generate_in_proportion_where_all_have_enough_to_do() -> None:
+def test_busy_engines_generate_in_proportion_to_their_speed() -> None:
     timing = MODEL.timing
     slow = replace(MODEL, timing=replace(timing, t0=4 * timing.t0, t1=4 * timing.t1))
     settings = config(refill=Pool(together=1), over_provision=3.0, pace="asynchronous")
@@ -187,8 +187,8 @@ def test_the_end_of_the_prompts_ends_the_run() -> None:
 
 
 @pytest.mark.long
-def test_batches_of_like_length_are_far_from_the_law_and_others_are_not() -> None:
-    """The distance of each batch against that of a batch drawn at random. Those of
+def test_batches_of_similar_length_are_far_from_the_law() -> None:
+    """The distance of each batch from the law, compared with that of a random batch. Batches of
     length buckets are all short or all long."""
     workload = LongTailWorkload(within_group=0.9, median=200.0, cap=2000)
     first = april(SchedulerConfig(batch_groups=32, group_size=8))
@@ -245,7 +245,7 @@ def test_a_cap_that_cuts_many_off_is_logged(caplog: pytest.LogCaptureFixture) ->
     assert "of the responses are cut off at the cap of 50 tokens" in caplog.text
     caplog.clear()
     simulated(workload=replace(WORKLOAD, law=Empirical((30, 50)), cap=50))
-    assert "cut off" not in caplog.text, "the longest of a list is no cut"
+    assert "cut off" not in caplog.text, "a response as long as the longest of the list is complete"
 
 
 def simulated(train_seconds: Any = 0.0, **given: Any) -> None:
@@ -254,9 +254,9 @@ def simulated(train_seconds: Any = 0.0, **given: Any) -> None:
     simulate(**settings)
 
 
-def test_a_step_is_whole_whoever_waits_for_the_trainer() -> None:
-    """Engines that wait for a trainer are as efficient as without one, so efficiency alone called a
-    synchronous policy the best beside one that delivered twice the tokens in the time."""
+def test_step_efficiency_includes_waits_for_the_trainer() -> None:
+    """Engines that wait for a trainer are as efficient as without one. By efficiency alone, a
+    synchronous policy would rank above one with twice the throughput."""
     base = SchedulerConfig(batch_groups=8, group_size=4)
     policies = {"sync": sync(base), "april": april(base), "copris": copris(base)}
     policies["apart"] = replace(policies["copris"], pace="asynchronous")
@@ -282,7 +282,7 @@ def test_a_step_is_whole_whoever_waits_for_the_trainer() -> None:
     assert all(least), "no step of this trainer is shorter than its own time"
 
 
-def test_a_simulation_has_rewards_filters_tools_and_unequal_engines() -> None:
+def test_a_simulation_has_rewards_filters_tools_and_speeds() -> None:
     engines = [replace(MODEL, max_running=8), MODEL]
     result = simulate(
         WORKLOAD,

@@ -24,10 +24,8 @@ async def streamed(rollouts: RolloutScheduler) -> list[Batch]:
     ("pace", "straggler"),
     [("synchronous", "retract"), ("asynchronous", "abort"), ("asynchronous", "in_place")],
 )
-def test_streamed_batches_are_the_batches_of_the_same_run_without_streams(
-    pace: str, straggler: str
-):
-    """The trainer does nothing in between, so every batch has the same groups and tokens."""
+def test_streamed_batches_equal_the_batches_of_a_plain_run(pace: str, straggler: str):
+    """The trainer takes no time between groups, so every batch has the same groups and tokens."""
 
     async def run(by_group: bool) -> list[dict[int, bytes]]:
         settings = config(pace=pace, straggler=straggler)
@@ -60,8 +58,8 @@ async def test_the_first_group_comes_while_the_others_are_generated():
     assert in_flight > 0
 
 
-def test_streams_hide_the_trainer_behind_the_tail_without_a_stale_token():
-    """A step takes the tail, or the trainer, and the work on the last group."""
+def test_streams_overlap_training_with_the_tail_on_policy():
+    """A step takes the longer of the tail and the trainer, and the work on the last group."""
 
     def seconds(by_group: bool) -> float:
         simulation = Simulation(

@@ -136,7 +136,7 @@ def check_versions(processor: TraceProcessor, folder: Path) -> None:
 
 
 @each_row("name", RUNS)
-def test_the_trace_says_what_the_log_says(tmp_path: Path, name: str):
+def test_the_trace_agrees_with_the_log(tmp_path: Path, name: str):
     assert main([*ARGUMENTS, *RUNS[name], "--out", str(tmp_path)]) == 0
     path = write_trace(tmp_path)
     assert path == tmp_path / TRACE
@@ -148,7 +148,7 @@ def test_the_trace_of_a_run_that_went_on_holds_all_its_processes(tmp_path: Path)
     assert main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
     write_trace(tmp_path)
     assert main(["run", "--resume", str(tmp_path), "--batches", "7", "--quiet"]) == 0
-    assert not (tmp_path / TRACE).exists(), "it does not show the run any more"
+    assert not (tmp_path / TRACE).exists(), "the old trace is stale after a resume"
     with loaded(write_trace(tmp_path)) as processor:
         check(processor, tmp_path)
         resumed = rows(processor, "SELECT COUNT(*) FROM slice WHERE name = 'resumed'")
@@ -195,7 +195,7 @@ LINES = """
 {"t":22,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"flushing"}
 {"t":23,"fact":"ControlCallFailed","engine":"b","call":"flush","cause":"timeout"}
 """
-"""A fleet of two: one is lost and comes back, the other is put to sleep, and the process dies."""
+"""A fleet of two: one engine is lost and returns, the other sleeps, and the process dies."""
 
 
 def test_engines_that_are_lost_asleep_or_inconsistent(tmp_path: Path):
@@ -250,7 +250,7 @@ def test_engines_that_are_lost_asleep_or_inconsistent(tmp_path: Path):
 # --- files -------------------------------------------------------------------------------------
 
 
-def test_a_log_that_cannot_be_read_is_said_and_nothing_is_written(tmp_path: Path):
+def test_an_unreadable_log_is_reported_and_no_trace_written(tmp_path: Path):
     with pytest.raises(RunFolderError, match="is no whole run folder"):
         write_trace(tmp_path)
     (tmp_path / EVENTS).write_text('{"t":"now"}\n{"t":1,"fact":"BatchRequested"}\n')
@@ -259,7 +259,7 @@ def test_a_log_that_cannot_be_read_is_said_and_nothing_is_written(tmp_path: Path
     assert [path.name for path in tmp_path.iterdir()] == [EVENTS]
 
 
-def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path):
+def test_a_trace_that_cannot_be_written_is_reported(tmp_path: Path):
     (tmp_path / EVENTS).write_text('{"t":0,"fact":"BatchRequested"}\n')
     with pytest.raises(RunFolderError, match=r"missing/t\.json cannot be written .*; name a file"):
         write_trace(tmp_path, tmp_path / "missing" / "t.json")

@@ -30,7 +30,7 @@ BLOCK, FULL, LAST = 32_768, 1, 4
 
 
 class Kept:
-    """A writer that keeps everything."""
+    """A writer that records everything."""
 
     def __init__(self) -> None:
         self.steps: Steps = {}
@@ -44,7 +44,7 @@ class Kept:
 
 
 def tracked(writer: Writer) -> Steps:
-    """Give the same run to `writer` and to a writer that keeps everything; returns the kept."""
+    """Send the same run to `writer` and to a recording writer; returns the record."""
     kept, figures = Kept(), LiveFigures(clock=None)
     with StepTracker(writer, figures) as tracker, StepTracker(kept, figures) as keeping:
         driven([figures, tracker, keeping])
@@ -133,7 +133,7 @@ def records(file: Path) -> Iterator[bytes]:
     wandb has no reader for it."""
     data, place, whole = file.read_bytes(), 7, b""
     while place + 7 <= len(data):
-        if place % BLOCK > BLOCK - 7:  # the rest of a block that no record's header fits into
+        if place % BLOCK > BLOCK - 7:  # the end of a block, too short for another header
             place += BLOCK - place % BLOCK
             continue
         length, kind = struct.unpack_from("<HB", data, place + 4)

@@ -82,13 +82,13 @@ class Outcome:
     batches: list[list[list[int]]]
     """Lengths by batch, group, member."""
     keys: list[int]
-    """Of the delivered prompts, in order."""
+    """Prompt numbers of the delivered groups, in order."""
     delivered: list[int]
     sent: set[int]
     in_flight: list[int]
     open_groups: list[GroupLengths]
     evicted: list[tuple[int, int]]
-    """Rollout and tokens of what went to the ledger."""
+    """Rollout and token counts in the ledger."""
 
     @property
     def lengths(self) -> list[Ints]:
@@ -97,7 +97,7 @@ class Outcome:
 
 
 class Sent:
-    """Listens for the ids of all rollouts that reach an engine."""
+    """Records the ids of all rollouts that reach an engine."""
 
     def __init__(self) -> None:
         self.ids: set[int] = set()
@@ -119,7 +119,7 @@ def outcome(
     engines: int = 1,
     **changes: Any,
 ) -> Outcome:
-    """Run `batches` batches, or to the end of `count` prompts, with an update after each."""
+    """Run for `batches` batches, or to the end of `count` prompts, with an update after each."""
     values: dict[str, Any] = {
         "batch_groups": BATCH_GROUPS,
         "group_size": GROUP,
@@ -166,13 +166,13 @@ def _lengths(group: Group) -> list[int]:
 
 @cache
 def drawn(count: int, seed: int = 11) -> Ints:
-    """What the first `count` prompts will be answered with, int64 [count, GROUP]."""
+    """Return the lengths drawn for the first `count` prompts, int64 [count, GROUP]."""
     law = workload(seed=seed)
     return np.stack([law.lengths(i) for i in range(count)])
 
 
 def compared(batches: Sequence[Ints], *, block: int = 1) -> Equivalence:
-    """After the burn-in, against all that was drawn for this many prompts and a third more."""
+    """Compare batches after the burn-in with the draws for a third more prompts."""
     return equivalence(
         batches[BURN_IN:],
         [drawn(BATCHES * BATCH_GROUPS * 4 // 3).ravel()],
@@ -216,7 +216,7 @@ drained run shows of each that all is delivered as drawn."""
 
 
 def misplaced(launched: Iterable[int], *places: Sequence[int]) -> set[int]:
-    """The ids that are not in exactly one place, or were never launched. There is no tolerance."""
+    """Return the ids that are not in exactly one place, or were never launched."""
     found = Counter(rollout_id for place in places for rollout_id in place)
     known = set(launched)
     return {i for i in known | found.keys() if i not in known or found[i] != 1}
@@ -229,7 +229,7 @@ def test_what_is_in_no_place_in_two_or_unknown_is_misplaced():
 
 @pytest.mark.parametrize("name", [*SCHEDULES, "rolling", "tail"])
 def test_after_a_drain_the_multisets_are_equal(name: str):
-    """No tolerance: every group that was drawn is delivered once, as it was drawn."""
+    """Every drawn group is delivered exactly once, and unchanged."""
     count = 300
     settings = {**SCHEDULES, "rolling": ROLLING, "tail": TAIL}[name]
     run = outcome(count, batch_groups=16, **settings)
@@ -265,7 +265,7 @@ def test_what_is_remembered_of_a_prompt_changes_no_response(drift: float):
 
 
 @pytest.mark.parametrize("migrate", [True, False])
-async def test_requests_that_move_from_full_pools_end_as_they_would_have(migrate: bool):
+async def test_requests_moved_from_full_pools_keep_their_outcome(migrate: bool):
     """Four engines with room for few responses: groups stay together, so one pool is full while
     another has room. The control leaves them where they are."""
     count = 96
@@ -295,11 +295,11 @@ async def test_requests_that_move_from_full_pools_end_as_they_would_have(migrate
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_id_is_delivered_once_or_in_flight(name: str):
     run = outcome(batches=4, **SCHEDULES[name])
-    # What length buckets have opened and not begun yet was never sent.
+    # Groups that length buckets have opened and not started were never sent.
     held = sorted(run.sent & set(run.in_flight))
     assert len(held) >= BATCH_GROUPS * GROUP // 2
     assert misplaced(run.sent, run.delivered, held) == set()
-    assert misplaced(run.sent, run.delivered) == set(held), "who is left out is found"
+    assert misplaced(run.sent, run.delivered) == set(held), "rollouts left out are found"
 
 
 # --- 2. and 3. equivalence, and what must fail it ------------------------------------------------
@@ -307,19 +307,19 @@ def test_every_id_is_delivered_once_or_in_flight(name: str):
 
 @pytest.mark.parametrize("name", AT_LENGTH)
 def test_after_the_burn_in_delivered_equals_drawn(name: str):
-    # Neighbouring batches of length buckets are unlike each other in length, by intention.
+    # Neighbouring batches of length buckets differ in length by design.
     found = compared(outcome(**SCHEDULES[name]).lengths, block=8 if name == "buckets" else 1)
     assert found.equivalent, found
 
 
 def test_the_first_batch_is_too_short():
-    """What the burn-in is for."""
+    """The reason for the burn-in."""
     first = outcome().lengths[0]
     assert first.mean() < 0.75 * drawn(BATCHES * BATCH_GROUPS).mean()
 
 
 def discarded(batches: int) -> list[Ints]:
-    """Each batch is the first of a run of its own: its stragglers are thrown away."""
+    """Each batch is the first of its own run, so its stragglers are dropped."""
     waves = drawn(2 * BATCH_GROUPS * batches).reshape(batches, 2 * BATCH_GROUPS, GROUP)
     out: list[Ints] = []
     for wave in waves:
@@ -335,13 +335,14 @@ def test_discarding_the_stragglers_fails():
 
 
 def test_a_first_batch_is_what_discarding_delivers():
-    """The control above is what the scheduler's own first batch is, and not only a caricature."""
+    """The control above behaves like the scheduler's own first batch."""
     model, real = discarded(1)[0], outcome().lengths[0]
     assert real.mean() == pytest.approx(model.mean(), rel=0.05)
 
 
 def first_of_group(run: Outcome, k: int) -> list[Ints]:
-    """Of each group the `k` members that finish first: all start together, so the shortest."""
+    """Return the `k` members of each group that finish first: all start together, so the
+    shortest."""
     return [np.array([n for group in batch for n in sorted(group)[:k]]) for batch in run.batches]
 
 
@@ -357,7 +358,7 @@ def test_evicting_the_stale_fails():
     assert run.evicted
     dropped = [rollout_id for rollout_id, _ in run.evicted]
     places = (run.delivered, run.in_flight, dropped)
-    assert misplaced(run.sent, *places) == set(), "what is dropped is named"
+    assert misplaced(run.sent, *places) == set(), "dropped rollouts are listed"
     found = compared(run.lengths)
     assert not found["mean"].equivalent
     assert found["mean"].high < -0.05
@@ -366,7 +367,7 @@ def test_evicting_the_stale_fails():
 
 @pytest.mark.long
 def test_finishing_the_stale_first_does_not():
-    """Such a bound kept by another rule is no censor; short and long batches take turns."""
+    """This rule keeps the bound without censoring; short and long batches alternate."""
     run = outcome(batches=50, max_staleness=Staleness(2, rule="finish"))
     assert run.evicted == []
     assert compared(run.lengths, block=4)["mean"].equivalent
@@ -389,14 +390,14 @@ def tail_batches() -> list[Ints]:
 
 
 @pytest.mark.long
-def test_tail_batching_that_keeps_partials_is_unbiased_over_its_cycles():
+def test_tail_batching_with_partials_is_unbiased_per_cycle():
     found = compared(tail_batches(), block=CYCLE)
     assert all(found[name].equivalent for name in ("mean", "p90", "truncation_rate")), found
 
 
 @pytest.mark.long
 def test_the_races_alone_fail():
-    """What tail batching would be if its losers did not come back."""
+    """Tail batching whose losers never return."""
     lengths = tail_batches()
     races = [batch for batch in lengths if batch.max() < CAP]
     assert len(lengths) // 2 < len(races) < len(lengths) * 3 // 4
@@ -405,12 +406,11 @@ def test_the_races_alone_fail():
     assert found["mean"].high < -0.05
 
 
-# What is thrown away is drawn again here, as a model does it, and not as it was drawn beforehand.
+# Dropped responses are drawn again here, as by a model, and not as drawn beforehand.
 
 
 class Again:
-    """Listens for the lengths of each delivered batch, and for what was drawn first for its
-    prompts."""
+    """Records the lengths of each delivered batch, and the first draws of its prompts."""
 
     def __init__(self, prompts: LongTailWorkload) -> None:
         self.delivered: list[int] = []
@@ -444,7 +444,7 @@ class Again:
 
 
 def drawn_again(preset: str) -> tuple[Again, RunSummary]:
-    """A run of a preset without stale tokens, and its summary."""
+    """Return a run of a preset without stale tokens, and its summary."""
     config = PRESETS[preset](SchedulerConfig(batch_groups=32, group_size=GROUP))
     prompts = workload()
     listener, summary = Again(prompts), Summary(trainer_waits=True)
@@ -456,7 +456,7 @@ def drawn_again(preset: str) -> tuple[Again, RunSummary]:
 
 
 @pytest.mark.long
-def test_prompts_that_are_chosen_by_other_draws_than_those_delivered_are_unbiased():
+def test_redrawn_prompts_are_unbiased():
     run, summary = drawn_again("on_policy")
     estimate, error = run.bias()
     assert summary.staleness_max == 0
@@ -533,7 +533,7 @@ def test_kaplan_meier_recovers_the_law_of_a_run_that_was_stopped(name: str):
 
 
 def test_a_drained_run_folder_obeys_the_identity(tmp_path: Path):
-    """All the way: a run to the end of its prompts, its files, the arrays, both sides."""
+    """End to end: a run to the end of its prompts, its files, the arrays, both sides."""
     prompts = workload(60)
     lines = [
         json.dumps(
@@ -561,7 +561,7 @@ def test_a_drained_run_folder_obeys_the_identity(tmp_path: Path):
     assert run.summary.rollouts.in_flight == 0
     transient = run.summary.bias.transient
     assert transient is not None
-    # Held against the mean of what the run drew, the two curves differ by the chance of prompts.
+    # Compared with the mean of the run's own draws, the two curves differ by the choice of prompts.
     assert transient.reference == "drawn"
     assert transient.predicted == 0
     assert transient.predicted_by_batch[-1] == pytest.approx(0, abs=1e-9)

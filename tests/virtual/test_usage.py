@@ -30,7 +30,7 @@ Program = Callable[[RolloutScheduler], Coroutine[Any, Any, None]]
 
 
 def check(usage: RunUsage) -> dict[str, float]:
-    """Everything adds up, however it is cut; the seconds of all engines by part."""
+    """Check that all parts add up in every split; return the seconds of all engines by part."""
     assert usage.wall > 0
     for row, edges in zip(usage.seconds, usage.edges, strict=True):
         assert (row >= -1e-9).all()
@@ -48,7 +48,7 @@ def check(usage: RunUsage) -> dict[str, float]:
 
 
 def run(program: Program, *, fleet: SimFleet | None = None, **arguments: Any) -> dict[str, float]:
-    """The seconds of each part in a run; live and afterwards they are the same ones."""
+    """Return the seconds of each part in a run, which must be equal live and afterwards."""
     settings = config(**arguments.pop("config", {}))
     live = RunState(batch_groups=4)
     recorder = UsageRecorder(batch_groups=4)
@@ -72,7 +72,7 @@ def run(program: Program, *, fleet: SimFleet | None = None, **arguments: Any) ->
         assert engine.wall == pytest.approx(usage.seconds[index].sum())
         assert engine.tokens == usage.tokens[index]
         assert engine.capacity == usage.capacity[index]
-    # Live, time is divided by the slots known until then, which can only be fewer.
+    # Live figures divide time by the slots known so far, which may be fewer.
     spent = live.seconds()
     busy = sum(spent[part] for part in BUSY)
     assert busy / sum(spent.values()) >= usage.utilization * 0.999
@@ -101,7 +101,7 @@ def test_a_slow_source_of_prompts():
             yield workload().prompt(index)
 
     seconds = run(train, prompts=slow(), config={"over_provision": 1.0})
-    # Four prompts a batch; what is under way meanwhile is no waiting.
+    # Four prompts per batch; time with requests in flight is not waiting time.
     assert seconds["prompts"] / 2 == pytest.approx(4 * 4 * 10, rel=0.1)
 
 
@@ -114,7 +114,7 @@ def test_a_slow_trainer(pace: str):
             await rollouts.update_weights(SimPublisher())
 
     seconds = run(slowly, config={"pace": pace, "ready_batches": 1})
-    # An asynchronous one generates a batch ahead in this time.
+    # An asynchronous run generates a batch ahead in this time.
     least = 0.95 if pace == "synchronous" else 0.7
     assert least * 4 * 200 < seconds["trainer"] / 2 <= 4 * 200 * 1.001
 

@@ -4,9 +4,7 @@ Such an exception becomes an entry of the ledger with its cause, an error of the
 the run with one sentence. It never ends a task of the scheduler without a message.
 """
 
-# Functions of users have no types.
-# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownVariableType=false
+# User functions have no types.
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ pytestmark = pytest.mark.virtual_time
 SHORT = SamplingParams(max_new_tokens=20, ignore_eos=True)
 ONE = np.array([1], dtype=np.int32)
 LONG_S = 10_000
-"""Seconds of virtual time. What has not happened by then never happens."""
+"""Limit in seconds of virtual time; nothing new happens after it."""
 
 STRANGE = [
     asyncio.CancelledError,
@@ -81,7 +79,7 @@ def raising(error: type[BaseException]) -> Callable[..., Any]:
 def opened(
     source: Any = None, *, fleet: SimFleet | None = None, **arguments: Any
 ) -> RolloutScheduler:
-    """A scheduler that is not opened yet."""
+    """Return a scheduler that is not open yet."""
     prompts = workload() if source is None else source
     settings = arguments.pop("config", config())
     return RolloutScheduler(fleet or SimFleet(1), prompts, config=settings, **arguments)
@@ -185,7 +183,7 @@ async def test_a_source_of_prompts_that_raises_anything_ends_the_run(
 
 async def test_a_source_that_waits_for_more_does_not_hold_closing_up():
     class Pushed:
-        """Gives some prompts and then waits for more, as a queue does."""
+        """Yields some prompts and then waits for more, as a queue does."""
 
         def __init__(self, count: int) -> None:
             self.left, self.waits, self.cancelled = count, False, False
@@ -255,8 +253,8 @@ async def test_a_publisher_that_raises_anything_fails_its_update(
             assert (await rollouts.next_batch()).version == 1
 
 
-async def test_what_is_no_publisher_is_refused():
-    """A trainer's adapter takes a folder, so a scheduler is given one too."""
+async def test_a_value_that_is_not_a_publisher_is_refused():
+    """An adapter of a trainer takes a folder, so users may pass a folder here too."""
     async with opened() as rollouts:
         with pytest.raises(ConfigError, match=r"got '/weights', .*give a publisher"):
             await rollouts.update_weights("/weights")  # pyright: ignore[reportArgumentType]
@@ -269,7 +267,7 @@ def test_text_in_the_place_of_ids_is_named(text: Any):
         Prompt(input_ids=text)
 
 
-async def test_a_publisher_that_returns_nothing_is_told_what_to_return():
+async def test_a_publisher_that_returns_none_gets_a_remedy():
     class Silent(SimPublisher):
         async def publish(self, version: int, engines: Sequence[Engine]) -> Any:
             await super().publish(version, engines)
@@ -321,7 +319,7 @@ async def test_a_planner_that_raises_anything_keeps_the_schedule(error: type[Bas
 
 
 @each_row("reward", [{0: 1.0, 1: 2.0}, "12", {1.0, 2.0}])
-async def test_a_group_reward_that_is_no_sequence_is_refused(reward: Any):
+async def test_a_group_reward_that_is_not_a_sequence_is_refused(reward: Any):
     async def wrong(group: Any) -> Any:
         return reward
 
@@ -378,7 +376,7 @@ async def test_user_code_that_ignores_its_cancellation_is_left_behind(
     assert "the reward function ignores that it was cancelled" in caplog.text
 
 
-async def test_whoever_cancels_the_schedulers_tasks_ends_the_run_with_a_word():
+async def test_cancelling_the_schedulers_tasks_ends_with_an_error():
     async with opened() as rollouts:
         waiting = asyncio.create_task(rollouts.next_batch())
         await asyncio.sleep(0.01)
@@ -399,7 +397,7 @@ async def test_a_key_that_is_in_use_is_not_given_twice():
             tasks.start("one", asyncio.sleep(0))
 
 
-async def test_what_begins_while_the_tasks_end_is_left_out():
+async def test_work_added_while_the_tasks_end_does_not_run():
     """A trainer's call may come between the failure of a task and the end of its group."""
     tasks, late = Tasks(), asyncio.Event()
 
@@ -435,7 +433,7 @@ def bad_prompts() -> list[Any]:
 
 
 @each_row("plain", [True, False])
-async def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain: bool):
+async def test_a_bad_prompt_is_a_ledger_entry_and_ends_no_run(plain: bool):
     good = Prompt(input_ids=ONE, sampling=SHORT)
     source = [item for bad in bad_prompts() for item in (good, bad, good)]
 
@@ -456,7 +454,7 @@ async def test_a_bad_prompt_is_one_entry_of_the_ledger_and_the_run_goes_on(plain
             assert printed in cause
 
 
-async def test_a_prompt_that_cannot_be_made_is_one_entry_where_the_source_goes_on():
+async def test_a_prompt_that_fails_to_build_is_a_ledger_entry():
     def made(row: Any) -> Prompt:
         sampling = SamplingParams(max_new_tokens=row, ignore_eos=True)
         return Prompt(input_ids=ONE, sampling=sampling)
@@ -466,7 +464,7 @@ async def test_a_prompt_that_cannot_be_made_is_one_entry_where_the_source_goes_o
     async with opened(map(made, rows)) as rollouts:
         assert sum([len(batch.groups) async for batch in rollouts]) == 4
         assert rollouts.state.in_flight.ledger.rollouts == {Reason.BAD_PROMPT: 2}
-    # A generator has ended with what it raised: the prompts behind it are lost, and it is said.
+    # A generator ends when it raises: its later prompts are lost, and the run ends with the error.
     async with RolloutScheduler(
         SimFleet(1), (made(row) for row in rows), config=config()
     ) as rollouts:
@@ -527,7 +525,7 @@ async def test_an_evaluation_of_empty_groups_is_refused():
 
 
 class Takes:
-    """Functions of every kind of parameters."""
+    """Functions with every kind of parameters."""
 
     def method(self, rollout: Any, prompt: Any) -> float:
         return 1.0
@@ -542,7 +540,7 @@ class Takes:
 
 @functools.wraps(Takes.three)
 def judged(rollout: Any, prompt: Any) -> float:
-    """A decorated function, which says that it takes what the function inside takes."""
+    """A decorated function, whose signature is that of the function inside."""
     return Takes.three(rollout, prompt, None)
 
 
@@ -562,7 +560,7 @@ def judged(rollout: Any, prompt: Any) -> float:
         ({"episode": lambda turn: None}, r"episode takes .*\(turn, prompt\)"),
     ],
 )
-def test_a_function_that_cannot_be_called_is_refused_where_it_is_given(
+def test_a_function_of_a_wrong_signature_is_refused_at_once(
     arguments: dict[str, Any], printed: str
 ):
     with pytest.raises(ConfigError, match=printed):
@@ -603,7 +601,7 @@ async def ended(count: int = 9, **arguments: Any) -> RunEnded:
     return raised.value
 
 
-async def test_a_reward_that_always_fails_is_an_error_at_the_end_with_its_own_traceback(
+async def test_a_reward_that_always_fails_raises_with_its_traceback(
     caplog: pytest.LogCaptureFixture,
 ):
     async def no_answer(rollout: Any, prompt: Any) -> float:
@@ -622,7 +620,7 @@ async def test_a_reward_that_always_fails_is_an_error_at_the_end_with_its_own_tr
     assert "no_answer (" in record.getMessage()
     assert record.exc_info is not None
     names = [frame.name for frame in traceback.extract_tb(record.exc_info[2])]
-    assert names == ["no_answer"], "no line of the library stands before the caller's"
+    assert names == ["no_answer"], "no line of the library precedes the caller's"
 
 
 @each_row(
@@ -635,7 +633,7 @@ async def test_a_reward_that_always_fails_is_an_error_at_the_end_with_its_own_tr
     ],
 )
 @each_row("scope", ["rollout", "group"])
-async def test_a_reward_that_is_no_number_says_so(
+async def test_a_reward_that_is_not_a_number_is_an_error(
     caplog: pytest.LogCaptureFixture, value: Any, printed: str, scope: Any
 ):
     async def reward(*_: Any) -> Any:
@@ -676,7 +674,9 @@ async def never(group: Any) -> bool:
         ({"accept": never}, 0, "no group was delivered: all 9 were rejected or became too stale"),
     ],
 )
-async def test_a_run_without_a_group_says_why(functions: dict[str, Any], failed: int, printed: str):
+async def test_a_run_without_a_group_reports_why(
+    functions: dict[str, Any], failed: int, printed: str
+):
     error = await ended(**functions)
     assert printed in str(error)
     assert error.failed == sum(error.causes.values()) == failed
@@ -736,7 +736,7 @@ async def test_the_counts_of_a_resumed_run_are_those_of_the_whole_run():
         assert (raised.value.delivered, raised.value.failed) == (6, 4)
 
 
-async def test_failures_that_all_differ_are_bounded_in_the_log_and_in_the_counts(
+async def test_distinct_failures_are_bounded_in_logs_and_counts(
     caplog: pytest.LogCaptureFixture,
 ):
     async def differs(rollout: Any, prompt: Any) -> Any:
@@ -748,7 +748,7 @@ async def test_failures_that_all_differ_are_bounded_in_the_log_and_in_the_counts
     assert len([r for r in caplog.records if "the reward function" in r.getMessage()]) < 40
 
 
-async def test_prompts_that_the_engines_refuse_are_an_error_with_its_cause(
+async def test_prompts_that_engines_refuse_raise_with_the_cause(
     caplog: pytest.LogCaptureFixture,
 ):
     fleet = SimFleet(1, kv_tokens=100)

@@ -33,14 +33,14 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has ended."""
+    """The folder of a run that has ended."""
     out = tmp_path_factory.mktemp("ended") / "run"
     assert main(["run", *SMALL, "--sim.engines", "2", "--quiet", "--out", str(out)]) == 0
     return out
 
 
 def part_of(run: Path, folder: Path, size: int) -> Path:
-    """A folder with what the run's folder had when its log had `size` bytes."""
+    """Return a copy of the run's folder from when its log had `size` bytes."""
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_bytes((run / CONFIG).read_bytes())
     (folder / EVENTS).write_bytes((run / EVENTS).read_bytes()[:size])
@@ -83,7 +83,7 @@ def test_a_log_that_was_cut_back_is_given_from_its_start(ended: Path, tmp_path: 
     assert whole.startswith(b"".join(news.lines))
 
 
-def test_a_broken_line_is_waited_for_and_damage_is_said(ended: Path, tmp_path: Path):
+def test_a_partial_line_is_awaited_and_damage_is_reported(ended: Path, tmp_path: Path):
     lines = (ended / EVENTS).read_bytes().splitlines(keepends=True)
     path = tmp_path / EVENTS
     path.write_bytes(b"".join(lines[:50]))
@@ -98,9 +98,8 @@ def test_a_broken_line_is_waited_for_and_damage_is_said(ended: Path, tmp_path: P
         follower.poll(100)
 
 
-def test_a_run_that_goes_on_is_told_as_it_counts(tmp_path: Path):
-    """At every cut of the log of a run that two processes wrote, with what was void and what was
-    handed over again."""
+def test_a_resumed_run_shows_its_counts_at_every_cut(tmp_path: Path):
+    """The log comes from two processes, with void and redelivered batches."""
     cut = start_run(tmp_path / "b", times=(4.0,))[0]
     resume(cut)
     log = (cut / "run" / EVENTS).read_bytes()
@@ -172,7 +171,7 @@ def test_a_run_that_is_resumed_counts_its_batches_once(tmp_path: Path):
     assert "8 of 8 delivered" in last_frame(watched)
 
 
-def test_a_run_that_writes_nothing_any_more_is_said_to(
+def test_a_run_that_stops_writing_is_reported(
     ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     now = 1_000.0
@@ -197,7 +196,7 @@ def test_a_run_that_writes_nothing_any_more_is_said_to(
     assert note() == ""
 
 
-def test_what_is_no_run_is_refused_in_one_sentence(
+def test_a_folder_that_is_not_a_run_is_refused(
     tmp_path: Path, ended: Path, capsys: pytest.CaptureFixture[str]
 ):
     def refusal(folder: Path) -> str:
@@ -229,7 +228,7 @@ def test_a_killed_run_is_watched_until_ctrl_c(ended: Path, tmp_path: Path):
     assert terminal.raw.count("\x1b[?25h") == 1, "the cursor is shown again"
 
 
-# --- a run that really goes on --------------------------------------------------------------
+# --- a live run ---------------------------------------------------------------------------
 
 
 @contextmanager
@@ -246,7 +245,7 @@ def served() -> Generator[list[str]]:
 
 
 @pytest.mark.long
-def test_a_run_on_served_engines_is_watched_while_it_goes_on(tmp_path: Path):
+def test_a_live_run_on_served_engines_is_watched(tmp_path: Path):
     out = tmp_path / "run"
     with served() as urls:
         command = [sys.executable, "-m", "aprilsched"]

@@ -19,7 +19,7 @@ from tests.vllm import over_gloo
 def main(log: str, *arguments: str) -> int:
     """Fork a server that writes into `log`; returns its process id, which is also its group."""
     for stand_in in ("vllm", "vllm._custom_ops"):
-        # SGLang's servers need them where vLLM is not installed.
+        # SGLang's servers need them if vLLM is not installed.
         if not hasattr(sys.modules.get(stand_in), "__file__"):
             sys.modules.pop(stand_in, None)
 

@@ -15,7 +15,7 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 class _Gloo:
-    """What a transfer uses of vLLM's ``PyNcclCommunicator``."""
+    """The part of vLLM's ``PyNcclCommunicator`` that a transfer uses."""
 
     def __init__(self, host: str, port: int, rank: int, world_size: int, device: object) -> None:
         import torch.distributed
@@ -35,14 +35,14 @@ class _Gloo:
 
 
 class _Stream:
-    """A stream on which everything has ended already."""
+    """A stream without pending work."""
 
     def synchronize(self) -> None:
         pass
 
 
 def install() -> None:
-    """Put gloo in the place of NCCL, and nothing in the place of streams."""
+    """Replace NCCL by gloo, and streams by a stub."""
     import torch
     from vllm.distributed.weight_transfer import nccl_common, packed_tensor
 

@@ -17,7 +17,7 @@ from tests.sglang.server import write_model
 from tests.vllm.server import VLLMServer, server_python
 
 TARGET = Path(__file__).parents[1] / "support" / "wire"
-Meanwhile = Callable[[aiohttp.ClientSession], Awaitable[None]]
+Action = Callable[[aiohttp.ClientSession], Awaitable[None]]
 
 
 async def post(session: aiohttp.ClientSession, path: str, **body: object) -> None:
@@ -36,9 +36,9 @@ async def refit(session: aiohttp.ClientSession) -> None:
 
 
 async def record(
-    session: aiohttp.ClientSession, name: str, tokens: int, prompt: int, meanwhile: Meanwhile | None
+    session: aiohttp.ClientSession, name: str, tokens: int, prompt: int, action: Action | None
 ) -> None:
-    """Write the stream of one response, in which `meanwhile` happens after two events."""
+    """Write the stream of one response, running `action` after two events."""
     sampling = {
         "max_tokens": tokens,
         "ignore_eos": True,
@@ -56,9 +56,9 @@ async def record(
     async with session.post("/inference/v1/generate", json=body) as answer:
         async for data in answer.content.iter_any():
             content += data
-            if meanwhile is not None and content.count(b"\n\n") >= 2:
-                await meanwhile(session)
-                meanwhile = None
+            if action is not None and content.count(b"\n\n") >= 2:
+                await action(session)
+                action = None
     (TARGET / f"vllm-{name}.sse").write_bytes(content)
 
 

@@ -12,7 +12,7 @@ ENVIRONMENT = "APRILSCHED_VLLM_PYTHON"
 
 
 def server_python() -> Path | None:
-    """The Python that has vLLM; None where there is none."""
+    """Return the Python that has vLLM, or None."""
     default = HERE.parents[1] / ".venv-vllm" / "bin" / "python"
     python = Path(os.environ.get(ENVIRONMENT, default))
     return python if python.is_file() else None
@@ -22,7 +22,7 @@ class VLLMServer(CpuServer):
     """One server; see :class:`CpuServer`."""
 
     launcher = "tests.vllm.launch_cpu_server"
-    # The first call takes long on a busy machine, and no test is about that.
+    # The first call is slow on a busy machine, and no test is about that.
     ready_path = "/server_info?config_format=json"
 
     def _python(self) -> Path:
@@ -36,8 +36,8 @@ class VLLMServer(CpuServer):
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Otherwise the model has a process of its own, and it and the scheduler's process wait
-            # for each other with a whole core each.
+            # Otherwise the model would run in a process of its own, and the two processes would
+            # each use a whole core to wait for each other.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",

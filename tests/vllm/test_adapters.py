@@ -17,14 +17,14 @@ from tests.vllm.conftest import INTERVAL, KEY
 from tests.vllm.server import VLLMServer
 
 pytestmark = pytest.mark.long
-"""SGLang's server has them in short."""
+"""Short test runs cover adapters on SGLang's server."""
 
 
 @pytest.fixture(scope="module")
 def adapters(
     models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory, vllm_python: Path
 ) -> tuple[tuple[Path, Path], tuple[Path, Path]]:
-    """Two adapters, and the model with each of them merged in."""
+    """Two adapters, and the model merged with each of them."""
     folder = tmp_path_factory.mktemp("adapters")
     alone = folder / "adapter-0", folder / "adapter-1"
     merged = folder / "merged-0", folder / "merged-1"
@@ -50,7 +50,7 @@ async def adapting(
 
 @pytest.mark.parametrize("check", ADAPTER_CHECKS, ids=lambda check: check.__name__)
 async def test_vllm(adapting: Adapting, check: AdapterCheck) -> None:
-    """The real server keeps it."""
+    """The real server keeps the contract of adapters."""
     await check(adapting)
 
 

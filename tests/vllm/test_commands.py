@@ -69,7 +69,7 @@ async def test_run_drives_a_server_and_updates_it(
 
 
 @pytest.mark.long
-async def test_a_server_under_the_wrong_name_is_refused_in_one_sentence(
+async def test_a_server_under_a_wrong_name_is_refused_clearly(
     clean_server: VLLMServer, tmp_path: Path
 ) -> None:
     for urls, printed in (
@@ -86,7 +86,7 @@ async def test_a_server_under_the_wrong_name_is_refused_in_one_sentence(
 
 @pytest.mark.long
 @pytest.mark.parametrize("refits", [False, True])
-async def test_the_doctor_fails_no_check_and_leaves_the_server_as_it_was(
+async def test_the_doctor_passes_and_leaves_the_server_unchanged(
     clean_server: VLLMServer, models: tuple[Path, Path], refits: bool
 ) -> None:
     refit = ("--refit", str(models[1])) if refits else ()
@@ -107,7 +107,8 @@ async def test_the_doctor_fails_no_check_and_leaves_the_server_as_it_was(
 async def generated(
     session: aiohttp.ClientSession, prompt: list[int], tokens: int, update: dict[str, str]
 ) -> tuple[list[int], list[float], list[dict[str, Any]]]:
-    """Ids, log-probabilities and spans of a response; its first event asks for new weights."""
+    """Return ids, log-probabilities and spans of a response; request new weights at its first
+    event."""
     params = {"max_new_tokens": tokens, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": params, "stream": True, "return_logprob": True}
     ids: list[int] = []
@@ -136,7 +137,7 @@ async def generated(
 async def test_a_request_through_the_gateway_outlives_new_weights(
     clean_server: VLLMServer, models: tuple[Path, Path], tmp_path: Path, vllm_python: Path
 ) -> None:
-    """A client of SGLang's API is told which weights sampled each token."""
+    """A client of SGLang's API learns which weights sampled each token."""
     prompt, label, number = [9, 8, 7, 6, 5], "default", 0
     fleet = VLLMFleet([clean_server.url], stream_interval=8)
     async with (
@@ -144,7 +145,7 @@ async def test_a_request_through_the_gateway_outlives_new_weights(
         aiohttp.ClientSession(gateway.url) as session,
     ):
         while True:
-            # On a busy machine a response may end before the new weights have come.
+            # On a busy machine a response may end before the new weights arrive.
             before, label = label, f"w{number}"
             order = (models[number % 2], models[(number + 1) % 2])
             update = {"model_path": str(order[1]), "weight_version": label}
@@ -163,7 +164,7 @@ async def test_a_request_through_the_gateway_outlives_new_weights(
 async def test_a_client_of_openai_gets_the_text_of_the_servers_tokens(
     clean_server: VLLMServer, tmp_path: Path
 ) -> None:
-    """The server itself has no tokenizer, and no endpoint of OpenAI."""
+    """The server itself has no tokenizer and no OpenAI endpoints."""
     folder = bytes_tokenizer(tmp_path / "tokenizer")
     settings = GatewaySettings(port=0, drain_s=0, tokenizer=folder)
     greedy: dict[str, Any] = {

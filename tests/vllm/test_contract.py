@@ -43,7 +43,7 @@ async def vllm(engine: VLLMEngine, models: tuple[Path, Path]) -> Subject:
 
 @pytest.mark.parametrize("check", ALL_CHECKS, ids=lambda check: check.__name__)
 async def test_vllm(vllm: Subject, check: Check) -> None:
-    """The real server keeps it."""
+    """The real server keeps the engine contract."""
     await check(vllm)
 
 
@@ -100,10 +100,10 @@ async def test_a_request_that_cannot_be_served_is_refused(
     assert len(await whole(engine, greedy(4))) == 4
 
 
-async def test_a_load_that_fails_leaves_the_old_weights_and_every_request(
+async def test_a_failed_load_keeps_the_weights_and_every_request(
     engine: VLLMEngine, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """vLLM itself has no weights after it, and its process ends at the next token."""
+    """After it vLLM has no weights, and its process would end at the next token."""
     reference = await whole(engine, greedy(300))
     for version, broken in enumerate((tmp_path / "missing", tmp_path / "truncated")):
         stream = await Stream(engine, greedy(ENDLESS)).start().reach(20)
@@ -124,7 +124,7 @@ async def test_a_load_that_fails_leaves_the_old_weights_and_every_request(
         assert {span.version for span in stream.last.spans} == {0}
 
 
-async def test_weights_that_a_killed_client_was_loading_are_inconsistent(
+async def test_weights_of_a_killed_loader_are_inconsistent(
     engine: VLLMEngine, models: tuple[Path, Path]
 ) -> None:
     """The load and its label are two calls, so a client may be killed between them."""
@@ -157,7 +157,7 @@ async def test_a_processed_logprob_is_that_of_the_sampled_distribution(
     tmp_path: Path,
     vllm_python: Path,
 ) -> None:
-    """With a temperature, and that of transformers without one; a key is needed and sent."""
+    """With a temperature and with the default of transformers; a key is required and sent."""
     async with aiohttp.ClientSession() as session:
         body = {"token_ids": [5], "sampling_params": {"max_tokens": 1}}
         url = f"{clean_pair[1].url}/inference/v1/generate"
@@ -197,7 +197,7 @@ async def test_a_server_of_another_program_is_refused_in_one_sentence(
 
 
 async def test_many_requests_pause_at_once_and_lose_nothing(engine: VLLMEngine) -> None:
-    """More than the server runs at a time: those that wait are paused too."""
+    """More requests than the server runs at a time: waiting ones are paused too."""
     streams = [
         Stream(engine, greedy(40, prompt=PROMPT + np.int32(number))).start()
         for number in range(300)

@@ -18,7 +18,7 @@ KIND = "idefics3"
 
 
 class VisionServer(VLLMServer):
-    """A server that has the tokenizer, which vLLM needs to find placeholders."""
+    """A server with the tokenizer, which vLLM needs to find placeholders."""
 
     def _arguments(self) -> list[str]:
         given = [part for part in super()._arguments() if part != "--skip-tokenizer-init"]
@@ -41,7 +41,7 @@ def vision_server(
 
 @pytest.mark.long
 @pytest.mark.parametrize("rule", ["abort", "retract"])
-async def test_each_token_sees_the_image_under_the_weights_of_its_version(
+async def test_each_token_sees_the_image_under_its_weights(
     vision_server: VisionServer,
     seeing: tuple[Path, Path],
     tmp_path: Path,

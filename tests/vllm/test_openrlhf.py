@@ -70,7 +70,7 @@ def test_an_episode_of_openrlhfs_trainer(
     for row, *each in zip(rows, *scored, strict=True):
         off = np.abs(np.stack(each) - row["logprobs"])
         assert off.min(0).max() < TOLERANCE
-        # The two models are far apart, so each token tells whose it is.
+        # The two models are far apart, so each logprob identifies its model.
         whose = off.argmin(0)
         assert np.median(off.max(0)) > 0.5
         changed += len(set(whose.tolist())) > 1
@@ -79,7 +79,7 @@ def test_an_episode_of_openrlhfs_trainer(
 
 
 def trained(path: Path) -> list[dict[str, Any]]:
-    """The rollouts of one step as the policy got them."""
+    """Return the rollouts of one step as the policy received them."""
     import torch
 
     found: list[dict[str, Any]] = []

@@ -28,7 +28,7 @@ async def test_a_paused_server_is_claimed_once_its_owner_is_gone(clean_server: V
             assert await second.is_paused()
             assert not await second.claim()
             assert await second.is_paused()
-        await second.pause("retract")  # as a process that is killed leaves the server
+        await second.pause("retract")  # as a killed process leaves the server
         assert await second.claim()
     finally:
         await second.resume()

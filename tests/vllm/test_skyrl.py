@@ -37,13 +37,13 @@ pytestmark = pytest.mark.skipif(
 
 STEPS, GROUPS, SIZE, TURNS = 5, 2, 3, 2
 FAILED: list[str] = []
-"""The prompt of the first agent loop, which is lost."""
+"""The prompt of the first agent loop, which fails."""
 
 
 @pytest.fixture(scope="module", autouse=True)
 def skyrl_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> typing.Iterator[None]:
-    """SkyRL is for Python 3.12: pydantic takes an earlier TypedDict from typing_extensions only.
-    And it imports flash-attn, which is for GPUs only."""
+    """SkyRL targets Python 3.12: pydantic takes an earlier TypedDict only from typing_extensions.
+    It also imports flash-attn, which needs a GPU."""
     packages = tmp_path_factory.mktemp("packages")
     write_stand_ins(packages)
     with pytest.MonkeyPatch.context() as patch:
@@ -57,7 +57,7 @@ def skyrl_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> typing.Iterator[No
 
 
 def environment() -> type[Any]:
-    """An environment of two turns, whose rewards are the numbers of words."""
+    """An environment of two turns that rewards the number of words."""
     from skyrl_gym.envs.base_text_env import BaseTextEnv
 
     class Words(BaseTextEnv):
@@ -126,7 +126,7 @@ def configuration(url: str, model: Path, folder: Path, **changes: Any) -> Any:
         "generator.sampling_params.max_generate_length": 150,
         "generator.sampling_params.logprobs": 1,
         "generator.inference_engine.run_engines_locally": False,
-        # It would look for Ray, which nothing here needs.
+        # It would look for Ray, which this test does not need.
         "generator.inference_engine.enable_ray_prometheus_stats": False,
         "generator.inference_engine.external_server_urls": f"['{url}']",
     }
@@ -134,7 +134,7 @@ def configuration(url: str, model: Path, folder: Path, **changes: Any) -> Any:
 
 
 class Saves:
-    """SkyRL's dispatch to its policy, whose weights are those of one of two models in turn."""
+    """SkyRL's dispatch to its policy, whose weights alternate between two models."""
 
     def __init__(self, models: tuple[Path, Path]) -> None:
         self._models = models
@@ -150,7 +150,7 @@ class Saves:
 
 
 def experiment(cfg: Any, models: tuple[Path, Path], folder: Path) -> Any:
-    """SkyRL's experiment with its simulated trainer, which keeps what it trains on."""
+    """SkyRL's experiment with a simulated trainer that records its training data."""
     from skyrl.train.entrypoints.main_base import BasePPOExp
     from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim
 
@@ -176,14 +176,14 @@ def experiment(cfg: Any, models: tuple[Path, Path], folder: Path) -> Any:
         def get_train_dataset(self) -> Any:
             from skyrl.train.dataset import PromptDataset
 
-            # SkyRL's eight processes take minutes to begin on a busy machine.
+            # SkyRL's eight processes take minutes to start on a busy machine.
             return PromptDataset(cfg.data.train_data, self.tokenizer, 64, num_workers=1)
 
     return Experiment(cfg)
 
 
 def crossing(rollouts: list[Any]) -> bool:
-    """Whether several versions sampled some response."""
+    """Return whether several versions sampled one response."""
     return any(len(set(each.versions[each.loss_mask].tolist())) > 1 for each in rollouts)
 
 
@@ -205,7 +205,7 @@ def test_five_steps_of_skyrls_trainer(
     monkeypatch.setattr(RolloutScheduler, "next_batch", kept)
     model = with_tokenizer(models[0], tmp_path / "model")
     for number in range(TRIES):
-        # On a busy machine no response may be under way at any of the updates.
+        # On a busy machine no response may be in flight at any update.
         asyncio.run(reset(clean_server.url, models[0]))
         FAILED.clear()
         rollouts.clear()

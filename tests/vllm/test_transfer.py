@@ -59,7 +59,7 @@ async def test_weights_arrive_exactly_and_the_group_lasts(
     assert np.abs(np.array(received[0]["logprobs"]) - other).max() > 1.0
 
 
-async def test_a_server_that_was_not_started_for_it_refuses_and_keeps_its_weights(
+async def test_a_server_without_transfer_refuses_and_keeps_weights(
     vllm_pair: tuple[VLLMServer, VLLMServer], clean_pair: object
 ) -> None:
     engine = VLLMEngine(vllm_pair[1].url, api_key="an-api-key-of-the-tests")

@@ -34,7 +34,7 @@ def torch() -> Iterator[Any]:
         pytest.param(10, 12, 20, id="twenty steps", marks=pytest.mark.long),
     ],
 )
-def test_a_training_ends_and_another_trainer_goes_on_from_its_checkpoint(
+def test_a_second_trainer_resumes_from_the_checkpoint(
     torch: Any,
     clean_server: VLLMServer,
     models: tuple[Path, Path],

@@ -39,7 +39,7 @@ async def test_every_token_is_of_the_version_that_it_was_given(
 
 @dataclass
 class Killer(Recorder):
-    """Kills a server when the scheduler gives it the command of this name."""
+    """Kills a server when the scheduler sends it the command of this name."""
 
     victim: VLLMServer | None = None
     name: str = ""
@@ -59,8 +59,8 @@ async def test_a_server_that_is_killed_three_times_costs_nothing(
     tmp_path: Path,
     vllm_python: Path,
 ) -> None:
-    """Amid generation, in the pause and while it loads. Each time it comes back with the weights
-    that it was started with, under the label of version 0."""
+    """During generation, in the pause and during the load. The server always restarts with its
+    initial weights, labelled as version 0."""
     with VLLMServer(models[0], tmp_path / "victim.txt") as victim:
         killer = Killer(victim=victim, name=victim.url.removeprefix("http://"))
         victim.wait_ready()
@@ -82,7 +82,7 @@ async def test_a_server_that_is_killed_three_times_costs_nothing(
             await rollouts.update_weights(publisher)
 
             def decodes() -> bool:
-                """The victim is in the middle of a response."""
+                """Return whether the victim is in the middle of a response."""
                 return any(
                     request.engine == killer.name and request.generated
                     for request in in_flight.open_requests()
@@ -90,7 +90,7 @@ async def test_a_server_that_is_killed_three_times_costs_nothing(
 
             for moment in ("generation", "Flush", "RefitBegun"):
                 killer.at = moment
-                # An engine that had no request in a batch is not flushed after it.
+                # An engine without a request in a batch is not flushed after it.
                 while victim.alive():
                     taking = asyncio.create_task(rollouts.next_batch())
                     if moment == "generation":
@@ -107,7 +107,7 @@ async def test_a_server_that_is_killed_three_times_costs_nothing(
                     await rollouts.update_weights(publisher)
             batches += [await rollouts.next_batch() for _ in range(2)]
             delivered = check_whole(rollouts, batches)
-    # Nobody can tell the versions of a response that an update met before its server was lost.
+    # The versions of a response are unknown if an update reached it before its server was lost.
     exact = [rollout for rollout in delivered if rollout.versions_exact]
     assert len(exact) > len(delivered) // 2
     for own, _ in differences(exact, models, tmp_path, vllm_python):

@@ -65,7 +65,7 @@ if __name__ == "__main__":
             await engine.close()
 
     async def hold_to_signatures() -> None:
-        """What cannot run without a GPU is at least called as vLLM defines it."""
+        """Check calls that need a GPU against the signatures of vLLM."""
         client = vllm_transfer._Client([])
         for name, method in inspect.getmembers(base.VLLMWeightSyncClient, inspect.isfunction):
             if not name.startswith("_"):
@@ -80,7 +80,7 @@ if __name__ == "__main__":
         assert (info.rank, info.packed, info.backend) == (0, True, "ipc")
         assert isinstance(info, ipc_engine.IPCTrainerInitInfo)
         assert source.metadata() == []
-        # The handles as this client sends them, and as vLLM's server reads them.
+        # The handles as sent by this client, and as read by vLLM's server.
         sent: list[dict] = []
         client._each = lambda call: call(_Taker(sent))
         handles = {"GPU-1": ("rebuild", 7)}
@@ -90,7 +90,7 @@ if __name__ == "__main__":
         assert ipc_engine.IPCWeightTransferUpdateInfo(**sent[0]).ipc_handles == handles
 
     def hold_to_the_token_endpoint() -> None:
-        """A request with media and companions, and the last event of its response."""
+        """Return a request with media and companions, and the last event of its response."""
         experts = routed_experts(layers=3, per_token=2, experts=300)
         asked = GenerationRequest(
             request_id="r",

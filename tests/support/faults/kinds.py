@@ -141,10 +141,11 @@ def failed_update(
 
 @dataclass(frozen=True, kw_only=True)
 class Delay(Fault):
-    """The call is carried out `seconds` late, or the stream is silent for so long.
+    """The call is carried out `seconds` late, or the stream is silent for `seconds`.
 
     Attributes:
-        piece: the answer is not late, and comes in so many bytes at a time, `seconds` apart.
+        piece: if set, the answer is not late but arrives in pieces of `piece` bytes, `seconds`
+            apart.
     """
 
     kind: ClassVar[str] = "delay"
