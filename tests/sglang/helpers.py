@@ -77,13 +77,16 @@ async def reset(url: str, weights: Path, key: str | None = None) -> None:
 
 
 async def batch_through_updates(rollouts: RolloutScheduler, publisher: WeightPublisher) -> Batch:
-    """The next batch, of which nothing is lost. Weights are brought in three times meanwhile, each
-    after some hundred tokens."""
+    """Return the next batch, of which nothing is lost. Weights are loaded three times while it is
+    generated, each time after some hundred tokens, unless it ends before."""
     waiting = asyncio.ensure_future(rollouts.next_batch())
     counters = rollouts.state.in_flight.counters
     for _ in range(3):
         before = counters.tokens_generated
-        await until(lambda before=before: counters.tokens_generated > before + 400, seconds=120)
+        await until(
+            lambda before=before: waiting.done() or counters.tokens_generated > before + 400,
+            seconds=120,
+        )
         await rollouts.update_weights(publisher)
     batch = await waiting
     assert rollouts.state.in_flight.ledger.total == 0

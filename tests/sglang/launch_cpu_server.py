@@ -30,7 +30,7 @@ def main(log: str, *arguments: str) -> int:
 
 def forked(run: Callable[[], object], log: str) -> int:
     """Call `run` in a process group of its own, which writes into `log`; returns its process id."""
-    # Nobody here waits for the servers, and one that is dead must not seem to be alive.
+    # No process waits for the servers; as a zombie, a dead one would look alive.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.freeze()  # A collection in a server would copy all pages that they share.
     if child := os.fork():

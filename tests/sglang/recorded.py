@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,8 @@ from aprilsched.types import Int32Array, VersionSpan
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.server import run_with_server_packages
 
+T = TypeVar("T")
+
 BATCHES = 6
 GROUPS = 4
 GROUP_SIZE = 4
@@ -52,8 +54,8 @@ SCORED = 80
 TOLERANCE = 1e-4
 """Largest difference of a logprob between SGLang's paged decode and one pass of transformers, both
 in float32."""
-TRIES = 5
-"""Number of runs that may pass before a response must have outlived an update."""
+TRIES = 8
+"""Number of runs that may pass before one must show what its test is about."""
 _SHORT = (8, 48)
 
 
@@ -213,14 +215,15 @@ async def record(
         folder, lambda path: shutil.copytree(checkpoint(), path, dirs_exist_ok=True)
     )
     async with scheduler as rollouts, asyncio.TaskGroup() as group:
-        if lose_one:
-            group.create_task(_lose_one(rollouts))
+        losing = group.create_task(_lose_one(rollouts)) if lose_one else None
         for _ in range(batches):
             try:
                 taken.append(await rollouts.next_batch())
             except PromptsExhausted:
                 break
             await rollouts.update_weights(publisher or DiskPublisher(checkpoint()))
+        if losing is not None:
+            losing.cancel()  # It may still wait for a response that is long enough.
         in_flight = rollouts.state.in_flight
         return Run(
             batches=taken,
@@ -253,17 +256,26 @@ def crossing(run: Run, versions: int = 2) -> list[Rollout]:
     return [r for r in run.rollouts if len(set(r.versions.tolist())) >= versions]
 
 
-async def until_crossing(once: Callable[[int], Awaitable[Run]], versions: int = 2) -> Run:
-    """The first run of `once`, given the number of the try, in which a response has so many
-    versions.
+async def try_until(
+    once: Callable[[int], Awaitable[T]], shows: Callable[[T], object], missing: str
+) -> T:
+    """Return the first result of `once` that shows what a test is about.
 
-    A server generates while a busy machine keeps the scheduler waiting, so the stragglers of a
-    whole run may end before an update reaches them.
+    `once` gets the number of the try; `missing` names what no result shows. A server generates
+    while a busy machine keeps the scheduler waiting, so the stragglers of a whole run may end
+    before an update reaches them.
     """
     for number in range(TRIES):
-        if crossing(run := await once(number), versions):
-            return run
-    raise AssertionError(f"no response outlived an update in {TRIES} runs")
+        if shows(result := await once(number)):
+            return result
+    raise AssertionError(f"{missing} in {TRIES} runs")
+
+
+async def until_crossing(once: Callable[[int], Awaitable[Run]], versions: int = 2) -> Run:
+    """Return the first run of `once` in which a response has at least `versions` versions."""
+    return await try_until(
+        once, lambda run: crossing(run, versions), "no response outlived enough updates"
+    )
 
 
 def check_greedy(delivered: Sequence[Rollout], models: Sequence[Path], folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Runs examples/grpo/train.py, notes every rollout that it trains on, and dies where it is told.
+"""Runs examples/grpo/train.py, notes every rollout that it trains on, and dies at a given point.
 
     recorded_grpo.py NOTES DIES ARGUMENTS ...
 
@@ -7,7 +7,7 @@ update is saved. The rewards are not those of the task, which a random model nev
 """
 
 # pyright: basic
-# The example is no module that the checker finds.
+# The checker does not find the example as a module.
 from __future__ import annotations
 
 import hashlib

@@ -39,8 +39,8 @@ def server_python() -> Path:
     python = Path(os.environ.get(ENVIRONMENT, default))
     if not python.is_file():
         raise RuntimeError(
-            f"There is no SGLang environment at {python}; run `make test`, which builds it, or "
-            f"set {ENVIRONMENT} to the Python of one."
+            f"{python} must be the Python of a SGLang environment, but does not exist; run "
+            f"`make test`, which builds it, or set {ENVIRONMENT} to another one."
         )
     return python
 
@@ -74,8 +74,8 @@ def run_with_server_packages(
     python: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Any:
-    """What `main` of a module beside module_runner.py returns as JSON; it has the server's packages
-    and aprilsched.
+    """Return what `main` of a module next to module_runner.py returns, which must be valid JSON. It
+    has the server's packages and aprilsched.
 
     Calls of one `purpose`, `python` and `environment` share a process; the default is SGLang's.
 

@@ -1,7 +1,7 @@
 """SGLang's own client against a server or gateway; module_runner.py runs it.
 
 ``main(URL, OUT.json, TOKENS)``: one program of SGLang's language generates as a whole and one as a
-stream, each with so many tokens. OUT gets the text, the streamed text and the meta_info of each.
+stream, each with TOKENS tokens. OUT gets the text, the streamed text and the meta_info of each.
 """
 
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false

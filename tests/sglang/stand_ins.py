@@ -104,7 +104,7 @@ def doze() -> None:
 
     SGLang's loop asks for messages without a rest while it is paused, with a whole core that the
     other servers and the tests need. The wait is short, because the loop also ends requests whose
-    time is over. A server without that flag goes on as it did.
+    time is over. A server without that flag is unchanged.
     """
     from sglang.srt.managers.scheduler import Scheduler
 

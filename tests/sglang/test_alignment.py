@@ -27,7 +27,7 @@ from aprilsched.observe.report.gather import run_report
 from aprilsched.observe.report.page import page
 from aprilsched.simulation.results import remainder
 from tests.sglang.helpers import opened
-from tests.sglang.recorded import TOLERANCE, long_tail, scores
+from tests.sglang.recorded import TOLERANCE, long_tail, scores, try_until
 from tests.sglang.server import CpuServer
 
 BATCHES = 3
@@ -104,7 +104,16 @@ async def run(
 async def test_the_same_weights_agree_and_other_weights_do_not(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
 ):
-    batches, same = await run([clean_server], models, made(tmp_path / "same"))
+    async def once(number: int) -> tuple[list[Batch], AlignmentFigures, Path]:
+        folder = made(tmp_path / f"same-{number}")
+        return *await run([clean_server], models, folder), folder
+
+    def outlived(result: tuple[list[Batch], AlignmentFigures, Path]) -> bool:
+        return any(age.tokens for age in result[1].by_age[1:2])
+
+    batches, same, folder_of_same = await try_until(
+        once, outlived, "no response outlived an update"
+    )
     fresh = sum(
         segment.end - segment.start
         for batch in batches
@@ -123,7 +132,6 @@ async def test_the_same_weights_agree_and_other_weights_do_not(
     assert same.whole.beyond_share == 0
     # The tokens that an older version sampled differ, and only they do.
     older = same.by_age[1]
-    assert older.tokens > 0
     assert older.k3 is not None
     assert older.k3 > 0.1
 
@@ -133,8 +141,7 @@ async def test_the_same_weights_agree_and_other_weights_do_not(
     assert off.whole.k3 > 1_000 * same.whole.k3
     assert off.whole.beyond_share is not None
     assert off.whole.beyond_share > 0.01
-    for name, found in (("same", same), ("off", off)):
-        folder = tmp_path / name
+    for folder, found in ((folder_of_same, same), (tmp_path / "off", off)):
         report = run_report(folder)
         assert report.summary.alignment is not None
         assert report.summary.alignment.whole.k3 == pytest.approx(found.whole.k3)

@@ -37,7 +37,7 @@ from aprilsched.kernel.values.companions import Companion, routed_experts, top_l
 from aprilsched.testing.contract import until
 from aprilsched.trainers.corrections import renormalized
 from tests.sglang.helpers import reset
-from tests.sglang.recorded import Run, crossing, long_tail, record, scores
+from tests.sglang.recorded import Run, crossing, long_tail, record, scores, try_until
 from tests.sglang.server import CpuServer, write_model
 
 LAYERS, PER_TOKEN, EXPERTS = 2, 2, 8
@@ -61,9 +61,6 @@ RULES: dict[str, tuple[StragglerRule, dict[str, Any]]] = {
 }
 LONG = ("abort", "in place", "run", "rolling")
 OF_ONE_VERSION = ("run", "rolling")
-TRIES = 8
-"""Number of runs until one has rollouts of several versions. On a busy machine the long responses
-may all end before the update."""
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +101,8 @@ def prompts(every: int = 5) -> list[Prompt]:
 
 @dataclass
 class Truth:
-    """What transformers says of each rollout, for each model: experts [P + T, layers, experts per
-    token] and log-probabilities of the next token [P + T - 1, vocabulary]."""
+    """Results of transformers for each model and rollout: experts [P + T, layers, experts a token]
+    and log-probabilities of the next token [P + T - 1, vocabulary]."""
 
     experts: list[list[NDArray[np.uint8]]]
     logprobs: list[list[NDArray[np.float32]]]
@@ -128,10 +125,11 @@ async def test_rows_are_those_of_the_version_of_their_token(
     kind: str, servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path], tmp_path: Path
 ) -> None:
     rule, changes = RULES[kind]
-    for number in range(TRIES):
+
+    async def once(number: int) -> Run:
         for server in servers:
             await reset(server.url, mixtures[0])
-        run = await record(
+        return await record(
             [server.url for server in servers],
             mixtures,
             rule,
@@ -140,10 +138,10 @@ async def test_rows_are_those_of_the_version_of_their_token(
             changes={"companions": COMPANIONS, "batch_groups": 3, **changes},
             folder=tmp_path / f"weights-{number}",
         )
-        if _versions(run, kind) > 1:
-            break
-    else:
-        raise AssertionError("no run has several versions")
+
+    run = await try_until(
+        once, lambda run: _versions(run, kind) > 1, "no rollouts are of several versions"
+    )
     _check(run.rollouts, mixtures, tmp_path, in_place=kind == "in place")
     if kind in OF_ONE_VERSION:
         assert not crossing(run)
@@ -311,9 +309,9 @@ def _first_life(urls: Sequence[str], second: Path, store: Path, updated: Path) -
 async def test_a_killed_trainer_goes_on_with_the_rows_of_both_versions(
     servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    resumed, carried = list[Rollout](), list[Rollout]()
     urls = [server.url for server in servers]
-    for number in range(TRIES):
+
+    async def once(number: int) -> list[Rollout]:
         await _fresh(servers, mixtures)
         store, updated = tmp_path / f"store-{number}", tmp_path / f"updated-{number}"
         trainer = get_context("spawn").Process(
@@ -326,35 +324,44 @@ async def test_a_killed_trainer_goes_on_with_the_rows_of_both_versions(
         async with scheduler(urls, 12, store=SqliteStore(store)) as rollouts:
             resumed = await rest(rollouts)
         assert len({rollout.rollout_id for rollout in resumed}) == len(resumed) == 9 * 4
-        carried = [r for r in resumed if set(r.versions.tolist()) == {0, 1}]
-        if carried:
-            break
+        return resumed
+
+    def carried(resumed: list[Rollout]) -> bool:
+        return any(set(rollout.versions.tolist()) == {0, 1} for rollout in resumed)
+
+    resumed = await try_until(once, carried, "no response outlived the update")
     _check(resumed, mixtures, tmp_path)
-    assert carried
 
 
 @pytest.mark.long
 async def test_what_a_killed_server_had_is_routed_again_by_another_one(
     servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    await _fresh(servers, mixtures)
     names = {ServerAddress.parse(server.url).name: server for server in servers}
-    async with scheduler([server.url for server in servers], 15) as rollouts:
 
-        def halfway() -> str:
-            """An engine with a request in the middle of its response."""
-            requests = rollouts.state.in_flight.open_requests()
-            found = (r.engine for r in requests if r.generated >= 32 and r.remaining >= 100)
-            return next(found, "")
+    async def once(_: int) -> list[Rollout]:
+        """The rollouts that left the killed server amid their responses."""
+        await _fresh(servers, mixtures)
+        victim = ""
+        async with scheduler([server.url for server in servers], 15) as rollouts:
 
-        delivered = list((await rollouts.next_batch()).rollouts)
-        await rollouts.update_weights(DiskPublisher(mixtures[1]))
-        waiting = asyncio.create_task(rest(rollouts))
-        await until(lambda: halfway() != "")
-        victim = halfway()
-        names[victim].kill()
-        delivered += await waiting
-    assert len({rollout.rollout_id for rollout in delivered}) == len(delivered) == 15 * 4
-    moved = [r for r in delivered if victim in [segment.engine for segment in r.segments[:-1]]]
-    assert any(len({segment.engine for segment in r.segments}) == 2 for r in moved)
-    _check(moved, mixtures, tmp_path)
+            def halfway() -> str:
+                """An engine with a request in the middle of its response."""
+                requests = rollouts.state.in_flight.open_requests()
+                found = (r.engine for r in requests if r.generated >= 32 and r.remaining >= 100)
+                return next(found, "")
+
+            delivered = list((await rollouts.next_batch()).rollouts)
+            await rollouts.update_weights(DiskPublisher(mixtures[1]))
+            waiting = asyncio.create_task(rest(rollouts))
+            await until(lambda: halfway() != "" or waiting.done())
+            if victim := halfway():
+                names[victim].kill()
+            delivered += await waiting
+        assert len({rollout.rollout_id for rollout in delivered}) == len(delivered) == 15 * 4
+        return [r for r in delivered if victim in [segment.engine for segment in r.segments[:-1]]]
+
+    def moved(rollouts: list[Rollout]) -> bool:
+        return any(len({segment.engine for segment in r.segments}) == 2 for r in rollouts)
+
+    _check(await try_until(once, moved, "no response moved"), mixtures, tmp_path)

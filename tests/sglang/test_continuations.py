@@ -10,13 +10,10 @@ import pytest
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.testing.contract import greedy, whole
 from aprilsched.types import Rollout
-from tests.sglang.helpers import opened, settled
-from tests.sglang.recorded import Run, crossing, long_tail, record
+from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.helpers import opened, reset, settled
+from tests.sglang.recorded import Run, crossing, long_tail, record, try_until, until_crossing
 from tests.sglang.server import CpuServer
-
-ATTEMPTS = 5
-"""Number of runs until one has rollouts of several versions. On a busy machine the long responses
-may all end before the pauses."""
 
 
 async def _greedy_run(
@@ -27,6 +24,8 @@ async def _greedy_run(
     lose_one: bool = False,
 ) -> Run:
     """Run all prompts to their end on both servers, with the same weights in every version."""
+    for server, key in zip(pair, (None, ADMIN_KEY), strict=True):
+        await reset(server.url, model, key)
     return await record(
         [server.url for server in pair],
         [model],
@@ -55,12 +54,8 @@ async def test_greedy_tokens_survive_interruptions_unchanged(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
 ):
     """Updates load unchanged weights under new versions."""
-    interrupted: list[Rollout] = []
-    for _ in range(ATTEMPTS):
-        if interrupted := crossing(await _greedy_run(clean_pair, models[0], rule)):
-            break
-    assert interrupted
-    await _equal_to_uninterrupted(clean_pair[0].url, interrupted)
+    run = await until_crossing(lambda _: _greedy_run(clean_pair, models[0], rule))
+    await _equal_to_uninterrupted(clean_pair[0].url, crossing(run))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -68,9 +63,12 @@ async def test_a_continuation_on_the_other_server_gives_the_same_greedy_tokens(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
 ):
     """One server is given up in mid-batch, and its requests continue on the other."""
-    run = await _greedy_run(clean_pair, models[0], rule, lose_one=True)
-    moved = [r for r in run.rollouts if len({s.engine for s in r.segments}) == 2]
-    assert moved, "no rollout went on on the other server"
+
+    async def once(_: int) -> list[Rollout]:
+        run = await _greedy_run(clean_pair, models[0], rule, lose_one=True)
+        return [r for r in run.rollouts if len({s.engine for s in r.segments}) == 2]
+
+    moved = await try_until(once, bool, "no rollout continued on the other server")
     await _equal_to_uninterrupted(clean_pair[0].url, moved)
     for server in clean_pair:
         await settled(server.url)

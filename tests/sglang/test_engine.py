@@ -19,6 +19,7 @@ from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import ENDLESS, WAIT_SECONDS, Stream, greedy, until, whole
 from tests.sglang.conftest import INTERVAL
 from tests.sglang.helpers import SOON, running
+from tests.sglang.recorded import try_until
 from tests.sglang.server import CpuServer
 
 SETTLE_SECONDS = 0.3
@@ -154,8 +155,8 @@ async def test_hazard_08_an_update_outside_a_pause_waits_and_is_bounded(
 async def test_hazard_09_a_stream_that_is_left_leaves_no_zombie(
     engine: SGLangEngine, clean_server: CpuServer
 ) -> None:
-    """A stream is cancelled once, or again while it tells the server to abort. In both cases
-    nothing is decoded any more."""
+    """A stream is cancelled once, or again while it aborts its request on the server. In both cases
+    the server stops decoding."""
     streams = [await Stream(engine, greedy(ENDLESS)).start().reach(1) for _ in range(4)]
     tasks = [stream.task for stream in streams if stream.task is not None]
     for task in tasks:
@@ -229,13 +230,20 @@ async def test_hazard_13_no_timeout_and_no_pool_stop_a_long_tail(
     limits = HttpLimits(control_timeout=seconds, connect_timeout=seconds)
     engine = SGLangEngine(clean_server.url, limits=limits)
     await engine.open()
-    streams = [Stream(engine, greedy(60)).start() for _ in range(120)]
-    await until(lambda: len(streams[0]) > 0)
-    await engine.pause("retract")
-    assert not streams[-1].done
-    await asyncio.sleep(1.2 * seconds)
-    await engine.resume()
-    assert [len(await stream.end()) for stream in streams] == [60] * 120
+
+    async def once(_: int) -> bool:
+        """Whether the last stream was paused; on a busy machine it may end before the pause."""
+        streams = [Stream(engine, greedy(60)).start() for _ in range(120)]
+        await until(lambda: len(streams[0]) > 0)
+        await engine.pause("retract")
+        is_held = not streams[-1].done
+        if is_held:
+            await asyncio.sleep(1.2 * seconds)
+        await engine.resume()
+        assert [len(await stream.end()) for stream in streams] == [60] * 120
+        return is_held
+
+    await try_until(once, bool, "the last stream ended before the pause")
     await engine.close()
 
 

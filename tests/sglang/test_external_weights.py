@@ -101,9 +101,8 @@ def check(
     *,
     stood_by: bool = False,
 ) -> None:
-    """Check that nothing is lost, and that each token is of the version that it is said to have,
-    across several versions in some rollouts. If an engine `stood_by`, the responses that it had say
-    that their versions are not exact."""
+    """Check that nothing is lost, and that each token is of its recorded version, across several
+    versions in some rollouts. If an engine `stood_by`, its responses are marked as inexact."""
     delivered = check_whole(rollouts, batches)
     exact = [rollout for rollout in delivered if rollout.versions_exact]
     assert stood_by or len(exact) == len(delivered)
@@ -118,7 +117,7 @@ def crossed(batches: Sequence[Batch]) -> bool:
 
 
 async def halfway(rollouts: RolloutScheduler, batches: list[Batch]) -> int:
-    """Wait for a response that has begun and goes on for long; returns the id of its rollout."""
+    """Wait for a long response to be in its middle; returns the id of its rollout."""
     async with asyncio.timeout(WAIT_SECONDS):
         while True:
             for request in rollouts.state.in_flight.open_requests():
@@ -148,7 +147,7 @@ async def test_the_trainer_says_afterwards_what_it_has_loaded(
             assert not report.quarantined
             assert rollouts.version == version
         batches.append(await rollouts.next_batch())
-        # A server that shows the new version before the scheduler is told of it stands by until
+        # A server that shows the new version before the scheduler knows of it stands by until
         # then, as on a machine that is busy between the two calls.
         stood_by = any(isinstance(command, EngineLost) for command in recorder.commands)
         check(rollouts, batches, models, tmp_path, stood_by=stood_by)
@@ -186,8 +185,8 @@ async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
                 await trainer.load(version)
         batches.append(await rollouts.next_batch())
         check(rollouts, batches, models, tmp_path)
-        # A trainer that gives up leaves weights that the next update repairs. What was in flight
-        # goes on, and nobody can tell the versions of its tokens from before.
+        # A trainer that gives up leaves weights that the next update repairs. Requests in
+        # flight continue, and the versions of their earlier tokens are unknown.
         version = rollouts.version + 1
         with pytest.raises(ZeroDivisionError):
             async with rollouts.paused_for_weights(version=version):
@@ -203,8 +202,8 @@ async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
 async def test_the_trainer_pauses_and_continues_the_servers_itself_while_the_scheduler_holds_them(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
-    """The order of verl's own update, whose label is no number. Between its continue and the label
-    of the scheduler no token is sampled."""
+    """The order of verl's own update, whose label is not a number. No token is sampled between its
+    continue and the scheduler's label."""
     async with (
         Trainer(clean_pair, models) as trainer,
         opened(clean_pair, Recorder(), straggler="abort", pace="asynchronous") as rollouts,
@@ -249,16 +248,19 @@ async def test_a_foreign_update_in_mid_generation_is_followed_without_a_word(
         engines = rollouts.state.weights.versions.engines
         batches: list[Batch] = []
         met: set[int] = set()
-        for version in (1, 2, 3):
+        for version in itertools.count(1):
             met.add(await halfway(rollouts, batches))
             await trainer.update(version, mode=mode, flush=not in_place)
             await until(lambda version=version: list(engines.values()) == [version] * 2)
-        while not met <= {rollout.rollout_id for batch in batches for rollout in batch.rollouts}:
-            batches.append(await rollouts.next_batch())
+            if version < 3:
+                continue
+            while not met <= {r.rollout_id for batch in batches for r in batch.rollouts}:
+                batches.append(await rollouts.next_batch())
+            if crossed(batches):
+                break
         delivered = [rollout for batch in batches for rollout in batch.rollouts]
         for rollout in delivered:
             assert rollout.versions.tolist() == recorder.reported(rollout)
-        assert any(len(set(rollout.versions.tolist())) > 1 for rollout in delivered)
         if not in_place:
             check(rollouts, batches, models, tmp_path)
         assert not [command for command in recorder.commands if isinstance(command, EngineLost)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.core.messages.facts import EngineLost
 from aprilsched.kernel.core.state.assembly import rollout_of
 from aprilsched.kernel.engines.address import ServerAddress
-from aprilsched.testing.contract import until
+from aprilsched.testing.contract import WAIT_SECONDS, until
 from tests.sglang.recorded import Recorder, check_greedy, check_whole, long_tail, scheduled
 from tests.sglang.server import CpuServer
 
@@ -37,14 +37,20 @@ def scheduler(servers: list[CpuServer], recorder: Recorder, groups: int) -> Roll
     )
 
 
-def halfway(rollouts: RolloutScheduler, engine: str) -> Callable[[], bool]:
-    """Wait until several requests of the engine are in the middle of their responses."""
-
-    def look() -> bool:
-        requests = rollouts.state.in_flight.open_requests(engine)
-        return sum(r.generated >= 16 and r.remaining >= 100 for r in requests) >= 2
-
-    return look
+async def halfway(
+    rollouts: RolloutScheduler, servers: Sequence[CpuServer], batches: list[Batch]
+) -> CpuServer:
+    """Wait until several requests of a server are in the middle of their responses."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while True:
+            for server in servers:
+                requests = rollouts.state.in_flight.open_requests(name(server))
+                if sum(r.generated >= 16 and r.remaining >= 100 for r in requests) >= 2:
+                    return server
+            if rollouts.state.in_flight.open_attempts:
+                await asyncio.sleep(0.01)
+            else:  # Nothing is launched while batches wait to be taken.
+                batches.append(await rollouts.next_batch())
 
 
 def losses(recorder: Recorder) -> list[EngineLost]:
@@ -68,13 +74,12 @@ async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_ba
     recorder = Recorder()
     async with scheduler(list(clean_pair), recorder, groups=40) as rollouts:
         # Every second group is long, and where those go is the placement's business.
-        busy = {server: halfway(rollouts, name(server)) for server in clean_pair}
-        await until(lambda: any(look() for look in busy.values()))
-        hangs = next(server for server, look in busy.items() if look())
+        batches = list[Batch]()
+        hangs = await halfway(rollouts, clean_pair, batches)
         stays = next(server for server in clean_pair if server is not hangs)
         hangs.freeze()
         try:
-            batches = [await rollouts.next_batch(), await rollouts.next_batch()]
+            batches += [await rollouts.next_batch(), await rollouts.next_batch()]
             await until(lambda: bool(losses(recorder)))
             (loss,) = losses(recorder)
             assert loss.engine == name(hangs)
@@ -113,13 +118,14 @@ async def test_the_only_server_is_killed_and_started_again_and_the_run_goes_on(
 ) -> None:
     only, recorder = clean_pair[1], Recorder()
     async with scheduler([only], recorder, groups=16) as rollouts:
-        await until(halfway(rollouts, name(only)))
+        batches = list[Batch]()
+        await halfway(rollouts, [only], batches)
         only.kill()
         await until(lambda: bool(losses(recorder)))
         assert losses(recorder)[0].last
         only.start()
         await asyncio.to_thread(only.wait_ready)
-        batches = await rest(rollouts)
+        batches += await rest(rollouts)
         check_greedy(check_whole(rollouts, batches), [models[0]] * 2, tmp_path)
         assert rollouts.state.in_flight.counters.tokens_reprefilled > 0
     assert "no engine is left since" in caplog.text

@@ -26,7 +26,7 @@ from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.server import CpuServer
 
 Pair = tuple[CpuServer, CpuServer]
-NOBODY = "http://127.0.0.1:9"
+UNREACHABLE = "http://127.0.0.1:9"
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ async def test_a_wrong_or_missing_admin_key_shows_when_opening(clean_pair: Pair)
 
 async def test_a_fleet_opens_all_or_none(clean_pair: Pair) -> None:
     """One server is not there, so the connections to the other one are closed again."""
-    fleet = SGLangFleet([clean_pair[0].url, NOBODY])
+    fleet = SGLangFleet([clean_pair[0].url, UNREACHABLE])
     with pytest.raises(EngineUnreachable, match="is the server up at"):
         await fleet.open()
     with pytest.raises(EngineError, match="is not open"):
@@ -145,7 +145,7 @@ async def test_the_disk_publisher_reports_each_engine(
     fleet: SGLangFleet, models: tuple[Path, Path]
 ) -> None:
     """A checkpoint that exists already is published to two engines, one of which is gone."""
-    gone = SGLangEngine(NOBODY)
+    gone = SGLangEngine(UNREACHABLE)
     publisher = DiskPublisher(models[1])
     await publisher.prepare(1)
     await fleet.engines[0].pause("retract")

@@ -72,7 +72,7 @@ class Training:
         return len(list(self.results.glob("*.pkl")))
 
     def until(self, ready: Callable[[], bool]) -> None:
-        """Go on until `ready`, or to the end."""
+        """Continue until `ready`, or to the end."""
         while not ready():
             done, _ = ray.wait([self._call], timeout=0.05)
             if done:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,12 @@ async def step(rollouts: RolloutScheduler, trainer: Trainer, refit: DistributedP
     return batch
 
 
+def crossed(batches: Sequence[Batch]) -> int:
+    """Return the number of rollouts of several versions, all of them exact."""
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    return sum(r.versions_exact and len(set(r.versions.tolist())) > 1 for r in rollouts)
+
+
 async def check_running(url: str, version: int) -> None:
     """Check that the server is not paused."""
     engine = SGLangEngine(url, admin_key=ADMIN_KEY)
@@ -68,14 +74,15 @@ async def check_running(url: str, version: int) -> None:
 
 
 @pytest.mark.long
-async def test_ten_distributed_refits_with_stragglers_in_the_pause(
+async def test_distributed_refits_with_stragglers_in_the_pause(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
     recorder, trainer = Recorder(), Trainer(models)
     refit = DistributedPublisher(trainer.weights, backend="gloo", bucket_bytes=BUCKET)
     async with scheduled([server.url for server in clean_pair], recorder, **SETTINGS) as rollouts:
         batches: list[Batch] = []
-        for _ in range(10):
+        # How many responses outlive an update depends on the machine.
+        while rollouts.version < 10 or (rollouts.version < 40 and crossed(batches) <= 10):
             batches.append(await rollouts.next_batch())
             # On a busy machine all responses may have ended, with the next batches ready: then
             # nothing is launched until one of those is taken.
@@ -88,10 +95,9 @@ async def test_ten_distributed_refits_with_stragglers_in_the_pause(
         for rollout in delivered:
             assert rollout.versions_exact
             assert rollout.versions.tolist() == recorder.reported(rollout)
-        assert rollouts.version == 10
         await refit.aclose()
     for server in clean_pair:
-        await check_running(server.url, 10)
+        await check_running(server.url, rollouts.version)
     crossing = check_greedy(delivered, models, tmp_path)
     assert crossing > 10, "too few rollouts of several versions to prove anything"
 
@@ -185,6 +191,8 @@ async def test_a_server_killed_at_any_moment_of_a_refit_costs_nothing_and_rejoin
                     await die(rollouts, killer, trainer, refit, moment, batches)
                     text += received(caplog, "aprilsched")
                     await rejoin(rollouts, killer, trainer, refit, batches)
+                while crossed(batches) <= 2 * len(moments) and len(batches) < 100:
+                    batches.append(await step(rollouts, trainer, refit))
                 delivered = check_whole(rollouts, batches)
                 await refit.aclose()
         for url in urls:
@@ -193,9 +201,9 @@ async def test_a_server_killed_at_any_moment_of_a_refit_costs_nothing_and_rejoin
     for moment, line in zip(moments, text, strict=True):
         assert line.startswith(f"engine {killer.name} is out of use: "), moment.when
         assert any(words in line for words in moment.reports), moment.when
-    # A server that dies takes its word about a refit's last chunk with it; the rollout says so.
-    told_exactly = [rollout for rollout in delivered if rollout.versions_exact]
-    crossing = check_greedy(told_exactly, models, tmp_path)
+    # A server that dies never reports the version of its last chunk; such rollouts are not exact.
+    exact = [rollout for rollout in delivered if rollout.versions_exact]
+    crossing = check_greedy(exact, models, tmp_path)
     assert crossing > 2 * len(moments), "too few rollouts of several versions to prove anything"
 
 

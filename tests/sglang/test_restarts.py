@@ -1,5 +1,5 @@
-"""Tests real servers that have other weights than recorded: they were restarted, or somebody else
-has loaded weights."""
+"""Tests real servers that have other weights than recorded: they were restarted, or another
+client has loaded weights."""
 
 from __future__ import annotations
 
@@ -67,14 +67,21 @@ async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_it
         batches = [await rollouts.next_batch()]
         # One that holds the version, so that an engine which comes back is brought to it at once.
         publisher = DiskPublisher(
-            tmp_path / "weights", lambda to: shutil.copytree(models[1], to, dirs_exist_ok=True)
+            tmp_path / "weights",
+            lambda to: shutil.copytree(models[(rollouts.version + 1) % 2], to, dirs_exist_ok=True),
         )
-        await rollouts.update_weights(publisher)
-        batches.append(await rollouts.next_batch())
         in_flight = rollouts.state.in_flight
-        assert (in_flight.open_attempts > 0) is held
-        # Of these nobody will ever hear which tokens are of before the update and which of after.
-        untold = {
+
+        def ready() -> bool:
+            """A restarted server has other weights. On a busy machine all responses may end."""
+            return rollouts.version % 2 == 1 and (in_flight.open_attempts > 0) is held
+
+        while not ready():  # The prompts bound the updates.
+            await rollouts.update_weights(publisher)
+            batches.append(await rollouts.next_batch())
+        version = rollouts.version
+        # Rollouts in which the place of the update stays unknown.
+        uncertain = {
             request.rollout.rollout_id
             for request in in_flight.open_requests(name(first))
             if request.crossed
@@ -89,14 +96,14 @@ async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_it
         await until(lambda: name(first) in rollouts.state.fleet.control.engines)
         batches.append(await rollouts.next_batch())
 
-        assert versions(evaluation) == {evaluation.version} == {1}
-        assert versions(batches[-1]) <= {0, 1}
+        assert versions(evaluation) == {evaluation.version} == {version}
+        assert max(versions(batches[-1])) <= version
         assert not in_flight.ledger.total
     delivered = [rollout for batch in (*batches, evaluation) for rollout in batch.rollouts]
-    assert {rollout.rollout_id for rollout in delivered if not rollout.versions_exact} <= untold
+    assert {rollout.rollout_id for rollout in delivered if not rollout.versions_exact} <= uncertain
     check_greedy([r for r in delivered if r.versions_exact], models, tmp_path)
     losses = [r for r in caplog.records if r.getMessage().startswith(f"engine {name(first)} is o")]
-    assert len(losses) == 1, "one line says so"
+    assert len(losses) == 1, "one line reports it"
 
 
 class LoadedAlready:
@@ -148,7 +155,7 @@ async def test_weights_that_somebody_else_loads_are_never_taken_for_those_of_bef
         await asyncio.gather(taking, return_exceptions=True)
         assert not rollouts.state.fleet.control.engines
         assert not rollouts.state.in_flight.open_attempts
-        # One of them is lost before the trainer says what it has done.
+        # One of them is lost before the trainer reports its update.
         rollouts._feed(EngineLost(engine=name(clean_pair[0]), cause="given up by the test"))
         report = await rollouts.update_weights(LoadedAlready(), version=1)
         assert report.version == 1

@@ -36,7 +36,7 @@ pytestmark = [
 
 CALLS = {
     "slime": ("aprilsched.trainers.slime.generate_rollout", {}),
-    # miles pauses otherwise, and tells its class form the version.
+    # miles pauses otherwise, and passes the version to its class form.
     "miles": ("aprilsched.trainers.slime.RolloutFn", {"mode": "retract"}),
 }
 
@@ -62,7 +62,7 @@ class Run:
         self._loop: Loop | None = None
 
     def launch(self) -> None:
-        """Begin a process. Its labels begin at 1, and its first weights are the next version's."""
+        """Start a process. Its labels start at 1, and its first weights are the next version's."""
         args = arguments(
             self._folder,
             self._urls,
@@ -112,12 +112,12 @@ class Run:
         return [rollout for batch in self.batches for rollout in batch.rollouts]
 
     def crossed(self, updates: int) -> bool:
-        """Whether a response was carried over so many updates."""
+        """Whether a response was carried over at least `updates` updates."""
         return any(len(set(each.versions.tolist())) > updates for each in self.rollouts)
 
     def check(self) -> None:
         """Check that samples are what was delivered, that none is lost or given twice, and that
-        every token is of the version that it says."""
+        every token is of its recorded version."""
         seen = [number for groups in self.samples for number in numbers(groups)]
         assert len(seen) == len(set(seen)) == 8 * len(self.samples)
         flying = {group.prompt.key for group in self.state.in_flight.training_groups()}
@@ -180,7 +180,7 @@ def test_responses_are_carried_over_the_trainers_own_updates_and_over_a_restart(
     version = run.version + 1
     run.launch()
     run.take()
-    assert run.batches[-1].version == version, "versions go on, and labels begin again"
+    assert run.batches[-1].version == version, "versions continue, and labels start again"
     found: dict[int, list[int]] = {}
     while not partial.keys() <= found.keys():
         run.take()

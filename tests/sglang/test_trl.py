@@ -60,7 +60,7 @@ def model(torch: Any, models: tuple[Path, Path], tmp_path: Path) -> Path:
 def test_twenty_steps_on_a_real_server_with_a_resume_between(
     torch: Any, clean_server: CpuServer, model: Path, tmp_path: Path
 ) -> None:
-    """The first trainer ends after step 12, and the second one goes on from the checkpoint of
+    """The first trainer ends after step 12, and the second one continues from the checkpoint of
     step 10."""
     folder = tmp_path / "run"
 

@@ -5,6 +5,8 @@ the run with one sentence. It never ends a task of the scheduler without a messa
 """
 
 # User functions have no types.
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
 
 from __future__ import annotations
 
