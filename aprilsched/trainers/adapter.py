@@ -61,8 +61,13 @@ def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
     """Reject settings under which batches or groups may differ in size from the trainer's.
 
     Raises:
-        ConfigError: if batches are not filled by their groups, or if groups may shrink.
+        ConfigError: if batches are not filled by whole groups, or if groups may shrink.
     """
+    if config.delivery != "groups":
+        raise ConfigError(
+            f'delivery is "{config.delivery}", and {trainer} takes whole groups; leave it at '
+            '"groups".'
+        )
     if config.stop != "groups":
         raise ConfigError(
             f"stop is {config.stop!r}, and {trainer} takes a fixed number of groups; leave it at "

@@ -206,6 +206,7 @@ def test_a_batch_says_what_it_is_made_of():
     [
         ({"siblings": 4}, "siblings must be below group_size=4"),
         ({"delivery": "groups"}, "siblings is 2 with delivery"),
+        ({"over_provision": "auto"}, "tries schedules of whole groups only"),
         ({"refill": "buckets"}, 'refill="buckets" chooses the groups'),
         ({"refill": "tail"}, 'refill="tail" chooses the groups'),
     ],

@@ -464,6 +464,11 @@ class SchedulerConfig:
                 f"siblings must be below group_size={self.group_size}, got {policies.siblings}; a "
                 "rollout has only the other members of its group as siblings."
             )
+        if self.automatic:
+            raise ConfigError(
+                'over_provision="auto" tries schedules of whole groups only, so it is refused with '
+                'delivery="samples"; set a ratio, such as 2.0.'
+            )
         if policies.refill.defers:
             raise ConfigError(
                 f'refill="{policies.refill.name}" chooses the groups that end in a batch, which '
