@@ -106,7 +106,8 @@ def on_teardown_failed(state: SchedulerState, event: ev.TeardownFailed) -> None:
 def on_reward_failed(state: SchedulerState, group: GroupRecord, event: ev.RewardFailed) -> None:
     rollout = state.in_flight.rollouts.get(event.rollout_id or 0)
     if rollout is None or rollout.state is not State.SCORING or not event.lost:
-        culprit = event.rollout_id if rollout in group.members else None
+        splits = state.in_flight.splits(group) and rollout in group.members
+        culprit = event.rollout_id if splits else None
         drop(state, group, Reason.REWARD_FAILED, event.cause, culprit=culprit)
         return
     retries = state.config.retries
