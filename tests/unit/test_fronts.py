@@ -34,11 +34,11 @@ from tests.support.interrupting import InterruptingLoop
 from tests.support.ray_cluster import local_cluster, pid_of
 
 LACKS: dict[str, dict[str, str]] = {
-    "a_timeout_that_is_no_duration_is_refused": {
+    "a_timeout_must_be_a_duration": {
         "asyncio actor": "asyncio has timeouts of its own",
     },
     "a_store_changes_nothing_of_it": {"actor": "the tests of actors that die have a store"},
-    "a_forked_process_is_told_that_the_scheduler_is_not_there": {
+    "a_forked_process_gets_an_error": {
         "actor": "Ray itself does not work in a forked process",
     },
     "what_was_acknowledged_does_not_come_again": {"actor": "the tests of actors that die have it"},
@@ -51,6 +51,10 @@ LACKS: dict[str, dict[str, str]] = {
     "a_death_ends_every_call": {"asyncio blocking": "it is in the trainer's process"},
 }
 """Which front has no such promise, and why."""
+
+
+def test_each_exception_names_a_test():
+    assert all(f"test_{name}" in globals() for name in LACKS)
 
 
 # --- what is made once ---------------------------------------------------------------------------

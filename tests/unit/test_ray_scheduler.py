@@ -155,7 +155,7 @@ def joined(parts: list[Batch]) -> Batch:
     """The batch of the parts of a stream."""
     assert len({(part.index, part.version) for part in parts}) == 1
     assert not any(part.complete for part in parts[:-1])
-    return replace(parts[-1], groups=tuple(group for part in parts for group in part.groups))
+    return replace(parts[-1], units=tuple(unit for part in parts for unit in part.units))
 
 
 async def test_a_stream_continues_when_the_actor_dies(
