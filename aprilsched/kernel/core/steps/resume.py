@@ -249,10 +249,9 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
     there = {member.rollout_id: member for member in record.members}
     for each in now.ended:
         member = there.get(each.rollout_id)
-        # The response may be cut short, and the reward may be requested again.
+        # The response of a member may be cut short.
         if member is None or member.state not in GENERATING:
-            scored = each.scored if member is None else member.state is State.DONE
-            record.ended[each.rollout_id] = replace(each, at=None, scored=scored)
+            record.ended[each.rollout_id] = replace(each, at=None)
     record.size = len(record.members) + len(record.ended.keys() - there.keys())
     record.unfinished = sum(member.state in GENERATING for member in record.members)
     return record
@@ -296,6 +295,9 @@ def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> No
             for member in generated:
                 member.state, member.reward = State.SCORING, None
                 member.reward_parts, member.info = {}, {}
+    for member in group.members:
+        if member.rollout_id in group.ended:
+            group.ended[member.rollout_id].scored = member.state is State.DONE
     if not group.scored or (state.caller.accepts and not run.accepts):
         group.accepted = None
 
