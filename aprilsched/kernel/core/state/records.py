@@ -334,7 +334,7 @@ class GroupRecord:
     """The siblings of this single sample."""
     few: bool = False
     """Whether this single sample has fewer siblings than configured."""
-    ended: dict[int, Ended] = field(default_factory=dict[int, Ended])
+    ended: dict[int, Ended] = field(default_factory=lambda: {})
     """The members whose generation has ended, by rollout id, in the order of these ends; those that
     have left as single samples are included. Empty if whole groups are delivered."""
     samples: int = 0
