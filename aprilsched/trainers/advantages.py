@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.errors import ConfigError
-
-if TYPE_CHECKING:
-    from aprilsched.types import Batch, Unit
+from aprilsched.types import Batch, Rollout, Sample, Sibling, Unit
 
 Scale: TypeAlias = Literal["none", "std"]
 
@@ -51,7 +49,7 @@ def advantages(batch: Batch, *, scale: Scale = "none") -> NDArray[np.float64]:
             "a rollout of the batch has no reward, so there is no baseline; give the scheduler a "
             "reward function, or let the episode return a Score."
         )
-    found = rewards - baselines(batch.units)
+    found = rewards - _means(others)
     return found / _deviations(batch, others) if scale == "std" else found
 
 
@@ -61,6 +59,10 @@ def baselines(units: Sequence[Unit]) -> NDArray[np.float64]:
     It is NaN without siblings, and if the reward of one is missing.
     """
     _, others = _rewards(units)
+    return _means(others)
+
+
+def _means(others: list[NDArray[np.float64]]) -> NDArray[np.float64]:
     return np.array([each.mean() if len(each) else math.nan for each in others])
 
 
@@ -72,13 +74,16 @@ def _rewards(units: Sequence[Unit]) -> tuple[NDArray[np.float64], list[NDArray[n
 
 def _of_unit(unit: Unit) -> Iterator[list[float]]:
     """Yield for each rollout its reward and those of its siblings."""
-    siblings = getattr(unit, "siblings", None)
-    own = [math.nan if each.reward is None else each.reward for each in unit.rollouts]
-    if siblings is not None:
-        yield [*own, *(math.nan if s.reward is None else s.reward for s in siblings)]
+    if isinstance(unit, Sample):
+        yield [_reward(each) for each in (unit, *unit.siblings)]
         return
+    own = [_reward(each) for each in unit.rollouts]
     for place, reward in enumerate(own):
         yield [reward, *own[:place], *own[place + 1 :]]
+
+
+def _reward(of: Rollout | Sample | Sibling) -> float:
+    return math.nan if of.reward is None else of.reward
 
 
 def _deviations(batch: Batch, others: list[NDArray[np.float64]]) -> NDArray[np.float64]:

@@ -21,11 +21,10 @@ from numpy.typing import NDArray
 from aprilsched.kernel.values.companions import Companion, CompanionLog, CompanionRows, Rows
 from aprilsched.kernel.values.extras import extra
 from aprilsched.trainers.advantages import baselines
+from aprilsched.types import Unit
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from aprilsched.types import Unit
 
 __all__ = ["PackedTensors", "PaddedTensors", "RaggedTensor", "TokensOfRollout", "pack", "pad"]
 

@@ -400,9 +400,8 @@ class ActorScheduler(RemoteScheduler):
     ) -> RefitReport:
         """Bring new weights into every engine.
 
-        The publisher is sent to the actor and runs there, or here if it is a
-        `FromTrainer`. If the actor dies in the update, that is
-        repeated as a whole.
+        The publisher is sent to the actor and runs there, or here if it is a `FromTrainer`. If the
+        actor dies in the update, the whole update is repeated.
         """
         # Ray may repeat the call after the scheduler has the version.
         number = self.version + 1 if version is None else version
