@@ -413,7 +413,7 @@ def main() -> None:
         ) as rollouts,
     ):
         known = rollouts.state.in_flight
-        view.begin(known.counters, known.ledger, batches=trainer.updates)
+        view.start(known.counters, known.ledger, batches=trainer.updates)
         train(rollouts, trainer, publisher, log)
     log.draw(options.out / "curve.png")
 
