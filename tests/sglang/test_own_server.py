@@ -33,7 +33,11 @@ def test_the_recipe_serves_a_scheduler_and_ends_its_server(
 ) -> None:
     for name, value in {**server_environment(), "PYTHONPATH": ""}.items():
         monkeypatch.setenv(name, value)
-    (recipe,) = re.findall(r"^```python\n(.*?def server\(.*?)^```", PAGE.read_text(), re.M | re.S)
+    (recipe,) = [
+        block
+        for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+        if "def server(" in block
+    ]
     names: dict[str, Any] = {}
     exec(recipe, names)  # noqa: S102
     started = names["subprocess"].Popen
