@@ -199,7 +199,7 @@ class Checks:
             )
         mixed = rollout.versions_exact and len(set(truth[sampled].tolist())) > 1
         mix = self.mix
-        if mixed and mix.settings["refit"] == "rolling" and not mix.has("other_settings"):
+        if mixed and mix.config().refit == "rolling" and not mix.has("other_settings"):
             self._complain(f"{name} has tokens of several versions with rolling refits")
         if rollout.versions_exact:
             self._rows(rollout, truth, name)
