@@ -82,8 +82,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def prompts(seed: int, *, held_out: bool = False) -> Iterator[Prompt]:
-    for problem in problems(seed, held_out=held_out):
-        yield Prompt(input_ids=question(problem), metadata={"problem": problem})
+    for numbers, target in problems(seed, held_out=held_out):
+        # A store keeps the metadata as JSON, which has lists and no tuples.
+        problem = {"problem": [list(numbers), target]}
+        yield Prompt(input_ids=question((numbers, target)), metadata=problem)
 
 
 def reward(rollout: Rollout, prompt: Prompt) -> float:
@@ -219,7 +221,6 @@ class Trainer:
         rollouts = list(part.rollouts)
         return {
             **dict(zip(sums, values, strict=True)),
-            "groups": len(part.groups),
             "rollouts": len(rollouts),
             "reward": sum(rollout.reward or 0.0 for rollout in rollouts),
             "length": sum(map(len, rollouts)),
@@ -266,12 +267,12 @@ def train(rollouts: RolloutScheduler, trainer: Trainer, publisher: DiskPublisher
             if part.index < trainer.updates:
                 part.acknowledge()  # it was trained on before the run was killed
             else:
-                for first in range(0, len(part.groups), options.micro):
-                    groups = part.groups[first : first + options.micro]
-                    found.append(trainer.accumulate(replace(part, groups=groups), 1 / per_step))
-                    done += len(groups)
+                for first in range(0, len(part.units), options.micro):
+                    units = part.units[first : first + options.micro]
+                    found.append(trainer.accumulate(replace(part, units=units), 1 / per_step))
+                    done += len(units)
                     # The first steps are taken while the last responses are generated.
-                    if done % per_step < len(groups):
+                    if done % per_step < len(units):
                         trainer.step()
             asked = time.monotonic()
         if not found:
@@ -286,10 +287,10 @@ def train(rollouts: RolloutScheduler, trainer: Trainer, publisher: DiskPublisher
 
 
 def mixed(batch: Batch) -> Batch:
-    """A batch in random order: the groups that were complete first are the short ones."""
-    groups = list(batch.groups)
-    random.Random(batch.index).shuffle(groups)
-    return replace(batch, groups=tuple(groups))
+    """A batch in random order: the units that were complete first are the short ones."""
+    units = list(batch.units)
+    random.Random(batch.index).shuffle(units)
+    return replace(batch, units=tuple(units))
 
 
 class Log:

@@ -1,249 +1,248 @@
-"""Prints the tables of README.md from result.json, and draws its picture.
+"""Makes frontier.json, the tables of README.md and the picture from the measured cells.
 
-    python experiments/h200/analysis.py
+    python experiments/h200/analysis.py [FOLDER]
 
-result.json was made at commit 352eea8a from the batches of each cell and the logs of the servers.
-Intervals are from the 5th to the 95th percentile of 10,000 bootstrap samples of the counted
-batches, drawn in blocks of four that follow each other, because a batch depends on the last one.
+FOLDER has the files of run.sh: cells-N.jsonl and steps-N.txt.gz of each GPU. Without one, the
+tables and the picture are made from frontier.json again, and from the predictions alone if nothing
+was measured. Intervals are from the 5th to the 95th percentile of 10,000 bootstrap samples of the
+counted batches, drawn in blocks of two that follow each other.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
+import tempfile
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
+import numpy as np
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path += [str(HERE), str(HERE.parents[1])]
 
-from predict import cells as all_cells  # noqa: E402
-from schedules import VARIANTS, Cell  # noqa: E402
+from schedules import ARMS, COMPARED, LISTS, Cell, figures, simulated  # noqa: E402
 
-NAMES = {
-    "waiting": "waiting", "waiting-streamed": "waiting, streamed", "april": "APRIL",
-    "april-kept": "APRIL, KV kept", "april-streamed": "APRIL, streamed",
-    "areal": "AReaL", "areal-kept": "AReaL, KV kept",
-    "auto": "auto (17), recompute", "auto-kept": "auto (17), KV kept",
-    "auto-fresh": "auto (3 %), recompute", "auto-fast": "auto (speed), recompute",
-    "auto-kept-fast": "auto (speed), KV kept",
-    "auto-default": "auto, recompute", "auto-kept-default": "auto, KV kept",
-    "auto-default-streamed": "auto, recompute, streamed",
-    "auto-kept-default-streamed": "auto, KV kept, streamed",
-}  # fmt: skip
-ALIKE = ("waiting", "april", "april-kept", "auto-default", "auto-kept-default")
-"""Schedules that the fifth machine measured like against like, in full size."""
-AGAINST = {"april": "waiting", "april-kept": "waiting", "auto-default": "april",
-           "auto-kept-default": "april-kept"}  # fmt: skip
-"""What each of them is compared with."""
-SEEDS = ("", ":s1", ":s2")
-SIXTH = (
-    ("auto-kept-default:0:0.25:single", "auto-kept-default:0:0.25"),
-    ("auto-kept-default:0:0.25:single:s1", "auto-kept-default:0:0.25:s1"),
-    ("areal-kept:0:0.25:single", "areal-kept:0:0.25"),
-    ("april-kept:0:1:moe", "auto-kept-default:0:1:moe"),
-    ("auto-default:0:1",),
-)
-"""Cells of the sixth machine that are compared with each other."""
+from aprilsched.errors import AprilschedError  # noqa: E402
+from aprilsched.planning.step_times.calibration import fit  # noqa: E402
+from aprilsched.planning.step_times.model import StepTimeModel  # noqa: E402
+from aprilsched.planning.step_times.server_log import read_log, windows_of  # noqa: E402
+from experiments.library import table  # noqa: E402
+
+MARKS = ("<!-- tables -->\n", "\n<!-- end of tables -->")
+DIGITS = {"generated_s": 0, "delivered_s": 0, "age": 2, "off_policy": 2}
+_SAMPLES = 10_000
 
 
-def share(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def interval(rows: list[dict[str, Any]]) -> list[float]:
+    """The interval of generated tokens per second."""
+    tokens = np.array([row["generated"] for row in rows], dtype=float)
+    seconds = np.array([row["step_s"] for row in rows])
+    random, blocks = np.random.default_rng(0), -(-len(rows) // 2)
+    first = random.integers(len(rows), size=(_SAMPLES, blocks, 1))
+    drawn = ((first + np.arange(2)) % len(rows)).reshape(_SAMPLES, -1)[:, : len(rows)]
+    return np.quantile(tokens[drawn].sum(1) / seconds[drawn].sum(1), [0.05, 0.95]).tolist()
 
 
-def titled(name: str) -> str:
-    """A cell in words."""
-    cell = Cell.of(name)
-    title = f"{NAMES[cell.schedule]}, trainer {cell.train_seconds:g} s"
-    title += ", full size" if cell.scale == 1 else ""
-    title += f", {VARIANTS[cell.variant]}" if cell.variant else ""
-    return title + (f", seed {cell.seed}" if cell.seed else "")
+def collected(folder: Path) -> dict[str, Any]:
+    """Return everything that the README shows of the files of a run."""
+    cells: dict[str, Any] = {}
+    machines: dict[str, Any] = {}
+    failed: dict[str, str] = {}
+    for path in sorted(folder.glob("cells-*.jsonl")):
+        gpu = path.stem.partition("-")[2]
+        machines[gpu] = own = fitted(folder / f"steps-{gpu}.txt.gz")
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "boot_s" in line:
+                own["boot_s"] = line["boot_s"]
+                continue
+            cell = Cell.of(line["cell"])
+            rows = line.pop("batches")
+            counted = rows[cell.burn_in :]
+            if not counted:
+                failed[cell.name] = line["error"] or "no batch was counted"
+                continue
+            since = {}
+            if "model" in own:
+                own_model = StepTimeModel(**own["model"])
+                since = figures(simulated(cell, own_model)[cell.burn_in :])
+            cells[cell.name] = {
+                **figures(counted), "interval": interval(counted), "gpu": gpu,
+                "simulated_since": since, "error": line["error"], "wrong": line["wrong"],
+                "cpu_share": line["cpu_s"] / line["seconds"], "schedule": line["schedule"],
+                "code": line["code"], "rows": rows,
+            }  # fmt: skip
+            failed.pop(cell.name, None)
+    return rounded({"cells": cells, "failed": failed, "machines": machines})
 
 
-def splits(everything: dict[str, Any]) -> str:
-    """The table of README.md of where the engines' time went without a trainer."""
-    text = ["| cell | work | thin batches | prefill | rest |", "|---|---|---|---|---|"]
-    for row in sorted(
-        everything["cells"], key=lambda row: (row["cell"].split(":")[2:], row["cell"])
-    ):
-        if (parts := row["split"]) is not None and not Cell.of(row["cell"]).trainer:
-            shares = (f"{parts[name]:.3f}" for name in ("work", "thin", "prefill", "rest"))
-            text.append(f"| {titled(row['cell'])} | {' | '.join(shares)} |")
-    return "\n".join(text)
+def fitted(path: Path) -> dict[str, Any]:
+    """Return the step times of one server's log, if it has enough windows."""
+    if not path.exists():
+        return {}
+    with tempfile.NamedTemporaryFile(suffix=".log") as log:
+        log.write(gzip.decompress(path.read_bytes()))
+        log.flush()
+        try:
+            found = fit(windows_of(read_log(Path(log.name))))
+        except AprilschedError as error:
+            return {"error": str(error)}
+    names = StepTimeModel.__dataclass_fields__
+    return {
+        "model": {name: getattr(found.model, name) for name in names},
+        "median_error": found.steady.median,
+    }
 
 
-def is_alike(name: str) -> bool:
-    """Whether a cell belongs to the table of like against like."""
-    cell = Cell.of(name)
-    shown = cell.scale == 1 and not cell.trainer and cell.schedule in ALIKE
-    return shown and cell.variant in ("", "moe")
+def rounded(found: Any) -> Any:
+    """Return the values with five significant digits."""
+    return json.loads(json.dumps(found), parse_float=lambda text: float(f"{float(text):.5g}"))
 
 
-def alike(everything: dict[str, Any]) -> str:
-    """The table of README.md of schedules in full size without a trainer."""
-    head = ["schedule", "batches", "step, s", "expected", "simulated since", "tokens/s", "compared",
-            "generated", "of the bound", "off-policy", "age, oldest", "mean length",
-            "the planner's own forecast"]  # fmt: skip
-    text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    rows = {row["cell"]: row for row in everything["cells"]}
-    for variant, shape in (("", "Qwen3-4B"), (":moe", "Qwen3-30B-A3B")):
-        for seed in SEEDS:
-            for name in ALIKE:
-                row = rows.get(f"{name}:0:1{variant}{seed}")
-                if row is None:
-                    continue
-                (low, high), received = row["step_interval"], row.get("forecast", {})
-                other = rows.get(f"{AGAINST.get(name)}:0:1{variant}{seed}")
-                same = other is not None and row["machine"] == other["machine"]
-                where = "" if row["machine"] == "fifth machine" else f" ({row['machine']})"
-                where += f", seed {seed[2:]}" if seed else ""
-                printed = ""
-                if received:
-                    printed = f"{received['step_seconds']:.1f} s, {share(received['efficiency'])}"
-                    if received["efficiency_found"] is not None:
-                        printed += f" (found: {share(received['efficiency_found'])})"
-                text.append(
-                    f"| {shape}, {NAMES[name]}{where} "
-                    f"| {row['counted']} | {row['step_s']:.1f} ({low:.1f} to {high:.1f}) "
-                    f"| {row['predicted_step_s']:.1f} "
-                    f"| {format(row['simulated_s'], '.1f') if 'simulated_s' in row else ''} "
-                    f"| {row['tokens_s']:,.0f} "
-                    f"| {times(row, other) if same else ''} "
-                    f"| {format(row['generated_s'], ',.0f') if 'generated_s' in row else ''} "
-                    f"| {share(row['own_generated'])} | {share(row['off_policy'])} "
-                    f"| {row['age']:.1f}, {row['oldest']} | {row['mean_length']:.0f} | {printed} |"
-                )
-    return "\n".join(text)
+def shown(row: dict[str, Any] | None, name: str) -> str:
+    """Return one figure of a row, or nothing without the row."""
+    return f"{row[name]:,.{DIGITS[name]}f}" if row else ""
 
 
-def sixth(everything: dict[str, Any]) -> str:
-    """The table of README.md of the sixth machine."""
-    head = ["cell", "batches", "step, s", "tokens/s", "generated", "times the cell above",
-            "passes a second", "of the bound", "off-policy", "age, oldest", "mean length",
-            "the planner's own forecast"]  # fmt: skip
-    text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    rows = {row["cell"]: row for row in everything["sixth"]}
-    for several in SIXTH:
-        above: dict[str, Any] | None = None
-        for row in (rows[name] for name in several):
-            (low, high), received, compared, printed = (
-                row["step_interval"],
-                row.get("forecast"),
-                "",
-                "",
-            )
-            if above is not None:
-                ratios = [row[name] / above[name] for name in ("tokens_s", "generated_s")]
-                compared = "{:.2f} (generated: {:.2f})".format(*ratios)
-            if received:
-                printed = f"{received['step_seconds']:.2f} s, {share(received['efficiency'])} "
-                printed += f"(found: {share(received['efficiency_found'])})"
-            text.append(
-                f"| {titled(row['cell'])} | {row['counted']} "
-                f"| {row['step_s']:.2f} ({low:.2f} to {high:.2f}) | {row['tokens_s']:,.0f} "
-                f"| {row['generated_s']:,.0f} | {compared} | {row['passes_s']:.1f} "
-                f"| {share(row['own_generated'])} | {share(row['off_policy'])} "
-                f"| {row['age']:.1f}, {row['oldest']} | {row['mean_length']:.0f} | {printed} |"
-            )
-            above = row
-    return "\n".join(text)
+def rows_table(found: dict[str, Any], predicted: dict[str, Any]) -> str:
+    """The table of every cell, predicted and measured."""
+    head = ["arm", "GPU", "batches", "generated tokens/s", "predicted", "simulated since",
+            "delivered tokens/s", "mean age", "predicted", "oldest", "off-policy share",
+            "mean length"]  # fmt: skip
+    lines = []
+    order = {name: place for place, name in enumerate(ARMS)}
+    names = sorted({*predicted, *found["cells"]}, key=lambda n: (n[-1], order[Cell.of(n).arm]))
+    for name in names:
+        cell, row, expected = Cell.of(name), found["cells"].get(name), predicted.get(name)
+        title = ARMS[cell.arm][0] + (f", seed {cell.seed}" if cell.seed else "")
+        spread = "" if row is None else " ({:,.0f} to {:,.0f})".format(*row["interval"])
+        since = row["simulated_since"] if row else None
+        lines.append([
+            title, row["gpu"] if row else "", row["batches"] if row else "",
+            shown(row, "generated_s") + spread, shown(expected, "generated_s"),
+            shown(since, "generated_s"), shown(row, "delivered_s"), shown(row, "age"),
+            shown(expected, "age"), row["oldest"] if row else "", shown(row, "off_policy"),
+            f"{row['mean_length']:.0f}" if row else "",
+        ])  # fmt: skip
+    return table(head, lines)
 
 
-def times(row: dict[str, Any], other: dict[str, Any]) -> str:
-    """How many times the delivered tokens of the other cell, and of what."""
-    name = NAMES[Cell.of(other["cell"]).schedule]
-    return f"{row['tokens_s'] / other['tokens_s']:.2f} times {name}"
+def compared_table(found: dict[str, Any], predicted: dict[str, Any]) -> str:
+    """The table of arms against each other, on the same GPU if both ran there."""
+    lines = []
+    for seed in (0, 1):
+        for first, second in COMPARED:
+            names = [f"{arm}:s{seed}" for arm in (first, second)]
+            cells = [found["cells"].get(name) for name in names]
+            expected = [predicted.get(name) for name in names]
+            if not all(cells) and not all(expected):
+                continue
+            pairs = [
+                [f"{a['generated_s'] / b['generated_s']:.2f}",
+                 f"{a['age'] / b['age']:.2f}" if b["age"] else "—"]
+                if a and b else ["", ""] for a, b in (cells, expected)
+            ]  # fmt: skip
+            gpus = {cell["gpu"] for cell in cells if cell}
+            where = "" if not all(cells) else ("one" if len(gpus) == 1 else "two")
+            title = f"{ARMS[first][0]} against {ARMS[second][0]}" + (", seed 1" if seed else "")
+            lines.append([title, where, pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]])
+    head = ["compared", "GPUs", "generated tokens/s", "predicted", "mean age", "predicted"]
+    return table(head, lines)
 
 
-def markdown(everything: dict[str, Any]) -> str:
-    """The table of README.md of all other cells."""
-    head = ["cell", "batches", "step, s", "expected", "T_bound / T", "expected", "generated",
-            "by its own step times", "tokens/s", "off-policy", "age, oldest", "mean length",
-            "the planner's own forecast"]  # fmt: skip
-    text = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    order = {name: place for place, name in enumerate(all_cells())}
-    for row in sorted(everything["cells"], key=lambda row: order.get(row["cell"], 999)):
-        if is_alike(row["cell"]):
-            continue
-        low, high = row["step_interval"]
-        least, most = row["efficiency_interval"]
-        received = row.get("forecast", {})
-        printed = (
-            f"{received['step_seconds']:.2f} s, {received['efficiency']:.2f}" if received else ""
-        )
-        if received.get("efficiency_found") is not None:
-            printed += f" (found: {received['efficiency_found']:.2f})"
-        text.append(
-            f"| {titled(row['cell'])} | {row['counted']} "
-            f"| {row['step_s']:.2f} ({low:.2f} to {high:.2f}) "
-            f"| {share(row.get('predicted_step_s'))} "
-            f"| {row['efficiency']:.2f} ({least:.2f} to {most:.2f}) "
-            f"| {share(row.get('predicted_efficiency'))} | {share(row['generated'])} "
-            f"| {share(row['own_efficiency'])}, {share(row['own_generated'])} "
-            f"| {row['tokens_s']:,.0f} "
-            f"| {row['off_policy']:.2f} | {row['age']:.1f}, {row['oldest']} "
-            f"| {row['mean_length']:.0f} | {printed} |"
-        )
-    return "\n".join(text)
+def forecast(found: dict[str, Any], predicted: dict[str, Any], name: str = "generated_s") -> str:
+    """Return how many cells were predicted within 4 %."""
+    errors = {
+        cell: predicted[cell][name] / row[name] - 1
+        for cell, row in found["cells"].items() if cell in predicted
+    }  # fmt: skip
+    if not errors:
+        return "Nothing has been measured yet."
+    near = sum(abs(error) <= 0.04 for error in errors.values())
+    worst = max(errors, key=lambda cell: abs(errors[cell]))
+    return (
+        f"Predicted within 4 %: {near} of {len(errors)} cells; the largest error is "
+        f"{errors[worst]:+.0%} ({ARMS[Cell.of(worst).arm][0]})."
+    )
 
 
-def picture(everything: dict[str, Any], path: Path) -> None:
-    """Seconds of a step of each cell with its interval, and what was expected."""
-    from matplotlib.patches import Patch
+def markdown(found: dict[str, Any], predicted: dict[str, Any]) -> str:
+    """The tables of README.md."""
+    wrong = {name: row["wrong"] for name, row in found["cells"].items()
+             if any(row["wrong"].values())}  # fmt: skip
+    text = [rows_table(found, predicted), compared_table(found, predicted)]
+    text.append(forecast(found, predicted))
+    if found["cells"]:
+        text.append(f"Responses that ended otherwise, were delivered twice or had other than 4 "
+                    f"siblings: {wrong or 'none'}.")  # fmt: skip
+    if missing := sorted({name for names in LISTS for name in names} - {*found["cells"]}):
+        because = "; ".join(f"{name}: {found['failed'].get(name, 'not run')}" for name in missing)
+        text.append(f"Not measured: {because}.")
+    return "\n\n".join(text)
 
+
+def picture(found: dict[str, Any], predicted: dict[str, Any], path: Path) -> None:
+    """Draw generated tokens per second against the mean age, measured and predicted."""
     from aprilsched.observe.report.style import GREY, INK, PALETTE, new_figure, save
 
-    colours = {"presets": GREY, "auto": PALETTE[2]}
-    rows = {row["cell"]: row for row in everything["cells"]}
-    parts = [("Qwen3-4B, full size", ":0:1"), ("Qwen3-30B-A3B, full size", ":0:1:moe")]
-    parts += [(f"trainer of {trainer} s, {size}", f":{trainer}:{scale}")
-              for scale, size in (("1", "full size"), ("0.25", "a quarter"))
-              for trainer in ("0", "5", "20") if (trainer, scale) != ("0", "1")]  # fmt: skip
-    parts += [(f"{VARIANTS[name]}, a quarter", f":0:0.25:{name}")
-              for name in ("tail", "two", "tp2-8b", "recv8")]  # fmt: skip
-    parts = [(title, end) for title, end in parts if sum(name + end in rows for name in NAMES) > 1]
-    columns = -(-len(parts) // 2)
-    figure = new_figure(4.2 * columns, 6.2)
-    axes = figure.subplots(2, columns, squeeze=False)
-    for axis in axes.flat[len(parts) :]:
-        axis.axis("off")
-    for axis, (title, end) in zip(axes.flat, parts, strict=False):
-        own = [(name, rows[key + end]) for key, name in NAMES.items() if key + end in rows]
-        for place, (name, row) in enumerate(reversed(own)):
-            low, high = row["step_interval"]
-            colour = colours["auto" if name.startswith("auto") else "presets"]
-            spread = [[row["step_s"] - low], [high - row["step_s"]]]
-            axis.barh(
-                place,
-                row["step_s"],
-                color=colour,
-                height=0.6,
-                xerr=spread,
-                error_kw={"ecolor": INK, "capsize": 3},
-            )
-            if "predicted_step_s" in row:
-                expected = row["predicted_step_s"]
-                (mark,) = axis.plot(expected, place, "D", color=PALETTE[5], markersize=5)
-        axis.set_yticks(range(len(own)), [name for name, _ in reversed(own)])
-        axis.set(title=fill(title, 32), xlim=(0, None))
-        axis.title.set_fontsize(10)
-    figure.supxlabel("seconds of a step, with the 5th and the 95th percentile of the mean")
-    bars = [Patch(color=colour, label=f"{name}, measured") for name, colour in colours.items()]
-    mark.set_label("expected beforehand")
-    figure.legend(handles=[*bars, mark], frameon=False, loc="outside upper right", ncols=3)
+    colours = {"groups": PALETTE[0], "samples": PALETTE[5], "waiting": GREY}
+    figure = new_figure(8, 4.6)
+    axes = figure.subplots()
+    cells = found["cells"]
+    for name in sorted({*predicted, *cells}):
+        title, cell = ARMS[Cell.of(name).arm][0], Cell.of(name)
+        kind, _, short = title.partition(", ")
+        colour, open_marker = colours[kind], "recompute" in title
+        row, expected = cells.get(name), predicted.get(name)
+        if expected:
+            axes.plot(expected["age"], expected["generated_s"], "x", color=colour, markersize=5,
+                      alpha=0.7)  # fmt: skip
+        if row:
+            low, high = row["interval"]
+            axes.errorbar(
+                row["age"], row["generated_s"], fmt="o", color=colour, markersize=6,
+                yerr=[[row["generated_s"] - low], [high - row["generated_s"]]], capsize=2,
+                markerfacecolor="none" if open_marker else colour,
+            )  # fmt: skip
+        if (at := row or expected) and not cell.seed:
+            axes.annotate(short or title, (at["age"], at["generated_s"]), (6, 4), fontsize=7.5,
+                          textcoords="offset points", color=INK)  # fmt: skip
+    for kind, colour in colours.items():
+        axes.plot([], [], "o", color=colour, label=kind)
+    axes.plot([], [], "x", color=INK, label="predicted beforehand")
+    axes.plot([], [], "o", color=INK, markerfacecolor="none", label="recompute")
+    axes.set(xlabel="mean age of delivered tokens, updates", ylabel="generated tokens/s",
+             xlim=(-0.15, 4.2), ylim=(0, 13_000))  # fmt: skip
+    axes.legend(frameon=False, loc="lower right")
     save(figure, path)
 
 
+def written(text: str, page: Path) -> None:
+    """Replace the tables of a page."""
+    before, _, rest = page.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    page.write_text(before + MARKS[0] + text + MARKS[1] + after)
+
+
+def loaded() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the measured cells, if there are any, and the predictions."""
+    result = HERE / "frontier.json"
+    found: dict[str, Any] = {"cells": {}, "failed": {}, "machines": {}}
+    if result.exists():
+        found = json.loads(result.read_text())
+    return found, json.loads((HERE / "predictions.json").read_text())
+
+
 def main() -> None:
-    found = json.loads((HERE / "result.json").read_text())
-    print(alike(found))
-    print(markdown(found))
-    print(splits(found))
-    print(sixth(found))
-    print("missing:", ", ".join(found["missing"]))
-    print(json.dumps(found["windows_predicted_over_measured"], indent=1))
-    picture(found, HERE / "h200.png")
+    if len(sys.argv) > 1:
+        text = json.dumps(collected(Path(sys.argv[1])), indent=1) + "\n"
+        (HERE / "frontier.json").write_text(text)
+    found, predicted = loaded()
+    text = markdown(found, predicted)
+    print(text)
+    written(text, HERE / "README.md")
+    picture(found, predicted, HERE / "frontier.png")
 
 
 if __name__ == "__main__":

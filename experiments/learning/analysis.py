@@ -41,7 +41,8 @@ _SAMPLES = 10_000
 
 def cells() -> list[dict[str, Any]]:
     """The finished cells, without the one that warmed the server up."""
-    lines = [json.loads(line) for line in (HERE / "raw" / "cells.jsonl").read_text().splitlines()]
+    with gzip.open(HERE / "raw" / "cells.jsonl.gz", "rt") as file:
+        lines = [json.loads(line) for line in file]
     found = [line for line in lines if line["kind"] == "cell" and line["seed"] < 90]
     for line in found:
         # The first runs of auto had another planner, in a thread of the trainer's process.

@@ -60,6 +60,7 @@ def preset(name: str, **more: Any) -> Change:
     return lambda config: replace(PRESETS[name](config), **more)
 
 
+SAMPLES: dict[str, Any] = {"delivery": "samples", "siblings": 4}
 # SGLang 0.5.17 cannot flush its cache while requests wait inside, so stragglers are called back.
 ARMS: dict[str, tuple[Change, bool]] = {
     "waiting": (preset("sync", straggler="abort"), False),
@@ -76,9 +77,12 @@ ARMS: dict[str, tuple[Change, bool]] = {
     "on-policy": (preset("on_policy", straggler="abort"), False),
     "streamed-ready": (preset("sync", straggler="abort"), True),
     "april-streamed": (preset("april", straggler="abort"), True),
+    "samples": (preset("april", straggler="in_place", **SAMPLES), False),
+    "samples-1.5": (preset("april", straggler="in_place", over_provision=1.5, **SAMPLES), False),
+    "samples-naive": (preset("april", straggler="in_place", **SAMPLES), False),
 }
-"""Settings of each arm, and whether its trainer takes groups from a stream. What else "clip" and
-"half" mean, experiments/learning_moe says."""
+"""Settings of each arm, and whether its trainer takes groups from a stream. "clip" and "half"
+are explained in experiments/learning_moe, and "naive" in samples.py."""
 SPACING = 2 / 3
 """So much of the evaluations' number lies before a share of the time, as a power of it."""
 GATHERED = {"streamed-ready", "april-streamed"}
@@ -352,8 +356,8 @@ class Gathering:
                     raise part
             whole = [part for part in parts if isinstance(part, Batch)]
             complete = whole[-1].complete
-            groups = tuple(group for part in whole for group in part.groups)
-            yield replace(whole[-1], groups=groups)
+            units = tuple(unit for part in whole for unit in part.units)
+            yield replace(whole[-1], units=units)
 
 
 def keyed(prompts: Iterator[Prompt]) -> Iterator[Prompt]:

@@ -251,7 +251,7 @@ def prompts(seed: int, *, held_out: bool = False) -> Iterator[Prompt]:
     # Drawn before the clock runs: on a GPU whoever asks for them waits for the trainer's kernels.
     ready = list(islice(source, READY if torch.cuda.is_available() and not held_out else 0))
     return (
-        Prompt(input_ids=question(problem), metadata={"problem": problem})
+        Prompt(input_ids=question(problem), metadata={"problem": [list(problem[0]), problem[1]]})
         for problem in chain(ready, source)
     )
 

@@ -7,13 +7,14 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from aprilsched.planning.step_times.model import H200_QWEN3_4B
+from aprilsched.types import Sibling
 from experiments.ground_truth.schedules import pool, waves
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -38,14 +39,48 @@ def tables(module: Any, found: Any) -> list[str]:
     return module.markdown(found).split("\n\n")
 
 
-def test_the_tables_of_h200_are_those_of_its_result(paths: pytest.MonkeyPatch):
+def test_the_tables_of_h200_follow_from_its_result(paths: pytest.MonkeyPatch):
     folder = EXPERIMENTS / "h200"
     paths.syspath_prepend(str(folder))
     analysis = importlib.import_module("analysis")
-    found = json.loads((folder / "result.json").read_text())
-    readme = (folder / "README.md").read_text()
-    for table in (analysis.alike, analysis.markdown, analysis.splits, analysis.sixth):
-        assert table(found) in readme
+    assert analysis.markdown(*analysis.loaded()) in (folder / "README.md").read_text()
+
+
+def test_stop_tokens_end_responses_of_h200_with_their_group_mean(paths: pytest.MonkeyPatch):
+    paths.syspath_prepend(str(EXPERIMENTS / "h200"))
+    schedules = importlib.import_module("schedules")
+    prompts = schedules.Cell.of("wave@2.0:s0").workload()
+    samplings = [next(prompts).sampling[0] for _ in range(2000)]
+    means = np.array([schedules.VOCABULARY / len(each.stop_token_ids) for each in samplings])
+    expected = schedules.SCALE * 800 * np.exp(0.7**2 / 2)
+    assert means.mean() == pytest.approx(expected, rel=0.05)
+    assert np.log(means).std() == pytest.approx(0.7, rel=0.1)
+    assert {each.max_new_tokens for each in samplings} == {schedules.CAP}
+
+
+def test_tables_of_groups_against_samples_follow_from_the_raw_data(paths: pytest.MonkeyPatch):
+    paths.syspath_prepend(str(EXPERIMENTS / "learning"))
+    tables_of_samples = importlib.import_module("samples_tables")
+    found = tables_of_samples.result()
+    assert found == json.loads((EXPERIMENTS / "learning" / "samples.json").read_text())
+    readme = (EXPERIMENTS / "learning" / "README.md").read_text()
+    assert tables_of_samples.markdown(found) in readme
+    bias = {row["baseline"]: row["error"] for row in found["gradients"]}
+    assert abs(bias["the first 4 others to complete"]) < 0.01
+    assert bias["all others that are complete at delivery, at least 4"] < -0.05
+
+
+def test_the_control_counts_all_others_known_at_delivery(paths: pytest.MonkeyPatch):
+    pytest.importorskip("transformers")
+    for path in (GRPO, EXPERIMENTS / "learning"):
+        paths.syspath_prepend(str(path))
+    samples = importlib.import_module("samples")
+    siblings = tuple(Sibling(rollout_id=n, index=n, reward=1.0) for n in (1, 2))
+    sample = SimpleNamespace(
+        group_id=7, reward=1.0, siblings=siblings, rollout=SimpleNamespace(rollout_id=0)
+    )
+    assert samples.naive_advantage(sample, {}) == 0.0
+    assert samples.naive_advantage(sample, {7: {0: 1.0, 1: 1.0, 2: 1.0, 3: 0.0}}) == 1 - 2 / 3
 
 
 @pytest.mark.parametrize(

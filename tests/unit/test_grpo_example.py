@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator
 from itertools import islice
@@ -69,6 +70,19 @@ def test_no_numbers_are_both_held_out_and_trained_on(example: Any):
     ]
     assert not numbers[0] & numbers[1]
     assert all(len(found) > 30 for found in numbers)
+
+
+def test_prompts_of_the_example_survive_a_store(example: Any):
+    prompt = next(example.train.prompts(1))
+    assert json.loads(json.dumps(prompt.metadata)) == prompt.metadata
+
+
+def test_mixing_a_batch_keeps_each_of_its_units(example: Any):
+    prompt = Prompt(input_ids=np.array([1]))
+    units = tuple(Group(group_id=n, prompt=prompt, rollouts=()) for n in range(20))
+    found = example.train.mixed(Batch(index=3, version=0, units=units))
+    assert [each.group_id for each in found.units] != list(range(20))
+    assert set(found.units) == set(units)
 
 
 def test_packed_responses_do_not_attend_to_each_other_and_the_loss_has_a_gradient(

@@ -134,6 +134,14 @@ def test_a_pass_has_room_for_all_that_its_requests_may_generate() -> None:
     assert (later.batcher.running, later.batcher.waiting) == (3, 0)
 
 
+def test_a_request_reserves_at_most_the_clip_of_its_limit() -> None:
+    clipped = Driver(SimConfig(kv_tokens=1000, reserve_clip=100))
+    for name in "abc":
+        clipped.submit(request(name, 400))
+    clipped.until(0.2)
+    assert (clipped.batcher.running, clipped.batcher.waiting) == (3, 0)
+
+
 # -- stop tokens ----------------------------------------------------------------------------
 
 

@@ -6,11 +6,9 @@ from collections import deque
 from collections.abc import Collection
 
 from aprilsched.kernel.engines.base import GenerationRequest
-from aprilsched.planning.step_times.model import RESERVE_CLIP, RESERVE_SHARE
+from aprilsched.planning.step_times.model import RESERVE_SHARE
 from aprilsched.simulation.engine.sequence import Sequence
 from aprilsched.simulation.engine.settings import SimConfig
-
-_RESERVE_MOST = RESERVE_SHARE * RESERVE_CLIP
 
 
 class KvPool:
@@ -22,6 +20,7 @@ class KvPool:
         self._in_pass = 0
         self._kept = 0
         self._kv_tokens = config.kv_tokens
+        self._clip = config.reserve_clip
         self._full_at = 0
         """Number of running requests at which the next one did not fit; 0 if it fits.
 
@@ -59,7 +58,7 @@ class KvPool:
         First come, first served: up to `places` requests and one chunk of tokens; a context
         longer than the rest of the chunk is computed in part. The step counter `steps` gives the
         progress of the `running` requests. As in SGLang (PrefillAdder.add_one_req) there must be
-        room for all that the requests of the pass may still generate, up to RESERVE_CLIP tokens
+        room for all that the requests of the pass may still generate, up to the clip's tokens
         each, and for RESERVE_SHARE of what the running ones may. If that share applied to both, a
         full pool would admit requests in passes of 17, where a server's passes had 6.
         """
@@ -72,12 +71,12 @@ class KvPool:
             sequence = self.waiting[0]
             context = sequence.context
             need = context + 1 - sequence.cached
-            to_come += min(sequence.limit - sequence.out, RESERVE_CLIP)
+            to_come += min(sequence.limit - sequence.out, self._clip)
             if running or picks:
                 need += to_come
             # The exact reserve needs every running request, so it is computed only near the limit.
-            if self.free - need < len(running) * _RESERVE_MOST:
-                left = sum(min(s.limit - (steps - s.joined), RESERVE_CLIP) for s in running)
+            if self.free - need < len(running) * RESERVE_SHARE * self._clip:
+                left = sum(min(s.limit - (steps - s.joined), self._clip) for s in running)
                 if not self._make_room(need + round(RESERVE_SHARE * left), sequence):
                     self._full_at = len(running) + len(picks)
                     break

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from aprilsched.kernel.engines.base import Capabilities
 from aprilsched.kernel.values.bounds import AT_LEAST_1, Bound, check_range
 from aprilsched.kernel.values.companions import KINDS
-from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, RESERVE_CLIP, StepTimeModel
 from aprilsched.simulation.engine.toy_model import KvTier, ToyModel
 from aprilsched.types import MEDIA
 
@@ -23,6 +23,8 @@ class SimConfig:
         max_queued: largest number of requests that may wait for a place in the batch, as
             --max-queued-requests of SGLang; one more is refused. None for any number.
         kv_tokens: size of the KV pool. 1.0M tokens of a 4B shape (147 kB each) fill an H200.
+        reserve_clip: tokens that a request reserves at most for what it may still generate, as
+            SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION of SGLang.
         stream_interval: number of steps between the chunks of running requests.
         vocab_size: vocabulary size of the toy model.
         eos_token_id: token that ends responses whose sampling has not ``ignore_eos``; with None
@@ -48,6 +50,7 @@ class SimConfig:
     max_running: int = 512
     max_queued: int | None = None
     kv_tokens: int = 1_000_000
+    reserve_clip: int = RESERVE_CLIP
     stream_interval: int = 64
     vocab_size: int = 32_000
     eos_token_id: int | None = None
@@ -60,7 +63,7 @@ class SimConfig:
     model: Callable[[int], ToyModel] = ToyModel
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_queued", "kv_tokens", "stream_interval"):
+        for name in ("max_running", "max_queued", "kv_tokens", "reserve_clip", "stream_interval"):
             check_range(AT_LEAST_1, **{name: getattr(self, name)})
         check_range(Bound(least=2, words="2 or more"), vocab_size=self.vocab_size)
 
