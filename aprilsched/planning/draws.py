@@ -45,8 +45,10 @@ class Draws:
         rows: the lengths of the members of each group.
         again: the lengths of the members of each group if the group restarts.
         remembered: evidence of earlier epochs on each group's level; empty for none.
-        verdicts: whether each group is accepted; empty if all are.
+        verdicts: for each group whether it is accepted, or whether each of its samples is; empty if
+            all are.
         law: int64, all lengths in ascending order.
+        siblings: number of siblings of a single sample; None for whole groups.
         mean_gaps: mean number of gaps of a response.
         rewards: times of rewards; None if they take no time, as for the others.
         gaps: lengths of the gaps between turns.
@@ -56,8 +58,9 @@ class Draws:
     rows: list[list[int]]
     again: list[list[int]]
     remembered: list[tuple[float, float]]
-    verdicts: list[bool]
+    verdicts: list[list[bool]]
     law: NDArray[np.int64]
+    siblings: int | None
     mean_gaps: float
     rewards: Times | None
     gaps: Times | None
@@ -75,6 +78,7 @@ class Draws:
             remembered=_remembered(setting) if setting.remembered else [],
             verdicts=[] if verdicts.all() else verdicts.tolist(),
             law=np.sort(lengths[lengths > 0]),
+            siblings=setting.siblings,
             mean_gaps=setting.gaps,
             rewards=Times(setting.reward_times, seed=7) if setting.reward_times else None,
             gaps=Times(setting.gap_times, seed=8) if setting.gap_times else None,
@@ -91,11 +95,15 @@ class Draws:
             opened=opened,
             row=row,
             level=self.remembered[row] if self.remembered else None,
-            accepted=not self.verdicts or self.verdicts[row],
+            siblings=self.siblings,
             gaps=None
             if self.gaps is None
             else [self.gaps.whole(self.mean_gaps, row, m) for m in range(len(lengths))],
         )
+
+    def accepts(self, unit: TrialGroup) -> bool:
+        """Return whether a group or a single sample is accepted when it is scored."""
+        return not self.verdicts or self.verdicts[unit.row][unit.place]
 
     def distance(self, groups: Sequence[TrialGroup]) -> float:
         """Return Kolmogorov's distance of the lengths of a batch from the law, 0 to 1."""

@@ -133,6 +133,7 @@ class Planner:
             train_seconds=command.train_seconds or 0.0,
             train_spread=command.train_spread,
             refit_seconds=command.refit_seconds or 0.0,
+            siblings=config.policies.siblings,
             reward_times=command.reward_seconds,
             accepted=command.accepted,
             gaps=gaps,

@@ -50,6 +50,8 @@ class Setting:
         train_spread: standard deviation of the training time, in seconds.
         refit_seconds: mean time from the trainer's request for an update until all engines have it,
             including the pause.
+        siblings: number of siblings of a single sample; None if whole groups are delivered. Single
+            samples are the groups of `stop`, `reward_times` and `accepted`.
         reward_times: equally likely times from the end of a group's last response until the group
             is accepted or rejected, in seconds; empty for none.
         accepted: a threshold of tokens per group, the accepted share of the groups up to it, and
@@ -89,6 +91,7 @@ class Setting:
     train_seconds: float = 0.0
     train_spread: float = 0.0
     refit_seconds: float = 0.0
+    siblings: int | None = None
     reward_times: tuple[float, ...] = ()
     accepted: tuple[float, float, float] = (0.0, 1.0, 1.0)
     gaps: float = 0.0
@@ -134,13 +137,24 @@ class Setting:
         It includes rejected groups, which are work too. Their share is the same for all schedules.
         """
         work = float(self.work(self.lengths.astype(np.float64)).sum()) / len(self.lengths)
-        return work / self.engines / float(self.shares_accepted.mean())
+        shares = self.shares_accepted[self._unit_tokens > 0]
+        return work / self.engines / float(shares.mean())
+
+    @property
+    def units_of_group(self) -> float:
+        """The number of units that a group is delivered in: 1, or its size for single samples."""
+        return 1.0 if self.siblings is None else self.group_size
 
     @property
     def shares_accepted(self) -> NDArray[np.float64]:
-        """The share that is accepted of groups like each one, float64 [groups]."""
+        """The share that is accepted of units like each one, float64 [groups, units]."""
         tokens, short, long = self.accepted
-        return np.where(self.lengths.sum(axis=1) <= tokens, short, long).astype(np.float64)
+        return np.where(self._unit_tokens <= tokens, short, long).astype(np.float64)
+
+    @property
+    def _unit_tokens(self) -> NDArray[np.int64]:
+        """Tokens of each group, int64 [groups, 1]; for single samples those of each response."""
+        return self.lengths if self.siblings is not None else self.lengths.sum(axis=1)[:, None]
 
     @property
     def full_at(self) -> Stop:

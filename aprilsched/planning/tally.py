@@ -27,7 +27,7 @@ class Tally:
         self.driven = 0.0
         """Seconds that are as long as the engines make them."""
         self._groups = 0
-        """Number of delivered groups."""
+        """Number of delivered groups or single samples."""
         self._seconds = 0.0
         self._waited = 0.0
         self._by_age: dict[int, float] = {}
@@ -56,7 +56,8 @@ class Tally:
         tokens, distance = sum(by_age.values()), self.distance / batches
         worth = setting.objective.usefulness(by_age, bound=oldest)
         worth *= setting.objective.share_left(distance, setting.iid_distance)
-        mean_work = setting.group_work * self._groups if fixed_groups else self.bound
+        groups = self._groups / setting.units_of_group
+        mean_work = setting.group_work * groups if fixed_groups else self.bound
         longer = self.driven * (mean_work / self.bound - 1)
         busy = self._seconds - self._waited
         late = 0.0 if oldest is None else sum(n for age, n in by_age.items() if age > oldest)

@@ -7,10 +7,12 @@ On the synchronous pace a step is a batch, the trainer's time and the refit, one
 the asynchronous pace generation continues while the trainer trains, and stops only for the refit. A
 refit interrupts all requests in flight; they are recomputed afterwards unless the KV is kept.
 
-A complete group waits for its reward, and may then be rejected. A batch is full when enough groups
-are complete, and is taken when enough of them are accepted. In between, engines generate or idle as
-in a run (``awaits_scores`` in :mod:`aprilsched.kernel.core.steps.batch`). A member with several
-turns leaves its engine at a gap, and queues for a slot after the gap.
+A complete group waits for its reward, and may then be rejected. With single samples
+(``Setting.siblings``) each is such a group as soon as it and its siblings have ended. A batch is
+full when enough groups are complete, and is taken when enough of them are accepted. In between,
+engines generate or idle as in a run (``awaits_scores`` in
+:mod:`aprilsched.kernel.core.steps.batch`). A member with several turns leaves its engine at a gap,
+and queues for a slot after the gap.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ class Trial:
         self._tally = Tally()
         self.now = 0.0
         self._opened = self._open = 0
-        """Numbers of groups that were opened so far, and that are not complete."""
+        """Number of groups that were opened so far, and of units that are not complete."""
         self._ready, self._scored = CompleteGroups(), CompleteGroups()
         """The complete groups that were not rejected, and the accepted ones of them."""
         self._tickets = count()
@@ -178,7 +180,10 @@ class Trial:
         """Accept or reject the groups whose rewards have arrived."""
         while self._scores and self._scores[0][0] <= self.now:
             _, _, group = heapq.heappop(self._scores)
-            if group.accepted:
+            if self._setting.siblings is not None:
+                # A single sample counts for a batch only when it and its siblings have rewards.
+                self._complete(group)
+            if self._draws.accepts(group):
                 self._scored.add(group)
             else:
                 self._ready.remove(group)
@@ -279,11 +284,12 @@ class Trial:
                 return
         elif setting.reward_times and self._stop_at.enough(self._scored):
             return  # the batch is offered
+        open_groups = math.ceil(self._open / setting.units_of_group)
         view = PoolView(
             batch_groups=self._batch_groups,
             group_size=self._group_size,
             target_groups=self._target,
-            open_groups=self._open,
+            open_groups=open_groups,
             ready_groups=self._stop_at.as_groups(self._ready, self._usual),
             in_flight=len(engines.running) + len(engines.queue) + len(self._away),
             put_aside=0 if self._deferred is None else self._deferred.put_aside(engines.version),
@@ -297,7 +303,7 @@ class Trial:
             return
         admissible = self._gate.admissible(
             batch_groups=self._batch_groups,
-            outstanding=self._open + view.ready_groups,
+            outstanding=open_groups + view.ready_groups,
             batches_since_update=self._taken,
             wanted=not self._taken,
         )
@@ -313,7 +319,7 @@ class Trial:
                 for member, length in enumerate(group.lengths):
                     group.note(member, length * place // number, engines.version)
             self._opened += 1
-            self._open += 1
+            self._open += 1 if setting.siblings is None else len(group.lengths)
             if self._deferred is None:
                 engines.queue.extend((group, member) for member in range(len(group.lengths)))
             else:
@@ -384,18 +390,19 @@ class Trial:
         self._admit(alone=True)
 
     def _finish(self, running: Running) -> None:
-        """End a member, and with the last one its group, which waits for its reward."""
-        group = running.group
-        group.finish(running.member, self._engines.version)
-        if group.unfinished:
-            return
+        """End a member, and put what it completes among what waits for rewards."""
+        rewards = self._draws.rewards
+        for group in running.group.finish(running.member, self._engines.version):
+            if self._setting.siblings is None:
+                self._complete(group)
+            due = self.now if rewards is None else self.now + rewards.of(group.row, group.place)
+            heapq.heappush(self._scores, (due, next(self._tickets), group))
+            if rewards is None:
+                self._score()
+            if self._deferred is not None:
+                self._deferred.groups.remove(group)
+
+    def _complete(self, group: TrialGroup) -> None:
         self._open -= 1
         group.complete_at = self.now
         self._ready.add(group)
-        rewards = self._draws.rewards
-        due = self.now if rewards is None else self.now + rewards.of(group.row)
-        heapq.heappush(self._scores, (due, next(self._tickets), group))
-        if rewards is None:
-            self._score()
-        if self._deferred is not None:
-            self._deferred.groups.remove(group)

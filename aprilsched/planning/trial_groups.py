@@ -1,4 +1,8 @@
-"""The groups of a trial: the progress of their members, and the complete ones that wait."""
+"""The groups of a trial: the progress of their members, and the complete ones that wait.
+
+With single samples, a member that may be delivered is a group of its own from then on, as in
+:mod:`aprilsched.kernel.core.steps.samples`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class TrialGroup:
-    """A group; `have` counts each member's tokens at the last stop, or at its end.
+    """A group, or a single sample that has left it.
+
+    `have` counts each member's tokens at the last stop, or at its end.
 
     Attributes:
         lengths: the number of tokens of each member at its end.
@@ -16,13 +22,13 @@ class TrialGroup:
         opened: index of the batch in which the group was opened.
         row: the row of its lengths in the setting.
         level: mean and variance of its log level, by what is remembered of it; None for nothing.
-        accepted: whether the group is accepted when it is scored.
+        siblings: number of others that end before a member is delivered; None for whole groups.
+        place: index of this single sample in its group; 0 for a group.
         gaps: number of gaps of each member; None where there are none.
         first_run: index of the first batch in which a deferred group ran; None before.
         chosen: the batch for which members were chosen last, where groups are deferred, and how
             many.
         complete_at: time at which the last member ended, in seconds.
-        sampled: number of tokens by the version that sampled them.
     """
 
     lengths: list[int]
@@ -30,7 +36,8 @@ class TrialGroup:
     opened: int
     row: int
     level: tuple[float, float] | None = None
-    accepted: bool = True
+    siblings: int | None = None
+    place: int = 0
     gaps: list[int] | None = None
     first_run: int | None = None
     chosen: tuple[int, int] = (-1, 0)
@@ -38,7 +45,9 @@ class TrialGroup:
     have: list[int] = field(init=False)
     finished: list[bool] = field(init=False)
     unfinished: int = field(init=False)
-    sampled: dict[int, int] = field(init=False)
+    _sampled: list[dict[int, int]] = field(init=False)
+    """For each member the number of its tokens by the version that sampled them. The members of a
+    whole group share one."""
 
     def __post_init__(self) -> None:
         self.restart(self.lengths)
@@ -49,7 +58,10 @@ class TrialGroup:
         self.have = [0] * len(lengths)
         self.finished = [False] * len(lengths)
         self.unfinished = len(lengths)
-        self.sampled = {}
+        if self.siblings is None:
+            self._sampled = [{}] * len(lengths)
+        else:
+            self._sampled = [{} for _ in lengths]
 
     @property
     def members(self) -> list[int]:
@@ -59,6 +71,11 @@ class TrialGroup:
     def tokens(self) -> int:
         """Number of tokens of the complete group."""
         return sum(self.lengths)
+
+    @property
+    def sampled(self) -> dict[int, int]:
+        """Number of tokens of a unit by the version that sampled them."""
+        return self._sampled[0]
 
     def goal(self, member: int) -> int:
         """Return the number of tokens of the member at its next gap, or at its end."""
@@ -77,14 +94,32 @@ class TrialGroup:
         new = tokens - self.have[member]
         if new:
             # A response that was preempted before its first token is of no version.
-            self.sampled[batch] = self.sampled.get(batch, 0) + new
+            sampled = self._sampled[member]
+            sampled[batch] = sampled.get(batch, 0) + new
         self.have[member] = tokens
 
-    def finish(self, member: int, batch: int) -> None:
-        """Record that the member ended in `batch`."""
+    def finish(self, member: int, batch: int) -> list[TrialGroup]:
+        """Record that the member ended in `batch`, and return what may be delivered now.
+
+        That is the complete group; or, of single samples, each that has ended together with its
+        siblings: all so far at the end that gives them enough, and the member itself later.
+        """
         self.note(member, self.lengths[member], batch)
         self.finished[member] = True
         self.unfinished -= 1
+        if self.siblings is None:
+            return [] if self.unfinished else [self]
+        ended = len(self.lengths) - self.unfinished
+        least = min(self.siblings + 1, len(self.lengths))
+        if ended > least:
+            return [self._sample(member)]
+        return [self._sample(m) for m, f in enumerate(self.finished) if f and ended == least]
+
+    def _sample(self, member: int) -> TrialGroup:
+        length = [self.lengths[member]]
+        sample = TrialGroup(length, length, self.opened, self.row, place=member)
+        sample._sampled = [self._sampled[member]]
+        return sample
 
 
 class CompleteGroups:

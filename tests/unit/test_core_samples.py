@@ -7,11 +7,14 @@ from itertools import permutations, product
 
 import pytest
 
-from aprilsched.config import Retries, SchedulerConfig, Staleness, Tokens
+from aprilsched.config import Pool, Retries, SchedulerConfig, Staleness, Tokens
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.store import MemoryStore
+from aprilsched.simulation import simulate
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.types import Batch, Sample, Score
 from tests.support.driver import Driver
 from tests.support.table import each_row
@@ -206,9 +209,8 @@ def test_a_batch_says_what_it_is_made_of():
     [
         ({"siblings": 4}, "siblings must be below group_size=4"),
         ({"delivery": "groups"}, "siblings is 2 with delivery"),
-        ({"over_provision": "auto"}, "tries schedules of whole groups only"),
-        ({"refill": "buckets"}, 'refill="buckets" chooses the groups'),
-        ({"refill": "tail"}, 'refill="tail" chooses the groups'),
+        ({"refill": "buckets"}, 'refill="buckets" runs or defers a whole group'),
+        ({"refill": "tail"}, 'refill="tail" runs or defers a whole group'),
     ],
 )
 def test_settings_that_samples_refuse(changes: dict[str, object], text: str):
@@ -274,6 +276,81 @@ def test_each_sample_is_filtered_with_its_siblings():
     driver.feed(ev.Filtered(group_id=second.unit_id, accepted=True))
     assert ready(driver) == [1]
     assert driver.state.in_flight.ledger.rollouts == {Reason.REJECTED: 1}
+
+
+# --- schedules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delivery", ["groups", "samples"])
+def test_a_pool_counts_running_responses(delivery: str):
+    """The finished members of open groups are replaced, whichever groups they belong to."""
+    siblings = 3 if delivery == "samples" else None
+    settings = config(siblings, delivery=delivery, batch_groups=2, refill=Pool(together=1))
+    driver = driver_of(settings)
+    assert len(driver.attempts()) == 8
+    for group_id in driver.group_ids():
+        for key in driver.attempts(group_id)[:2]:
+            driver.finish(key)
+    assert not ready(driver)
+    assert len(driver.group_ids()) == 3
+    assert len(driver.attempts()) == 8
+
+
+def test_a_plan_has_each_response_once_in_the_order_of_its_group():
+    """In the order of their ends the first response of a group would be its shortest one."""
+    driver = driver_of(
+        config(siblings=1, over_provision="auto", straggler="in_place"), reward_scope="none"
+    )
+    first, second = driver.group_ids()
+    for index, length in ((2, 3), (1, 5), (0, 8)):
+        finish(driver, index, length, reward=None)
+    assert ready(driver) == [1, 2, 0]
+    driver.progress(driver.attempts(first)[0], 9)
+    driver.finish(driver.attempts(second)[0], 7)
+    driver.finish(driver.attempts(second)[1], 4)
+    assert len(driver.batches) == 1, "four samples"
+    assert driver.plans == [], "no group has ended"
+    driver.update()
+    driver.request_batch()
+    driver.finish(driver.attempts(first)[0], 2)
+    while len(driver.batches) < 2:
+        driver.finish(driver.attempts()[0], 6)
+    (plan,) = driver.plans
+    groups = {group.launched: group.tokens.tolist() for group in (*plan.ended, *plan.open)}
+    assert len(groups) == len(plan.ended) + len(plan.open)
+    assert groups[first] == [8, 5, 3, 11]
+    assert groups[second] == [7, 6, 4, 6]
+    assert driver.state.expectations.prompt_tokens == 2.0
+    most = driver.config.sampling.max_new_tokens
+    lengths = [len(s.rollout.token_ids) for batch in driver.batches for s in batch.samples]
+    spare = most - sum(lengths) / len(lengths)
+    assert driver.state.expectations.spare_tokens == pytest.approx(spare)
+
+
+def test_a_random_batch_of_samples_has_whole_groups():
+    """Without over-provisioning both deliveries put the same responses into a batch."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for delivery in ("groups", "samples"):
+        seen = Distances()
+        settings = SchedulerConfig(batch_groups=8, over_provision=1.0, delivery=delivery)
+        simulate(LongTailWorkload(), settings, batches=4, usage=False, listeners=[seen])
+        found[delivery] = seen.of_batches
+    assert len(found["samples"]) == 4
+    for (distance, usual), (other, other_usual) in zip(*found.values(), strict=True):
+        assert distance == pytest.approx(other)
+        assert usual == pytest.approx(other_usual, rel=0.3)
+
+
+class Distances:
+    """Listens to the distances of batches from the law of lengths."""
+
+    def __init__(self) -> None:
+        self.of_batches: list[tuple[float, float]] = []
+
+    def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+        for fact in facts:
+            if isinstance(fact, BatchDelivered):
+                self.of_batches.append((fact.distance or 0.0, fact.iid_distance or 0.0))
 
 
 # --- staleness -----------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.workload import LongTailWorkload
-from aprilsched.types import Group, Prompt, Score
+from aprilsched.types import Group, Prompt, Sample, Score
 from tests.support.driver import Driver
 
 at_length = partial(pytest.param, marks=pytest.mark.long)
@@ -425,7 +425,9 @@ def simulated_and_tried(
             reward_seconds=reward_seconds,
             pause_seconds=0.0,
         ),
-        accept=None if accepted[1:] == (1.0, 1.0) else accepting(accepted, drawn_groups),
+        accept=None
+        if accepted[1:] == (1.0, 1.0)
+        else accepting(accepted, drawn_groups, settings.delivery),
         pauses=pausing(pauses) if pauses else None,
         listeners=[steps],
     )
@@ -442,6 +444,7 @@ def simulated_and_tried(
         runs_out=settings.straggler == "run",
         max_staleness=policies.staleness.bound,
         stop=policies.stop,
+        siblings=policies.siblings,
         kv_tokens=kv,
         train_seconds=train_seconds,
         refit_seconds=refit_seconds,
@@ -464,12 +467,19 @@ def simulated_and_tried(
     return measured, Trial(tried, tried_on).outcome(counted - burn_in)
 
 
-def accepting(shares: tuple[float, float, float], groups: int) -> Callable[[Group], bool]:
-    """Accepts the same groups as a trial with these shares."""
+def accepting(
+    shares: tuple[float, float, float], groups: int, delivery: str
+) -> Callable[[Group | Sample], bool]:
+    """Accepts the same groups or samples as a trial with these shares."""
     tokens, short, long = shares
-    wanted = np.where(drawn(groups).sum(axis=1) <= tokens, short, long)
-    verdicts = hashed_uniforms((groups,), seed=6) < wanted
-    return lambda group: bool(verdicts[int(group.prompt.key or 0)])
+    lengths = drawn(groups) if delivery == "samples" else drawn(groups).sum(axis=1)[:, None]
+    verdicts = hashed_uniforms(lengths.shape, seed=6) < np.where(lengths <= tokens, short, long)
+
+    def accept(unit: Group | Sample) -> bool:
+        place = unit.rollout.index if isinstance(unit, Sample) else 0
+        return bool(verdicts[int(unit.prompt.key or 0), place])
+
+    return accept
 
 
 def pausing(times: tuple[float, ...]) -> Callable[[Prompt, int], list[float]]:
@@ -508,6 +518,11 @@ def modelled(kv_tokens: int) -> SimConfig:
         at_length("in_place", {"over_provision": 1.25, "kv": 100_000}),
         at_length("retract", {"over_provision": 1.5, "stop": Tokens(250_000)}),
         at_length("retract", {"over_provision": 1.5, "stop": Samples(100)}),
+        ("in_place", {"over_provision": 1.5, "delivery": "samples"}),
+        at_length("in_place", {"over_provision": 2.0, "delivery": "samples", "siblings": 6}),
+        at_length("retract", {"over_provision": 1.25, "delivery": "samples", "refill": "pool"}),
+        at_length("in_place", {"over_provision": 1.5, "delivery": "samples", "max_staleness": 1}),
+        at_length("run", {"over_provision": 1.25, "delivery": "samples", "siblings": 1}),
     ],
     ids=str,
 )
@@ -576,8 +591,10 @@ REWARDS = {"reward_seconds": 20.0}
 SLOW_REWARDS = {"reward_seconds": 60.0}
 HALF = {"accepted": (0.0, 0.5, 0.5)}
 SHORT = {"accepted": (8000.0, 0.9, 0.3)}
+SHORT_SAMPLES = {"accepted": (800.0, 0.9, 0.3)}
 TOOLS = {"pauses": (2.0, 15.0, 4.0)}
 AHEAD = {"pace": "asynchronous", "over_provision": 1.5}
+SAMPLES = {"delivery": "samples", "straggler": "in_place"}
 
 
 @pytest.mark.parametrize(
@@ -594,6 +611,9 @@ AHEAD = {"pace": "asynchronous", "over_provision": 1.5}
         at_length(TOOLS, {"over_provision": 1.5, "refill": "buckets"}, 0.04),
         at_length(TOOLS, {**AHEAD, "refill": "pool"}, 0.01),
         at_length(TOOLS, {"over_provision": 1.5, "straggler": "run"}, 0.01),
+        (SHORT_SAMPLES | REWARDS, {**SAMPLES, "over_provision": 1.5}, 0.01),
+        at_length(REWARDS, {**SAMPLES, **AHEAD, "refill": "pool"}, 0.01),
+        at_length(TOOLS, {**SAMPLES, **AHEAD}, 0.01),
     ],
     ids=str,
 )
@@ -891,9 +911,10 @@ def test_a_smaller_pool_makes_every_schedule_slower(keeps_kv: bool) -> None:
         assert 0.9 < try_out(candidate, filled).efficiency / speeds[1] < 1.01
 
 
+@pytest.mark.parametrize("delivery", ["groups", "samples"])
 @pytest.mark.parametrize("bound", [0, 1, 2])
-def test_the_bound_on_staleness_is_respected(bound: int) -> None:
-    settings = rules(max_staleness=bound, straggler="in_place")
+def test_the_bound_on_staleness_is_respected(bound: int, delivery: str) -> None:
+    settings = rules(max_staleness=bound, straggler="in_place", delivery=delivery)
     command = plan(schedule(3.0))
     best = Planner().plan(command, settings)
     tried_on = Planner().setting(command, settings)
@@ -926,6 +947,7 @@ def test_the_bound_on_staleness_changes_no_other_figure() -> None:
         ({"pace": "asynchronous"}, False),
         ({"straggler": "in_place"}, False),
         ({"straggler": "run"}, False),
+        ({"delivery": "samples"}, False),
     ],
     ids=str,
 )

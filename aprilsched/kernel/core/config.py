@@ -336,7 +336,8 @@ class SchedulerConfig:
 
     @property
     def _defers(self) -> bool:
-        return self.pace != "asynchronous" and self.behaviour.deferrable
+        whole = self.delivery == "groups"
+        return whole and self.pace != "asynchronous" and self.behaviour.deferrable
 
     @staticmethod
     def settles(schedule: Schedule) -> bool:
@@ -464,16 +465,11 @@ class SchedulerConfig:
                 f"siblings must be below group_size={self.group_size}, got {policies.siblings}; a "
                 "rollout has only the other members of its group as siblings."
             )
-        if self.automatic:
-            raise ConfigError(
-                'over_provision="auto" tries schedules of whole groups only, so it is refused with '
-                'delivery="samples"; set a ratio, such as 2.0.'
-            )
         if policies.refill.defers:
             raise ConfigError(
-                f'refill="{policies.refill.name}" chooses the groups that end in a batch, which '
-                'has no meaning for single samples; set refill="wave" or "pool", or '
-                'delivery="groups".'
+                f'refill="{policies.refill.name}" runs or defers a whole group by the end of its '
+                "last member, and single samples leave their group before that; set "
+                'refill="wave" or "pool", or delivery="groups".'
             )
 
     def _check_rolling(self) -> None:

@@ -34,6 +34,7 @@ from aprilsched.kernel.core.state.records import (
     GENERATING,
     GroupRecord,
     RequestRecord,
+    RolloutRecord,
     group_lengths,
     member_tokens,
 )
@@ -78,12 +79,12 @@ class Expectations:
         """Record the limit of a launched response."""
         self._limit = max(self._limit, tokens)
 
-    def note_prompts(self, group: GroupRecord) -> None:
-        """Add a group's prompt lengths and the tokens left to the limits of its responses.
+    def note_prompts(self, members: Sequence[RolloutRecord]) -> None:
+        """Add the prompt lengths of rollouts and the tokens left to the limits of their responses.
 
-        Prompts are counted per member, because those of episodes may differ.
+        Prompts are counted per member of a group, because those of episodes may differ.
         """
-        members, prompts, spare = group.members, self.prompt_tokens or 0.0, self.spare_tokens
+        prompts, spare = self.prompt_tokens or 0.0, self.spare_tokens
         self._prompts = min(self._prompts + len(members), DEFAULT_WINDOW)
         more = sum(len(member.prompt_ids) - prompts for member in members)
         self.prompt_tokens = prompts + more / self._prompts
@@ -173,15 +174,21 @@ class Expectations:
         return stretch * law.residual_mean(so_far / stretch)
 
     def distances(
-        self, delivered: Sequence[GroupRecord], flight: Iterable[GroupRecord]
+        self,
+        delivered: Sequence[GroupRecord],
+        flight: Iterable[GroupRecord],
+        *,
+        unit_size: float | None = None,
     ) -> tuple[float, float] | None:
         """Return the Kolmogorov distance of a batch's lengths from the law of all lengths.
 
-        The second number is the distance expected of a batch of groups drawn at random. None for a
-        batch of fewer than two groups, which is too small a sample, and while no length is known.
+        The second number is the distance expected of whole groups with as many responses, drawn at
+        random. None for a batch of fewer than two groups or samples, which is too small a sample,
+        and while no length is known.
 
         Args:
-            delivered: the groups of the batch.
+            delivered: the groups of the batch, or its single samples.
+            unit_size: number of single samples in a whole group; None if the batch has groups.
             flight: all groups in flight. Incomplete ones with tokens are censored observations.
         """
         # A stream delivers single groups; a scan of all groups in flight for each is quadratic.
@@ -192,11 +199,14 @@ class Expectations:
         lengths = [group_lengths(group).tokens for group in delivered]
         if law is None:
             return None
-        usual = self.observed.iid_distance(len(lengths), seed=delivered[0].group_id)
+        count = len(lengths) if unit_size is None else max(1, round(len(lengths) / unit_size))
+        usual = self.observed.iid_distance(count, seed=delivered[0].group_id)
         return None if usual is None else (law.distance(np.concatenate(lengths)), usual)
 
     def _stretch(self, group: GroupRecord) -> float:
         finished = [m.log.size for m in group.members if m.state not in GENERATING]
+        if group.ended:  # some may have left as single samples
+            finished = [each.tokens for each in group.ended.values()]
         key = group.prompt.key
         if key is not None and self.memory.knows(key):
             return self._stretch_remembered(group, finished)

@@ -415,20 +415,21 @@ class DeliveredBatch:
 
 
 def group_lengths(record: GroupRecord) -> GroupLengths:
-    """Return the response lengths of a group, as evidence for the law of lengths."""
-    there = {member.rollout_id for member in record.members} if record.ended else ()
-    left = [max(1, e.tokens) for e in record.ended.values() if e.rollout_id not in there]
+    """Return the response lengths of a group, as evidence for the law of lengths.
+
+    They are in the order of the members' indexes, also after some have left as single samples: in
+    the order of their ends the first one would be a short one.
+    """
+    lengths = [(m.index, m.log.size, m.state not in GENERATING) for m in record.members]
+    if record.ended:
+        there = {member.rollout_id for member in record.members}
+        left = [each for each in record.ended.values() if each.rollout_id not in there]
+        lengths = sorted([*lengths, *((each.index, each.tokens, True) for each in left)])
     return GroupLengths(
         launched=record.group_id,
         # A response that ended without a token counts as length 1, the least of the law.
-        tokens=np.array(
-            [max(m.log.size, m.state not in GENERATING) for m in record.members] + left,
-            dtype=np.int64,
-        ),
-        finished=np.array(
-            [m.state not in GENERATING for m in record.members] + [True] * len(left),
-            dtype=np.bool_,
-        ),
+        tokens=np.array([max(size, ended) for _, size, ended in lengths], dtype=np.int64),
+        finished=np.array([ended for _, _, ended in lengths], dtype=np.bool_),
     )
 
 

@@ -355,7 +355,8 @@ class SchedulerState:
         """Add the lengths of a complete or dropped group to the evidence."""
         lengths = group_lengths(group)
         self.expectations.observed.add_group(lengths)
-        self.expectations.note_prompts(group)
+        if not self.in_flight.splits(group):
+            self.expectations.note_prompts(group.members)
         self.in_flight.journal.note_lengths(lengths, self.expectations.remember(group))
 
     def note_work(self, engine: str) -> None:

@@ -369,7 +369,11 @@ def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) 
     state.delivery.demand, state.delivery.fresh = Demand.NONE, BatchInWork()
     # This must precede the removal of the groups from flight, which releases their lengths.
     prompts_of = ended_prompts(state, offered.groups)
-    distances = state.expectations.distances(offered.groups, state.in_flight.training_groups())
+    distances = state.expectations.distances(
+        offered.groups,
+        state.in_flight.training_groups(),
+        unit_size=None if state.in_flight.siblings is None else state.prompts.usual_size,
+    )
     for group in offered.groups:
         state.in_flight.deliver(group)
     if state.in_flight.journal.active and offered.record is not None:

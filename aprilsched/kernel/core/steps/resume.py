@@ -100,7 +100,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
             _take_back(state, group)
         _open_scores(state, saved.run, group)
         _enter(state, group)
-        state.expectations.note_prompts(group)
+        state.expectations.note_prompts(group.members)
         # A group without an explicit size shows nothing about the current configuration.
         size = state.config.group_size
         state.prompts.note_size(group.prompt.group_size or size, size)

@@ -18,6 +18,9 @@ def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -
     group = rollout.group
     state.in_flight.finish(rollout, state.now)
     state.tell(facts.RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
+    if state.in_flight.splits(group):
+        # At the end of the group, only its long members would be left.
+        state.expectations.note_prompts([rollout])
     if group.complete and group.evaluation_id is None:
         state.note_lengths(group)
     if group.complete:
