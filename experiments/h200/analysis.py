@@ -151,19 +151,19 @@ def compared_table(found: dict[str, Any], predicted: dict[str, Any]) -> str:
     return table(head, lines)
 
 
-def forecast(found: dict[str, Any], predicted: dict[str, Any], name: str = "generated_s") -> str:
+def forecast(found: dict[str, Any], predicted: dict[str, Any], name: str, words: str) -> str:
     """Return how many cells were predicted within 4 %."""
     errors = {
         cell: predicted[cell][name] / row[name] - 1
-        for cell, row in found["cells"].items() if cell in predicted
+        for cell, row in found["cells"].items() if cell in predicted and row[name]
     }  # fmt: skip
     if not errors:
         return "Nothing has been measured yet."
     near = sum(abs(error) <= 0.04 for error in errors.values())
     worst = max(errors, key=lambda cell: abs(errors[cell]))
     return (
-        f"Predicted within 4 %: {near} of {len(errors)} cells; the largest error is "
-        f"{errors[worst]:+.0%} ({ARMS[Cell.of(worst).arm][0]})."
+        f"{words} within 4 % of the prediction: {near} of {len(errors)} cells. The largest error "
+        f"is {errors[worst] * 100:+.0f} % ({ARMS[Cell.of(worst).arm][0]})."
     )
 
 
@@ -172,8 +172,9 @@ def markdown(found: dict[str, Any], predicted: dict[str, Any]) -> str:
     wrong = {name: row["wrong"] for name, row in found["cells"].items()
              if any(row["wrong"].values())}  # fmt: skip
     text = [rows_table(found, predicted), compared_table(found, predicted)]
-    text.append(forecast(found, predicted))
+    text.append(forecast(found, predicted, "generated_s", "Generated tokens/s"))
     if found["cells"]:
+        text.append(forecast(found, predicted, "age", "Mean age"))
         text.append(f"Responses that ended otherwise, were delivered twice or had other than 4 "
                     f"siblings: {wrong or 'none'}.")  # fmt: skip
     if missing := sorted({name for names in LISTS for name in names} - {*found["cells"]}):
