@@ -10,6 +10,8 @@ AsyncGRPOTrainer is experimental.
 - A batch is acknowledged when the step that trains on it has ended. accelerate fetches rollouts one
   step ahead, so when the trainer writes a checkpoint, the next batch is already taken and not yet
   trained on. The scheduler's checkpoint keeps that batch.
+- With ``delivery="samples"`` a batch has single rollouts. Their advantages are those of
+  :func:`aprilsched.advantages`: TRL computes none itself.
 - With ``streamed=True`` the trainer takes a batch group by group while its last responses are
   generated. The trainer must be a :class:`StreamedSteps`, which fetches nothing ahead.
 """
@@ -47,10 +49,10 @@ from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.distributed import DistributedPublisher
 from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.kernel.weights.tensor_buckets import iter_buckets
-from aprilsched.trainers.adapter import ages, fitted, package
+from aprilsched.trainers.adapter import ages, fitted, package, trained_advantages
 from aprilsched.trainers.by_session import BySession
 from aprilsched.trainers.trl_tools import Conversation, Factories, ToolHarness, called
-from aprilsched.types import Batch, Group, Prompt, Rollout, SamplingParams, Score
+from aprilsched.types import Batch, Group, Prompt, Rollout, Sample, SamplingParams, Score, Unit
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,7 +115,7 @@ class RolloutWorker:
             iterator of (name, tensor). The default broadcasts them over NCCL. A path names a
             directory that the trainer and every engine see: each version is written there, and
             the engines load it, as :class:`~aprilsched.DiskPublisher` does.
-        accept: keeps or rejects a scored group (dynamic sampling).
+        accept: keeps or rejects a scored group, or with ``delivery="samples"`` a sample.
         listeners: telemetry of the scheduler.
         streamed: True for a trainer that is a :class:`StreamedSteps`, which gets the groups of a
             batch one by one while the others are generated.
@@ -210,12 +212,13 @@ class RolloutWorker:
         self._started = concurrent.futures.Future()
         self._samples.clear()
         self._untrained.clear()
+        by_sample = self.config.delivery == "samples"
         rollouts = RolloutScheduler(
             self._fleet,
             _Prompts(self._dataset, self._prompt_ids, self._started),
             episode=self._episode,
-            reward=self._rewards.score,
-            reward_scope="group",
+            reward=self._rewards.score_one if by_sample else self._rewards.score,
+            reward_scope="rollout" if by_sample else "group",
             accept=self._accept,
             config=self.config,
             listeners=self._listeners,
@@ -280,8 +283,8 @@ class RolloutWorker:
             if batch.complete:
                 self._untrained.append(batch)
             self._measure(batch)
-            for group in batch.groups:
-                self._samples.extend(self._trl_samples(group, batch.version))
+            for unit in batch.units:
+                self._samples.extend(self._trl_samples(unit, batch.version))
         return self._samples.popleft()
 
     def _next(self, timeout: float | None) -> Batch | None:
@@ -306,17 +309,18 @@ class RolloutWorker:
         """Return the number of rollouts that can be taken without waiting for the engines."""
         return len(self._samples)
 
-    def _trl_samples(self, group: Group, version: int) -> Iterator[RolloutSample]:
-        """The rollouts of a group, with TRL's advantage and metrics."""
+    def _trl_samples(self, unit: Unit, version: int) -> Iterator[RolloutSample]:
+        """The rollouts of a unit, with their advantages and TRL's metrics."""
         make = package("trl", "trl.experimental.async_grpo.async_rollout_worker").RolloutSample
-        by_rollout = self._rewards.conversations(group)
-        calls = sum(each.calls for each in by_rollout)
-        rewards, advantages = _advantages(group)
-        spread = float(np.nanstd(rewards)) if np.isfinite(rewards).any() else float("nan")
+        by_rollout = self._rewards.conversations(unit)
+        # TRL leaves the figures of tools out of a group without calls. Without those of a sample
+        # their mean would be too high.
+        calls = isinstance(unit, Sample) or any(each.calls for each in by_rollout)
+        rewards, advantages, spread = _advantages(unit)
         for index, (rollout, reward, advantage) in enumerate(
-            zip(group.rollouts, rewards, advantages, strict=True)
+            zip(unit.rollouts, rewards, advantages, strict=True)
         ):
-            prompt, completion = self._rewards.messages(group, rollout)
+            prompt, completion = self._rewards.messages(unit, rollout)
             known = np.zeros(len(rollout.prompt_ids), dtype=np.int64)
             counts = rollout.loss_mask.copy()
             oldest = version
@@ -330,7 +334,7 @@ class RolloutWorker:
                 f"rewards/{name}": rollout.reward_parts.get(name, float("nan"))
                 for name in self._rewards.names
             }
-            if calls:
+            if calls and by_rollout:
                 own = by_rollout[index]
                 parts["tools/call_frequency"] = float(own.calls)
                 parts["tools/failure_frequency"] = own.failures / own.calls if own.calls else 0.0
@@ -716,18 +720,30 @@ class _Rewards:
             scores.append(Score(reward=total, parts=found))
         return scores
 
-    def conversations(self, group: Group) -> list[Conversation]:
-        """Return the conversations of a group; an empty list without tools."""
+    async def score_one(self, rollout: Rollout, prompt: Prompt) -> Score:
+        """Score a rollout by itself.
+
+        Raises:
+            ValueError: if no function gives it a reward. As 0 it would count for its siblings.
+        """
+        group = Group(group_id=rollout.group_id, prompt=prompt, rollouts=(rollout,))
+        (score,) = await self.score(group)
+        if not score.parts:
+            raise ValueError("every reward function returned None")
+        return score
+
+    def conversations(self, unit: Unit) -> list[Conversation]:
+        """Return the conversations of a unit; an empty list without tools."""
         if self._tools is None:
             return []
-        return [self._tools.ended[each.rollout_id] for each in group.rollouts]
+        return [self._tools.ended[each.rollout_id] for each in unit.rollouts]
 
-    def messages(self, group: Group, rollout: Rollout) -> tuple[Any, Any]:
+    def messages(self, unit: Unit, rollout: Rollout) -> tuple[Any, Any]:
         """Return the prompt and the completion of a rollout, as reward functions get them."""
         if self._tools is not None:
             found = self._tools.ended[rollout.rollout_id]
             return found.prompt, found.completion
-        prompt = self._dataset[_row(group)]["prompt"]
+        prompt = self._dataset[_row(unit)]["prompt"]
         return prompt, self._chat.completion(prompt, rollout)
 
     def _arguments(self, group: Group) -> dict[str, Any]:
@@ -757,26 +773,31 @@ def _name(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _row(group: Group) -> int:
-    """Index of the group's prompt in the dataset."""
-    return cast("int", group.prompt.key)
+def _row(unit: Unit) -> int:
+    """Index of the unit's prompt in the dataset."""
+    return cast("int", unit.prompt.key)
 
 
-def _advantages(group: Group) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Return the rewards and advantages of a group, as TRL's `_score_group` computes them.
+def _advantages(unit: Unit) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], float]:
+    """Return the rewards, the advantages, and the standard deviation of the rewards.
 
-    A rollout for which every function returned None has the reward NaN and the advantage 0.
+    Those of a group are computed as in TRL's `_score_group`: a rollout for which every function
+    returned None has the reward NaN and the advantage 0. A sample is compared with its siblings.
     """
+    if isinstance(unit, Sample):
+        known = np.array([each.reward for each in (unit, *unit.siblings)], dtype=float)
+        return known[:1], trained_advantages([unit]), float(known.std())
     rewards = np.array(
-        [rollout.reward if rollout.reward_parts else np.nan for rollout in group.rollouts],
+        [rollout.reward if rollout.reward_parts else np.nan for rollout in unit.rollouts],
         dtype=float,
     )
     scored = np.isfinite(rewards)
-    advantages = np.zeros_like(rewards)
+    advantages, spread = np.zeros_like(rewards), float("nan")
     if scored.any():
         among = rewards[scored]
-        advantages[scored] = (among - among.mean()) / (among.std() + 1e-8)
-    return rewards, advantages
+        spread = float(among.std())
+        advantages[scored] = (among - among.mean()) / (spread + 1e-8)
+    return rewards, advantages, spread
 
 
 def _check_args(args: Any, *, streamed: bool) -> None:
@@ -840,6 +861,7 @@ def _settings(config: SchedulerConfig, args: Any, *, streamed: bool) -> Schedule
         "TRL",
         max_staleness=args.max_staleness - (0 if streamed else 1),
         setting="max_staleness of AsyncGRPOConfig",
+        samples=True,
         group_size=args.num_generations,
         batch_groups=step // args.num_generations,
         sampling=SamplingParams(

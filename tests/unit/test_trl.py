@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from aprilsched.errors import ConfigError, RefitError
 from aprilsched.trainers import trl
 from aprilsched.trainers.trl import RolloutWorker
 from aprilsched.trainers.trl_tools import Conversation, ToolHarness
-from aprilsched.types import Rollout, Score
+from aprilsched.types import Rollout, Sample, Score, Sibling
 from tests.support.facts import response
 from tests.support.table import each_row
 from tests.support.trl_run import arguments, trainer_of, trl_without_a_gpu
@@ -435,6 +436,165 @@ def test_advantages_and_metrics_are_those_of_trls_own_worker(cpu: Any, tmp_path:
             assert our.metrics == pytest.approx(their.metrics, nan_ok=True)
 
 
+SAMPLES = SchedulerConfig(over_provision=2.0, pace="asynchronous", delivery="samples", siblings=2)
+
+
+class Units(Spy):
+    """Notes the single sample behind every rollout that the trainer was given."""
+
+    def __init__(self, fleet: Any, **given: Any) -> None:
+        super().__init__(fleet, **given)
+        self.units: list[Sample] = []
+
+    def _trl_samples(self, unit: Any, version: int) -> Any:
+        self.units.append(unit)
+        return super()._trl_samples(unit, version)
+
+    def check(self) -> None:
+        """Each rollout came once, with the advantage that its two siblings give it."""
+        seen = self.units[: len(self.seen)]
+        ids = [unit.rollout.rollout_id for unit in seen]
+        assert len(set(ids)) == len(ids)
+        for unit, sample in zip(seen, self.seen, strict=True):
+            rewards = [each.reward for each in unit.siblings]
+            assert len(rewards) == 2
+            assert None not in (*rewards, unit.reward)
+            assert sample.group_id == unit.group_id
+            assert sample.metrics["reward"] == unit.reward
+            assert sample.metrics["reward_std"] == pytest.approx(np.std([unit.reward, *rewards]))
+            if sample.completion_mask.sum() > 1:
+                mean = sum(each for each in rewards if each is not None) / 2
+                assert sample.advantage == pytest.approx(unit.reward - mean)
+
+
+@pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_samples_are_trained_on_with_the_advantages_of_their_siblings(
+    cpu: Any, model: Path, tmp_path: Path, streamed: bool
+):
+    """A filter drops every fifth sample, and the batches are full all the same."""
+    made: Any = worker(
+        cpu,
+        tmp_path,
+        args=ON_POLICY if streamed else None,
+        kind=Units,
+        config=replace(SAMPLES, over_provision=1.5 if streamed else 2.0),
+        accept=lambda unit: bool(unit.rollout.rollout_id % 5),
+        streamed=streamed,
+    )
+    trainer = prepared(made, model)
+    trained: list[set[float]] = []
+    loss = trainer.compute_loss
+
+    def noted(model: Any, inputs: Any, *args: Any, **given: Any) -> Any:
+        trained.append({round(float(each), 5) for each in inputs["advantages"].unique()})
+        return loss(model, inputs, *args, **given)
+
+    trainer.compute_loss = noted
+    trainer.train()
+    assert trainer.state.global_step == 8
+    assert len(made.seen) == 8 * STEP + (0 if streamed else STEP // 2)
+    made.check()
+    made.check_ages(0 if streamed else 3)
+    assert not logged(trainer, "sample/dropped_stale_total")
+    assert all(unit.rollout.rollout_id % 5 for unit in made.units)
+    # A micro-batch has 4 rollouts, and TRL fills rows with advantage 0.
+    assert len(trained) == 16
+    for number, found in enumerate(trained):
+        own = {round(sample.advantage, 5) for sample in made.seen[4 * number : 4 * number + 4]}
+        assert own <= {*found, 0.0}
+        assert found <= {*own, 0.0}
+    steps: dict[int, set[int]] = {}
+    for number, sample in enumerate(made.seen):
+        steps.setdefault(sample.group_id, set()).add(number // STEP)
+    assert any(len(each) > 1 for each in steps.values()), "no group came in several batches"
+
+
+def test_a_trainer_that_ends_between_two_batches_of_a_group_resumes_both(
+    cpu: Any, model: Path, tmp_path: Path
+):
+    """The first trainer ends after step 5, and the second one continues after step 4. Of the first
+    prompt's responses the last one has no reward before that."""
+    saving = {"save_strategy": "steps", "save_steps": 4}
+    calls: list[int] = []
+
+    async def held(completion_ids: list[list[int]], target: list[int], **_: Any) -> list[float]:
+        calls.extend(target)
+        if target == [0] and calls.count(0) == 4:
+            await asyncio.Event().wait()
+        return near(completion_ids, target)
+
+    def process(steps: int, reward: Any) -> Any:
+        args = {**saving, "max_steps": steps}
+        rewards = {"reward_funcs": reward, "reward_weights": None}
+        return worker(cpu, tmp_path, args=args, kind=Units, config=SAMPLES, **rewards)
+
+    first = process(5, held)
+    train(first, model)
+    second = process(12, near)
+    known: dict[str, Any] = {}
+
+    def at_the_end(*_: Any, **__: Any) -> None:
+        while second.qsize():
+            second.get()
+        state = second.scheduler.state.in_flight
+        known["flying"], known["launched"] = set(state.rollouts), state.counters.launched
+        known["lost"] = state.ledger.total
+
+    second.callback.on_train_end = at_the_end
+    trainer = train(second, model, resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert trainer.state.global_step == 12
+    first.check()
+    second.check()
+    before, after = first.units[: 4 * STEP], second.units[: 8 * STEP]
+    for old, new in zip(first.units[4 * STEP : 5 * STEP], after, strict=False):
+        assert np.array_equal(old.rollout.token_ids, new.rollout.token_ids)
+        assert (old.unit_id, old.siblings) == (new.unit_id, new.siblings)
+    trained = [unit.unit_id for unit in before + after]
+    assert len(set(trained)) == len(trained) == 12 * STEP
+    ahead = {unit.unit_id for unit in second.units[8 * STEP :]}
+    assert known["lost"] == 0
+    assert len(set(trained) | ahead | known["flying"]) == known["launched"]
+    apart = {unit.group_id for unit in before} & {unit.group_id for unit in after}
+    assert apart, "no group was delivered on both sides of the checkpoint"
+    # What was a sibling before the end has the same reward after it.
+    rewards = {unit.unit_id: unit.reward for unit in before + after}
+    for unit in before + after:
+        for each in unit.siblings:
+            assert rewards.get(each.rollout_id, each.reward) == each.reward
+
+
+def test_a_sample_without_a_reward_costs_itself_alone(cpu: Any, tmp_path: Path):
+    """As reward 0 it would count in the baseline of its siblings."""
+    with started_at(
+        worker(
+            cpu, tmp_path, kind=Units, config=SAMPLES, reward_funcs=[brief], reward_weights=[1.0]
+        )
+    ) as made:
+        for _ in range(3 * STEP):
+            made.get()
+            made.trained()
+        lost = made.scheduler.state.in_flight.ledger.rollouts
+        assert lost["reward_failed"]
+        # The last two members of a group are dropped together.
+        assert lost["sibling_failed"] < lost["reward_failed"]
+    for unit in made.units:  # type: ignore[attr-defined]
+        assert unit.rollout.reward_parts.keys() == {"brief"}
+        assert all(each.reward for each in unit.siblings)
+
+
+def test_a_sample_without_siblings_gives_no_gradient(cpu: Any, tmp_path: Path):
+    made = worker(cpu, tmp_path, reward_weights=[1.0, 2.0], config=SAMPLES)
+    prompt = Prompt(input_ids=np.array([1, 2]), key=5)
+    rollout = of_versions(7, 8, score=Score(reward=1.0, parts={"near": 1.0}))
+    two = tuple(Sibling(rollout_id=i, index=i, reward=float(i)) for i in (1, 2))
+    alone, usual = (
+        next(made._trl_samples(Sample(rollout=rollout, prompt=prompt, siblings=each), version=9))
+        for each in ((), two)
+    )
+    assert (alone.advantage, alone.metrics["reward_std"]) == (0.0, 0.0)
+    assert (usual.advantage, usual.metrics["reward"]) == (-0.5, 1.0)
+
+
 def of_versions(*versions: int, masked: bool = False, score: Score | None = None) -> Rollout:
     count, found = len(versions), score or Score(reward=0.0)
     return response(
@@ -731,7 +891,7 @@ def calling(tmp_path: Path) -> Any:
     return AutoTokenizer.from_pretrained(calling_tokenizer(tmp_path / "calling", every=9))
 
 
-@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("named", [False, True], ids=["groups", "named-samples"])
 def test_tools_and_environments_are_called_in_trls_own_loop(
     cpu: Any, calling: Any, tmp_path: Path, named: bool
 ):
@@ -750,6 +910,7 @@ def test_tools_and_environments_are_called_in_trls_own_loop(
         "reward_weights": [2.0],
         "tools": [add],
         "environment_factory": {"one": Weather} if named else Weather,
+        **({"config": SAMPLES} if named else {}),
     }
     with started_at(worker(cpu, tmp_path, **given)) as made:
         samples = [made.get() for _ in range(2 * STEP)]
@@ -781,7 +942,7 @@ def test_tools_and_environments_are_called_in_trls_own_loop(
         assert good == sample.metrics["rewards/Weather"]
         assert sample.metrics["reward"] == 2 * 0.5 + good
         calls += len(results)
-        if results:
+        if results or named:
             assert sample.metrics["tools/call_frequency"] == len(results)
         # Only what was sampled counts.
         assert sample.completion_mask.sum() <= 8 * roles.count("a")
