@@ -30,9 +30,10 @@ import numpy as np
 
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.extras import extra
+from aprilsched.trainers.adapter import trained_advantages
 from aprilsched.trainers.corrections import staleness
 from aprilsched.trainers.tensors import RaggedTensor, pack
-from aprilsched.types import NO_VERSION, Batch, Rollout
+from aprilsched.types import NO_VERSION, Batch, Rollout, Sample
 
 if TYPE_CHECKING:
     from tensordict import LazyStackedTensorDict, TensorDict
@@ -62,6 +63,8 @@ def to_tensordicts(batch: Batch) -> LazyStackedTensorDict:
       prompt.
     - ``("next", "reward")``: float32 [1, 1]. It is left out of the whole batch if a rollout has no
       reward.
+    - ``"advantage"``: float32 [1, 1], for single samples with rewards only: that of
+      :func:`aprilsched.advantages`, or 0 without siblings. For groups a transform computes it.
     - ``("reward_parts", NAME)``: float32 [1, 1] for each name in the batch; NaN where a rollout
       does not have that part.
     - ``("companions", NAME)``: [S, ...] for each companion of the run, as in
@@ -92,7 +95,7 @@ def fill(buffer: ReplayBuffer, batch: Batch) -> None:
     """Add the rollouts of a batch to a replay buffer that can hold entries of several lengths.
 
     The buffer's ``LazyStackStorage`` can. Whole groups are added, so that an ``MCAdvantage`` of the
-    buffer completes each of them in this call.
+    buffer completes each of them in this call. Single samples have their advantages already.
 
     Args:
         buffer: the buffer, whose transforms see the rollouts as :func:`to_tensordicts` makes them.
@@ -101,8 +104,8 @@ def fill(buffer: ReplayBuffer, batch: Batch) -> None:
     Raises:
         ConfigError: if an ``MCAdvantage`` of the buffer has a group size other than the
             scheduler's, with which it would wait forever or split a group in two. Also if its
-            `prompt_key` is not "group_id", or if a rollout lacks a reward that it needs. Nothing
-            is added then.
+            `prompt_key` is not "group_id", if a rollout lacks a reward that it needs, or if the
+            batch has single samples. Nothing is added then.
         MissingExtra: if torchrl is not installed.
     """
     with extra("torchrl"):
@@ -114,6 +117,11 @@ def fill(buffer: ReplayBuffer, batch: Batch) -> None:
     for transform in untyped.transform.modules():
         if not isinstance(transform, MCAdvantage):
             continue
+        if isinstance(batch.units[0], Sample):
+            raise ConfigError(
+                "MCAdvantage would wait for the rest of each group, and the batch has single "
+                "samples, each with its advantage; leave MCAdvantage out of the buffer."
+            )
         # It takes the first rollouts of a group as soon as these are enough.
         takes = {transform.candidate_selection_min_size, transform.candidate_group_size}
         sizes = {len(group.rollouts) for group in batch.groups}
@@ -146,10 +154,12 @@ def _tensordicts(batch: Batch) -> Iterator[TensorDict]:
     import torch
     from tensordict import NonTensorData, TensorDict
 
-    shown = any(group.prompt.media for group in batch.groups)
-    media = [group.prompt.media for group in batch.groups for _ in group.rollouts]
+    shown = any(unit.prompt.media for unit in batch.units)
+    media = [unit.prompt.media for unit in batch.units for _ in unit.rollouts]
     parts = sorted({name for rollout in batch.rollouts for name in rollout.reward_parts})
     rewarded = _rewarded(batch)
+    single = rewarded and isinstance(batch.units[0], Sample)
+    found = iter(trained_advantages(batch.units) if single else ())
     for rollout, seen in zip(batch.rollouts, media, strict=True):
         one = pack([rollout], no_version=NO_VERSION)
         entries: dict[str, Any] = {
@@ -176,6 +186,8 @@ def _tensordicts(batch: Batch) -> Iterator[TensorDict]:
             entries["companions_exact"] = dict(one.companions_exact)
         if shown:
             entries["media"] = NonTensorData(seen)
+        if (advantage := next(found, None)) is not None:
+            entries["advantage"] = torch.tensor([[advantage]], dtype=torch.float32)
         if rewarded:
             entries["next"]["reward"] = one.rewards[:, None]
         if parts:

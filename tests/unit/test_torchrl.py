@@ -16,14 +16,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from aprilsched import Batch, Group, Media, Prompt, Score, Segment
+from aprilsched import Batch, Group, Media, Prompt, Score, Segment, advantages
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.companions import Companion, CompanionRows, Rows
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.testing import SimServer, ThreadedServer
 from aprilsched.trainers.corrections import clipped_loss, importance_weights
 from aprilsched.trainers.torchrl import fill, to_tensordicts
-from aprilsched.types import Rollout
+from aprilsched.types import Rollout, Sample, Sibling
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torchrl") is None, reason="could not import 'torchrl'"
@@ -315,6 +315,49 @@ def choosing(size: int, **settings: Any) -> Any:
     from torchrl.objectives.llm import MCAdvantage
 
     return MCAdvantage(size, prompt_key="group_id", trajectory_return="sum", **settings)
+
+
+def single(units: Batch, *rewards: float) -> Batch:
+    """The rollouts of a batch as samples, whose siblings have these rewards."""
+    siblings = tuple(
+        Sibling(rollout_id=90 + i, index=8 + i, reward=r) for i, r in enumerate(rewards)
+    )
+    prompt = Prompt(input_ids=np.array([5], dtype=np.int32))
+    return replace(
+        units,
+        units=tuple(
+            Sample(rollout=each, prompt=prompt, siblings=siblings) for each in units.rollouts
+        ),
+    )
+
+
+def test_samples_have_the_advantages_that_the_loss_reads(torch: Any, actor: Any):
+    """The loss is that of the same advantages by hand. MCAdvantage would wait for whole groups."""
+    from torchrl.data import LazyStackStorage, ReplayBuffer
+    from torchrl.objectives.llm import GRPOLoss, MCAdvantage
+
+    given = single(RAGGED, 0.5, 1.0)
+    data = to_tensordicts(given)
+    assert data["advantage"].flatten().tolist() == [0.25, -0.75, -0.5, 0.0]
+    assert data["advantage"].dtype == torch.float32
+    assert advantages(given).tolist() == [0.25, -0.75, -0.5, 0.0]
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), batch_size=4)
+    fill(buffer, given)
+    assert len(buffer) == 4
+    stored = buffer[:]
+    assert stored["group_id"].flatten().tolist() == [0, 0, 1, 1]
+    loss = GRPOLoss(actor, clip_epsilon=(0.2, 0.28), entropy_bonus=False)
+    by_hand = to_tensordicts(RAGGED)
+    by_hand["advantage"] = torch.tensor([0.25, -0.75, -0.5, 0.0]).reshape(4, 1, 1)
+    assert loss(stored).loss_objective == loss(by_hand).loss_objective != 0
+    assert to_tensordicts(single(RAGGED))["advantage"].flatten().tolist() == [0.0] * 4
+    unscored = single(batch([rollout(0, 0, 7, score=None)]))
+    assert "advantage" not in to_tensordicts(unscored).keys()
+    assert "advantage" not in to_tensordicts(RAGGED).keys()
+    buffer.append_transform(MCAdvantage(grpo_size=2, prompt_key="group_id"))
+    with pytest.raises(ConfigError, match="leave MCAdvantage out of the buffer"):
+        fill(buffer, given)
+    assert len(buffer) == 4
 
 
 def test_mcadvantage_chooses_among_the_rollouts_of_a_group(torch: Any):
