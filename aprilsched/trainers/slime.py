@@ -44,7 +44,13 @@ from aprilsched.kernel.shell.prompts import check_media
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.kernel.values.files import written_whole
 from aprilsched.kernel.weights.external import ExternalWeights
-from aprilsched.trainers.adapter import ages, images_of, one_placeholder_each, routed_experts
+from aprilsched.trainers.adapter import (
+    ages,
+    images_of,
+    one_placeholder_each,
+    routed_experts,
+    trained_advantages,
+)
 from aprilsched.trainers.by_session import BySession
 from aprilsched.trainers.slime_functions import GenerateFunctions, uses_functions
 from aprilsched.trainers.slime_settings import (
@@ -52,9 +58,20 @@ from aprilsched.trainers.slime_settings import (
     sampling_of,
     scheduler_config,
     settings_table,
+    takes_advantages,
 )
 from aprilsched.trainers.slime_trainer import TrainerParts, check_sample, check_trainer
-from aprilsched.types import NO_VERSION, Batch, Group, Media, Prompt, Rollout, SamplingParams
+from aprilsched.types import (
+    NO_VERSION,
+    Batch,
+    Group,
+    Media,
+    Prompt,
+    Rollout,
+    Sample,
+    SamplingParams,
+    Unit,
+)
 
 log = logging.getLogger("aprilsched")
 
@@ -70,6 +87,8 @@ _PROCESSED = ("input_ids", "attention_mask", "mm_token_type_ids")
 """What a processor makes of a prompt that is not for the training on its images."""
 _AHEAD = 1
 """Number of batches that train_async.py takes ahead of the one that it trains on."""
+_ADVANTAGE = "aprilsched_advantage"
+"""Entry of a sample's metadata for :func:`sibling_advantages`."""
 _SAMPLES = ".samples"
 """Suffix of the file with the samples of a checkpoint."""
 
@@ -93,6 +112,16 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     """
     rollouts = _rollouts(args, data_source)
     return rollouts.evaluate() if evaluation else rollouts.generate(rollout_id)
+
+
+def sibling_advantages(args: Any, samples: Sequence[Any]) -> tuple[list[Any], list[float]]:
+    """Return the rewards of samples, and their advantages (:func:`aprilsched.advantages`).
+
+    It is the function for ``--custom-reward-post-process-path`` with ``delivery="samples"``. The
+    trainer's own would subtract the mean of those members of a group that are in the batch.
+    """
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    return rewards, [sample.metadata[_ADVANTAGE] for sample in samples]
 
 
 class RolloutFn:
@@ -247,7 +276,7 @@ class _Rollouts:
         self._dropped: Any = trainer.filters.MetricGatherer()
         self._rejected: list[list[Any]] = []
         self._refused: set[int] = set()
-        """Ids of groups that the dynamic filter has dropped, as long as they are in flight."""
+        """Ids of units that the dynamic filter has dropped, as long as they are in flight."""
         self._evaluated: dict[str, Any] = {}
         """The datasets of the evaluation."""
         self._numbers = itertools.count()
@@ -478,10 +507,10 @@ class _Rollouts:
         ready = len(state.in_flight.ready)
         if state.in_flight.training > ready:
             return ""
+        size, unit = self._config.policies.stop.amount, self._config.delivery
         return (
-            f"the data source gives no group, and {ready} of the {self._args.rollout_batch_size} "
-            "groups of this step are there; give it more prompts, or set a smaller "
-            "--rollout-batch-size."
+            f"the data source gives no group, and {ready} of the {size} {unit} of this step are "
+            "there; give it more prompts, or set a smaller --rollout-batch-size."
         )
 
     def _prompt(self, number: int | str, group: Sequence[Any]) -> Prompt:
@@ -564,9 +593,8 @@ class _Rollouts:
         sample = await self._trainer.on_its_loop(self._rewarded(sample, evaluation))
         self._samples[key][rollout.index] = sample
         args = self._args
-        return _reward_number(
-            sample, (evaluation and getattr(args, "eval_reward_key", None)) or args.reward_key
-        )
+        key = (evaluation and getattr(args, "eval_reward_key", None)) or args.reward_key
+        return self._reward_number(sample, key)
 
     async def _score_group(self, group: Group) -> list[float]:
         key: Any = group.prompt.key
@@ -575,7 +603,21 @@ class _Rollouts:
         )
         samples = await self._trainer.on_its_loop(self._group_rewarded(samples))
         self._samples[key][:] = samples
-        return [_reward_number(sample, self._args.reward_key) for sample in samples]
+        return [self._reward_number(sample, self._args.reward_key) for sample in samples]
+
+    def _reward_number(self, sample: Any, key: str | None) -> float:
+        """Return the reward as the number that the run's figures have.
+
+        A reward that is not a number is meant for a function of the user in
+        ``--custom-reward-post-process-path``; it counts as 0.
+        """
+        reward = sample.reward[key] if key else sample.reward
+        try:
+            return float(reward)
+        except (TypeError, ValueError):
+            if takes_advantages(self._args):
+                raise
+            return 0.0
 
     async def _rewarded(self, sample: Any, evaluation: bool) -> Any:
         """`sample` with its reward; it runs on the trainer's event loop."""
@@ -592,26 +634,32 @@ class _Rollouts:
             sample.reward = reward
         return [_with_reward(sample) for sample in samples]
 
-    async def _accept(self, group: Group) -> bool:
-        """Ask the dynamic filter about a group."""
+    async def _accept(self, unit: Unit) -> bool:
+        """Ask the dynamic filter about a group, or about a sample with its siblings."""
         args, filters = self._args, self._trainer.filters
-        key: Any = group.prompt.key
-        samples = self._samples[key]
+        key: Any = unit.prompt.key
+        samples, size = self._samples[key], args.rollout_batch_size
+        single = isinstance(unit, Sample)
+        if single:
+            samples = [samples[each.index] for each in (unit.rollout, *unit.siblings)]
+            size *= args.n_samples_per_prompt
         verdict = await asyncio.to_thread(filters.call_dynamic_filter, self._filter, args, samples)
         dropped = not verdict.keep
         if (drops := getattr(filters, "should_drop_dynamic_filter_output", None)) is not None:
             # A group that was dropped a moment ago may be in flight still.
-            flying = {each.group_id for each in self._scheduler.state.in_flight.training_groups()}
+            flying = {
+                each.rollout_id if single else group.group_id
+                for group in self._scheduler.state.in_flight.training_groups()
+                for each in group.members
+            }
             self._refused &= flying
             left = len(flying - self._refused)
-            dropped = drops(
-                verdict, remaining_batch_size=left, target_data_size=args.rollout_batch_size
-            )
+            dropped = drops(verdict, remaining_batch_size=left, target_data_size=size)
         if dropped:
-            self._refused.add(group.group_id)
+            self._refused.add(unit.unit_id)
             self._dropped.on_dynamic_filter_drop(reason=verdict.reason)
             if args.rollout_all_samples_process_path is not None:
-                self._rejected.append(samples)
+                self._rejected.append(samples[:1] if single else samples)
         return not dropped
 
     def _sampled(self, key: int | str, rollout: Rollout) -> Any:
@@ -654,11 +702,15 @@ class _Rollouts:
         off_policy = getattr(args, "partial_rollout", False) and getattr(
             args, "mask_offpolicy_in_partial_rollout", False
         )
-        groups: list[list[Any]] = []
-        for group in batch.groups:
-            key: Any = group.prompt.key
-            samples = self._samples[key]
-            for sample, rollout in zip(samples, group.rollouts, strict=True):
+        found = iter(trained_advantages(batch.units) if takes_advantages(args) else ())
+        by_prompt: dict[Any, list[Any]] = {}
+        for unit in batch.units:
+            key: Any = unit.prompt.key
+            for rollout in unit.rollouts:
+                sample = self._samples[key][rollout.index]
+                by_prompt.setdefault(key, []).append(sample)
+                if (advantage := next(found, None)) is not None:
+                    sample.metadata = {**(sample.metadata or {}), _ADVANTAGE: float(advantage)}
                 # The scheduler masks tokens that are too old for this batch. It scored the sample
                 # before it knew the batch.
                 counts = rollout.loss_mask
@@ -668,8 +720,7 @@ class _Rollouts:
                     sample.loss_mask = [
                         int(a and b) for a, b in zip(sample.loss_mask, counts, strict=True)
                     ]
-            groups.append(samples)
-        groups.sort(key=_group_index)
+        groups = sorted(by_prompt.values(), key=_group_index)
         rejected, self._rejected = self._rejected, []
         if (path := args.rollout_sample_filter_path) is not None:
             self._trainer.load(path)(args, groups)
@@ -799,19 +850,6 @@ async def _until(condition: Callable[[], object], seconds: float) -> bool:
                 await asyncio.sleep(_LOOK_SECONDS)
             return True
     return False
-
-
-def _reward_number(sample: Any, key: str | None) -> float:
-    """Return the reward as the number that the run's figures have.
-
-    A reward that is not a number is meant for the function of
-    ``--custom-reward-post-process-path``; it counts as 0.
-    """
-    reward = sample.reward[key] if key else sample.reward
-    try:
-        return float(reward)
-    except (TypeError, ValueError):
-        return 0.0
 
 
 def _with_reward(sample: Any) -> Any:

@@ -12,7 +12,7 @@ from aprilsched.cli.runs.settings_tables import config_of
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.sampling import sampling_params
-from aprilsched.trainers.adapter import check_fixed_groups, check_replay
+from aprilsched.trainers.adapter import check_fixed_groups, check_replay, refuse
 from aprilsched.trainers.slime_trainer import TrainerParts, companions_of
 from aprilsched.types import SamplingParams
 
@@ -24,6 +24,8 @@ _BY_FLAGS = {
     "sampling": "--rollout-temperature, --rollout-max-response-len and the flags beside them",
 }
 """Settings of the scheduler that the trainer has flags for."""
+ADVANTAGES_PATH = "aprilsched.trainers.slime.sibling_advantages"
+"""Name of the function for ``--custom-reward-post-process-path``."""
 _FIXED = {"straggler": "abort", "pace": "synchronous", "stop": "groups"}
 """Settings that have one possible value here."""
 
@@ -67,13 +69,46 @@ def scheduler_config(args: Any, trainer: TrainerParts) -> SchedulerConfig:
         max_new_tokens=args.rollout_max_response_len,
     )
     config = config_of(table, "aprilsched.")
-    check_fixed_groups(config, "slime")
+    check_fixed_groups(config, "slime", samples=True)
+    if config.delivery == "samples":
+        _check_samples(args, trainer)
     if getattr(args, "use_rollout_indexer_replay", False):
         check_replay(config, "--use-rollout-indexer-replay", "indexer_topk=int32[4,2048]")
     own = config.policies.companions
     named = {each.name for each in own}
     ours = [each for each in companions_of(args, trainer) if each.name not in named]
     return replace(config, sampling=sampling, companions=(*own, *ours))
+
+
+def takes_advantages(args: Any) -> bool:
+    """Return whether the trainer trains on the advantages of this package."""
+    return getattr(args, "custom_reward_post_process_path", None) == ADVANTAGES_PATH
+
+
+def _check_samples(args: Any, trainer: TrainerParts) -> None:
+    """Reject arguments under which the trainer would use groups that are not complete."""
+    if not takes_advantages(args):
+        raise ConfigError(
+            'aprilsched.delivery is "samples", and the trainer would subtract the mean of an '
+            f"incomplete group; set --custom-reward-post-process-path {ADVANTAGES_PATH}."
+        )
+    estimator = getattr(args, "advantage_estimator", None)
+    rates = trainer.name == "slime" and getattr(args, "log_passrate", False)
+    convert = getattr(args, "custom_convert_samples_to_train_data_path", None)
+    refuse(
+        {
+            "--group-rm": (args.group_rm, "single samples are scored by themselves"),
+            "--advantage-estimator ppo": (
+                estimator == "ppo",
+                "its critic would learn advantages in the place of rewards",
+            ),
+            "--log-passrate": (rates, "it takes the samples of a step for whole groups"),
+            "--custom-convert-samples-to-train-data-path": (
+                convert is not None,
+                "it replaces the function that gives single samples their advantages",
+            ),
+        }
+    )
 
 
 def sampling_of(args: Any, **values: Any) -> SamplingParams:

@@ -7,6 +7,7 @@ so the tests that run with the stand-in hold it to the real ones.
 # pyright: basic
 from __future__ import annotations
 
+import ast
 import asyncio
 import copy
 import importlib
@@ -22,10 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, make_dataclass
 from enum import Enum
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
-__all__ = ["ROOTS", "trainer_modules"]
+__all__ = ["ROOTS", "train_data", "trainer_modules"]
 
 ROOTS = {"slime": os.environ.get("SLIME_ROOT"), "miles": os.environ.get("MILES_ROOT")}
 """Checkouts of the real packages, or None."""
@@ -70,6 +71,37 @@ def _without_extras() -> None:
             made.__dict__.update({part: ModuleType(part) for part in parts})
 
 
+def train_data(trainer: SimpleNamespace, args: Any, groups: list[list[Any]]) -> dict[str, Any]:
+    """What the trainer trains on: the result of its own conversion, if it is the real one."""
+    samples = [sample for group in groups for sample in group]
+    module = importlib.import_module(f"{trainer.name}.utils.misc")
+    function = module.load_function(args.custom_reward_post_process_path)
+    if not trainer.real:
+        raw, rewards = function(args, samples)
+        indices = [sample.index for sample in samples]
+        return {"raw_reward": raw, "rewards": rewards, "sample_indices": indices}
+    if trainer.name == "miles":
+        convert = importlib.import_module("miles.ray.rollout.train_data_conversion")
+        return convert.convert_samples_to_train_data(args, samples, {}, None, function)
+    # Its module imports SGLang, so its two methods are compiled alone.
+    root = Path(str(ROOTS["slime"]))
+    tree = ast.parse((root / "slime/ray/rollout.py").read_text())
+    wanted = {"_post_process_rewards", "_convert_samples_to_train_data"}
+    methods: list[ast.stmt] = [
+        each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef) and each.name in wanted
+    ]
+    names = {"torch": importlib.import_module("torch"), "Sample": trainer.Sample}
+    names["get_source"] = importlib.import_module("slime.utils.data").get_source
+    exec(compile(ast.Module(methods, []), "rollout.py", "exec"), names)  # noqa: S102 (its own code)
+    manager = SimpleNamespace(
+        args=args,
+        custom_reward_post_process_func=function,
+        custom_convert_samples_to_train_data_func=None,
+    )
+    manager._post_process_rewards = MethodType(names["_post_process_rewards"], manager)
+    return names["_convert_samples_to_train_data"](manager, samples)
+
+
 class _Status(Enum):
     PENDING = "pending"
     COMPLETED = "completed"
@@ -100,6 +132,9 @@ class Sample:
     custom_rm_path: str | None = None
 
     Status = _Status
+
+    def get_reward_value(self, args: Any) -> Any:
+        return self.reward[args.reward_key] if args.reward_key else self.reward
 
 
 def _record(name: str, fields: str, **defaults: Any) -> type[Any]:

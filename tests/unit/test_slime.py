@@ -34,10 +34,11 @@ from aprilsched.kernel.engines.server import HttpEngine
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.testing import SimServer
 from aprilsched.testing.threaded import ThreadedServer
-from aprilsched.trainers import slime
+from aprilsched.trainers import slime, slime_settings
+from aprilsched.types import Batch
 from tests.support.sim_http import two_weights
 from tests.support.slime_loop import Loop, arguments, length_reward, numbers, write_prompts
-from tests.support.slime_stand_in import ROOTS, trainer_modules
+from tests.support.slime_stand_in import ROOTS, train_data, trainer_modules
 from tests.support.table import each_row
 
 pytestmark = pytest.mark.skipif(
@@ -500,6 +501,197 @@ def test_a_filter_that_falls_back_does_not_ask_for_another_wave(
     assert in_flight().ledger.rollouts["rejected"] <= 2 * 4
 
 
+SINGLE: dict[str, Any] = {
+    "aprilsched": {"over_provision": 2.0, "delivery": "samples", "siblings": 2},
+    "custom_reward_post_process_path": slime_settings.ADVANTAGES_PATH,
+    "use_dynamic_global_batch_size": False,
+}
+"""Arguments of a training on single samples."""
+
+
+def check_single(output: Any, batch: Batch, trained: dict[str, Any]) -> list[Any]:
+    """Check the samples of a step and what the trainer trains on; return them in their order."""
+    samples = [sample for group in output.samples for sample in group]
+    assert len(samples) == len(batch.samples) == 8
+    for group in output.samples:
+        assert len({sample.prompt for sample in group}) == 1
+    check([[each] for each in sorted(samples, key=lambda each: each.index)], batch.version, size=1)
+    assert trained["sample_indices"] == [sample.index for sample in samples]
+    units = {4 * int(str(unit.prompt.key)) + unit.rollout.index: unit for unit in batch.samples}
+    for sample, reward, raw in zip(samples, trained["rewards"], trained["raw_reward"], strict=True):
+        unit = units[sample.index]
+        assert sample.tokens == [*unit.rollout.prompt_ids, *unit.rollout.token_ids]
+        assert raw == sample.reward == unit.reward
+        first, second = (each.reward or 0.0 for each in unit.siblings)
+        assert reward == pytest.approx(raw - (first + second) / 2)
+    return samples
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """The batches behind the outputs."""
+    taken: list[Batch] = []
+    output: Callable[..., Any] = slime._Rollouts._output
+    monkeypatch.setattr(
+        slime._Rollouts, "_output", lambda own, batch: [taken.append(batch), output(own, batch)][1]
+    )
+    return taken
+
+
+def split_groups(taken: list[list[Any]]) -> set[int]:
+    """The groups of which samples came in several steps."""
+    first, *rest = ({sample.index // 4 for sample in samples} for samples in taken)
+    found: set[int] = set()
+    for groups in rest:
+        found |= first & groups
+        first |= groups
+    return found
+
+
+@both
+def test_single_samples_have_the_advantages_of_their_siblings(
+    started: Callable[..., Loop], trainer: SimpleNamespace, batches: list[Batch], folder: Path
+):
+    datasets = [dataset(folder, "one")]
+    loop = started(
+        eval_datasets=datasets, rollout_all_samples_process_path=f"{HERE}.note_all", **SINGLE
+    )
+    taken: list[list[Any]] = []
+    while len(taken) < 3 or not split_groups(taken):
+        output = loop.generate(len(taken))
+        assert in_flight().open_attempts == 0
+        trained = train_data(trainer, loop.args, output.samples)
+        taken.append(check_single(output, batches[-1], trained))
+        assert loop.args.noted == numbers(output.samples)
+        if len(taken) == 2:
+            assert len(loop.evaluate(1).data["one"]["samples"]) == 10
+        loop.update()
+    once(taken and [taken])
+    assert in_flight().ledger.total == 0
+    flying = {4 * int(each.group.prompt.key) + each.index for each in in_flight().rollouts.values()}
+    seen = {sample.index for samples in taken for sample in samples}
+    assert seen | flying == set(range(4 * scheduler().state.prompts.cursor))
+    assert not seen & flying
+
+
+async def last_waits(args: Any, sample: Any, **_: Any) -> float:
+    """The last response of the first group gets no reward."""
+    Judge.calls += sample.index < 4
+    if Judge.calls == 4 and sample.index < 4:
+        await asyncio.Event().wait()
+    return 1 / (1 + sample.response_length)
+
+
+@both
+def test_a_process_that_ends_between_two_batches_of_a_group_resumes_both(
+    started: Callable[..., Loop], trainer: SimpleNamespace, batches: list[Batch]
+):
+    Judge.calls = 0
+    first = started(custom_rm_path=f"{HERE}.last_waits", **SINGLE)
+    taken: list[list[Any]] = []
+    while len(taken) < 2 or sum(sample.index < 4 for each in taken for sample in each) < 3:
+        output = first.generate(len(taken))
+        trained = train_data(trainer, first.args, output.samples)
+        taken.append(check_single(output, batches[-1], trained))
+        first.update()
+    saved = len(taken)
+    first.generate(saved)  # It comes again.
+    first.save(saved - 1)
+    first.end()
+    second = started(saved, **SINGLE)
+    while len(taken) < saved + 2 or sum(s.index < 4 for each in taken for s in each) < 4:
+        output = second.generate(len(taken))
+        trained = train_data(trainer, second.args, output.samples)
+        taken.append(check_single(output, batches[-1], trained))
+        second.update()
+    ahead, again = (
+        [(unit.unit_id, unit.siblings) for unit in batch.samples]
+        for batch in batches[saved : saved + 2]
+    )
+    assert ahead == again
+    seen = once([taken])
+    flying = {4 * int(each.group.prompt.key) + each.index for each in in_flight().rollouts.values()}
+    assert set(seen) | flying == set(range(4 * scheduler().state.prompts.cursor))
+    assert not set(seen) & flying
+
+
+async def coarse(args: Any, sample: Any, **_: Any) -> float:
+    return float(sample.response_length % 3 == 0)
+
+
+def same_rewards(args: Any, samples: list[Any], **_: Any) -> Any:
+    """A filter for a sample and its two siblings."""
+    assert len(samples) == 3
+    filters = importlib.import_module(args.filters)
+    keep = len({sample.reward for sample in samples}) > 1
+    return filters.DynamicFilterOutput(keep=keep, reason=None if keep else "same")
+
+
+def test_a_dynamic_filter_sees_a_sample_with_its_siblings(
+    started: Callable[..., Loop], trainer: SimpleNamespace, batches: list[Batch]
+):
+    loop = started(
+        dynamic_sampling_filter_path=f"{HERE}.same_rewards",
+        rollout_all_samples_process_path=f"{HERE}.note_all",
+        custom_rm_path=f"{HERE}.coarse",
+        filters=f"{trainer.name}.rollout.filter_hub.base_types",
+        **SINGLE,
+    )
+    rejected = rollout_id = 0
+    taken: list[list[Any]] = []
+    while rejected == 0 or rollout_id < 3:
+        output = loop.generate(rollout_id)
+        trained = train_data(trainer, loop.args, output.samples)
+        taken.append(check_single(output, batches[-1], trained))
+        assert all(trained["rewards"]), "a dropped sample has an advantage of 0"
+        dropped = int(output.metrics.get("rollout/dynamic_filter/drop_same", 0))
+        assert len(loop.args.noted) == len(set(loop.args.noted)) == 8 + dropped
+        rejected += dropped
+        loop.update()
+        rollout_id += 1
+    once([taken])
+    assert in_flight().ledger.rollouts["rejected"] >= rejected
+
+
+@slime_alone
+def test_a_filter_of_samples_that_falls_back_does_not_ask_for_more(
+    started: Callable[..., Loop], trainer: SimpleNamespace
+):
+    loop = started(
+        dynamic_sampling_filter_path=f"{HERE}.no_group",
+        filters=f"{trainer.name}.rollout.filter_hub.base_types",
+        **SINGLE,
+    )
+    assert len(numbers(loop.generate(0).samples)) == 8
+    assert in_flight().ledger.rollouts["rejected"] <= 8
+
+
+@slime_alone
+def test_single_samples_need_rewards_that_are_numbers(started: Callable[..., Loop]):
+    """A reward of 0 in the place of another would count in the baselines of its siblings."""
+    loop = started(custom_rm_path=f"{HERE}.named", **SINGLE)
+    with pytest.raises(RunGivenUp, match="float"):
+        loop.generate(0)
+
+
+@slime_alone
+@each_row(
+    ("changes", "why"),
+    [
+        ({"custom_reward_post_process_path": "a.b"}, "the mean of an incomplete group; set"),
+        ({"group_rm": True}, "--group-rm is set, and single samples are scored"),
+        ({"advantage_estimator": "ppo"}, "its critic would learn advantages"),
+        ({"log_passrate": True}, "--log-passrate is set"),
+        ({"custom_convert_samples_to_train_data_path": "a.b"}, "gives single samples their"),
+    ],
+)
+def test_a_trainer_that_would_need_whole_groups_is_refused(
+    started: Callable[..., Loop], changes: dict[str, Any], why: str
+):
+    with pytest.raises(ConfigError, match=why):
+        started(**{**SINGLE, **changes}).generate(0)
+
+
 def shout(args: Any, sample: Any, evaluation: bool = False) -> None:
     sample.response = sample.response.upper()
 
@@ -557,6 +749,15 @@ def test_a_data_source_that_runs_dry_gives_what_it_has(
     output = loop.generate(0)
     assert len(output.samples) == 2
     with pytest.raises(ConfigError, match="1 of the 2 groups of this step are there"):
+        loop.generate(1)
+
+
+def test_a_data_source_that_runs_dry_gives_the_samples_that_it_has(
+    started: Callable[..., Loop], trainer: SimpleNamespace
+):
+    loop = started(data_source_path=f"{HERE}.Short", trainer=trainer.name, groups=3, **SINGLE)
+    assert len(numbers(loop.generate(0).samples)) == 8
+    with pytest.raises(ConfigError, match="4 of the 8 samples of this step are there"):
         loop.generate(1)
 
 
