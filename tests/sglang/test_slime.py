@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ import pytest
 
 from aprilsched.kernel.core.state.records import State
 from aprilsched.trainers import slime
-from aprilsched.types import Batch, Rollout
+from aprilsched.trainers.slime_settings import ADVANTAGES_PATH
+from aprilsched.types import Batch, Rollout, Sample
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import SCORED, TOLERANCE, scores
 from tests.sglang.server import CpuServer
@@ -45,7 +47,13 @@ class Run:
     """Processes of a training, one after another, and everything that they were given."""
 
     def __init__(
-        self, trainer: str, servers: Sequence[CpuServer], models: Sequence[Path], folder: Path
+        self,
+        trainer: str,
+        servers: Sequence[CpuServer],
+        models: Sequence[Path],
+        folder: Path,
+        *,
+        single: bool,
     ) -> None:
         from tests.support.trl_on_cpu import tokenizer
 
@@ -53,6 +61,11 @@ class Run:
         model = Path(shutil.copytree(models[0], folder / "model"))
         tokenizer().save_pretrained(model)
         self._function, self._pause = CALLS[trainer]
+        self._changes: dict[str, Any] = {"aprilsched": {"over_provision": 3.0}}
+        if single:
+            self._changes["aprilsched"] |= {"delivery": "samples", "siblings": 2}
+            self._changes["custom_reward_post_process_path"] = ADVANTAGES_PATH
+        self.single = single
         self._urls = [server.url for server in servers]
         self._models = models
         self._folder = folder
@@ -72,7 +85,7 @@ class Run:
             # Responses have 50 tokens on average, and some have hundreds.
             rollout_stop_token_ids=list(range(10)),
             sglang_admin_api_key=ADMIN_KEY,
-            aprilsched={"over_provision": 3.0},
+            **self._changes,
         )
         first = self.version
         weights = [self._models[(first + label) % 2] for label in range(2)]
@@ -120,15 +133,22 @@ class Run:
         every token is of its recorded version."""
         seen = [number for groups in self.samples for number in numbers(groups)]
         assert len(seen) == len(set(seen)) == 8 * len(self.samples)
-        flying = {group.prompt.key for group in self.state.in_flight.training_groups()}
-        launched = set(range(self.state.prompts.cursor))
-        assert {number // 4 for number in seen} | flying == launched
+        flying = {
+            4 * int(each.group.prompt.key) + each.index
+            for each in self.state.in_flight.rollouts.values()
+        }
+        assert set(seen) | flying == set(range(4 * self.state.prompts.cursor))
+        assert not set(seen) & flying
         assert self.state.in_flight.ledger.total == 0
         by_index = {s.index: s for groups in self.samples for group in groups for s in group}
         for batch in self.batches:
-            for group in batch.groups:
-                for rollout in group.rollouts:
-                    sample = by_index[4 * int(str(group.prompt.key)) + rollout.index]
+            for unit in batch.units:
+                for rollout in unit.rollouts:
+                    sample = by_index[4 * int(str(unit.prompt.key)) + rollout.index]
+                    if isinstance(unit, Sample):
+                        first, second = (each.reward or 0.0 for each in unit.siblings)
+                        _, (advantage,) = slime.sibling_advantages(None, [sample])
+                        assert advantage == pytest.approx(sample.reward - (first + second) / 2)
                     assert sample.tokens == [*rollout.prompt_ids, *rollout.token_ids]
                     assert sample.rollout_log_probs == rollout.logprobs.tolist()
                     assert [int(v) for v in sample.weight_versions] == sorted(set(rollout.versions))
@@ -142,7 +162,7 @@ class Run:
             assert np.abs(rollout.logprobs - wrong).max() > 100 * TOLERANCE
 
 
-@pytest.fixture(params=["slime", "miles"])
+@pytest.fixture(params=["slime", "miles", "slime-samples"])
 def run(
     request: pytest.FixtureRequest,
     clean_pair: tuple[CpuServer, CpuServer],
@@ -150,8 +170,9 @@ def run(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Run]:
-    with trainer_modules(request.param):
-        made = Run(request.param, clean_pair, models, tmp_path)
+    trainer, _, delivery = request.param.partition("-")
+    with trainer_modules(trainer):
+        made = Run(trainer, clean_pair, models, tmp_path, single=bool(delivery))
         output: Callable[..., Any] = slime._Rollouts._output
 
         def noted(rollouts: Any, batch: Batch) -> Any:
@@ -188,3 +209,6 @@ def test_responses_are_carried_over_the_trainers_own_updates_and_over_a_restart(
     for rollout_id, started in partial.items():
         assert found[rollout_id][: len(started)] == started
     run.check()
+    groups = [{sample.index // 4 for g in step for sample in g} for step in run.samples]
+    split = any(one & other for one, other in pairwise(groups))
+    assert split == run.single

@@ -13,6 +13,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ import pytest
 
 from aprilsched import SGLangFleet
 from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.types import Sample
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.server import CpuServer
 from tests.support.tiny_tokenizer import calling_tokenizer
 from tests.support.trl_run import (
+    CARRYING,
     STEP,
     TOLERANCE,
     Run,
@@ -68,6 +71,29 @@ def test_twenty_steps_on_a_real_server_with_a_resume_between(
         return Run(sglang([clean_server.url]), model, folder, **steps)
 
     train_and_resume(torch, model, folder, train, saved=10, ended=12, last=20)
+
+
+@pytest.mark.long
+def test_single_samples_on_a_real_server_with_a_resume_between(
+    torch: Any, clean_server: CpuServer, model: Path, tmp_path: Path
+) -> None:
+    """Groups are split over batches, and over the end of the first trainer."""
+    folder, runs = tmp_path / "run", list[Run]()
+    config = replace(CARRYING, delivery="samples", siblings=2, group_size=4)
+
+    def train(**steps: Any) -> Run:
+        runs.append(Run(sglang([clean_server.url]), model, folder, config=config, **steps))
+        return runs[-1]
+
+    train_and_resume(torch, model, folder, train, saved=10, ended=12, last=20)
+    for run in runs:
+        for sample, unit in zip(run.samples, run.units, strict=False):
+            assert isinstance(unit, Sample)
+            own, first, second = (each.reward or 0.0 for each in (unit, *unit.siblings))
+            if sample.completion_mask.sum() > 1:
+                assert sample.advantage == pytest.approx(own - (first + second) / 2)
+    before, after = runs[0].units[: 10 * STEP], runs[1].units
+    assert {unit.group_id for unit in before} & {unit.group_id for unit in after}
 
 
 async def look(where: str, days: int) -> str:
@@ -119,7 +145,7 @@ def test_a_server_that_dies_in_a_broadcast_does_not_end_the_training(
     assert run.engines == [stays.url.removeprefix("http://")]
     check_versions(torch, model, run)
     check_staleness(run, since=0)
-    seen = {sample.group_id for sample in [*run.samples, *run.worker._samples]}
+    seen = {rollout.rollout_id for rollout in run.rollouts}
     assert len(seen | run.in_flight) == run.launched
 
 
@@ -171,7 +197,8 @@ def test_a_streamed_trainer_begins_while_the_last_response_of_its_batch_is_to_co
     assert max(abs(ratio - 1) for ratio in ratios) < TOLERANCE
     assert len(run.samples) == steps * STEP
     for number, sample in enumerate(run.samples):
-        versions = run.groups[sample.group_id].rollouts[number % 4].versions
+        versions = run.rollouts[number].versions
+        assert sample.group_id == run.rollouts[number].group_id
         assert set(versions.tolist()) == {number // STEP + 1}
     # The weights change at every step, or the ratio would say nothing.
     for before, after in pairwise(run.weights.values()):

@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import DistributedPublisher, Group, SchedulerConfig
+from aprilsched import DistributedPublisher, SchedulerConfig
 from aprilsched.kernel.engines.base import Engine, Fleet
 from aprilsched.trainers.trl import RolloutWorker, StreamedSteps
-from aprilsched.types import NO_VERSION
+from aprilsched.types import NO_VERSION, Rollout, Unit
 
 __all__ = [
+    "CARRYING",
     "STEP",
     "TOLERANCE",
     "Run",
@@ -35,6 +36,7 @@ __all__ = [
 
 STEP = 8
 """Rollouts of one step: 2 groups of 4."""
+CARRYING = SchedulerConfig(over_provision=2.0, straggler="retract", pace="asynchronous")
 STALENESS = 3
 TOLERANCE = 1e-4
 TRIES = 3
@@ -132,11 +134,13 @@ class Run:
         amid: Callable[[int], None] = lambda version: None,
         streamed: bool = False,
         tools: Sequence[Callable[..., Any]] = (),
+        config: SchedulerConfig = CARRYING,
     ) -> None:
         from transformers import AutoTokenizer
 
         self.samples: list[Any] = []
-        self.groups: dict[int, Group] = {}
+        self.units: list[Unit] = []
+        """Groups or single samples, in the order in which they were taken."""
         self.weights: dict[int, dict[str, Any]] = {}
         self.in_flight: set[int] = set()
         self.engines: list[str] = []
@@ -151,7 +155,6 @@ class Run:
             save_strategy="steps",
             save_steps=save_steps,
         )
-        config = SchedulerConfig(over_provision=2.0, straggler="retract", pace="asynchronous")
         tokenizer = AutoTokenizer.from_pretrained(model)
         self.worker = RolloutWorker(
             fleet,
@@ -162,12 +165,13 @@ class Run:
             config=SchedulerConfig() if streamed else config,
             streamed=streamed,
             publisher=weights or functools.partial(Recorded, kept=self.weights, amid=amid),
-            accept=self._accept,
+            accept=lambda unit: True,
             tools=tools,
         )
         if weights is not None:
             record_files(self.worker._publisher, self.weights)
-        get = self.worker.get
+        get, made = self.worker.get, self.worker._trl_samples
+        self.worker._trl_samples = lambda unit, version: made(self._taken(unit), version)  # type: ignore[method-assign]
         self.worker.get = lambda timeout=None: self._noted(get(timeout))  # type: ignore[method-assign]
         self.worker.callback.on_train_end = self._end  # type: ignore[method-assign]
 
@@ -183,9 +187,14 @@ class Run:
     def logged(self, name: str) -> list[float]:
         return [entry[name] for entry in self.trainer.state.log_history if name in entry]
 
-    def _accept(self, group: Group) -> bool:
-        self.groups[group.group_id] = group
-        return True
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The rollouts of :attr:`samples`, and then those that the trainer did not ask for yet."""
+        return [rollout for unit in self.units for rollout in unit.rollouts]
+
+    def _taken(self, unit: Unit) -> Unit:
+        self.units.append(unit)
+        return unit
 
     def _noted(self, sample: Any) -> Any:
         self.samples.append(sample)
@@ -193,7 +202,7 @@ class Run:
 
     def _end(self, *_: Any, **__: Any) -> None:
         state = self.worker.scheduler.state.in_flight
-        self.in_flight, self.launched = set(state.groups), state.counters.launched // 4
+        self.in_flight, self.launched = set(state.rollouts), state.counters.launched
         self.engines = list(self.worker.scheduler.state.fleet.control.engines)
 
 
@@ -273,7 +282,6 @@ def train_and_resume(
     # What the restored batch was sampled with, the first process has.
     for name, tensor in second.weights[saved + 1].items():
         assert torch.equal(tensor, first.weights[saved + 1][name])
-    second.groups = first.groups | second.groups
     second.weights = first.weights | second.weights
     versions = max(versions, check_versions(torch, model, second))
     for step in range(last, last + TRIES * saved, saved):
@@ -281,22 +289,21 @@ def train_and_resume(
             break
         further = since(steps=step + saved, save_steps=saved)
         further.trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-        further.groups = second.groups | further.groups
         further.weights = second.weights | further.weights
         versions = check_versions(torch, model, further)
     assert versions > 1 or last < 20, "no response was interrupted by an update"
     check_staleness(first, since=0)
     check_staleness(second, since=saved)
     # Nothing is lost, and nothing is trained on twice.
-    before, after = first.samples, second.samples
+    before, after = first.rollouts, second.rollouts
     started, rest = saved * STEP, (last - saved) * STEP
-    trained = [sample.group_id for sample in before[:started] + after[:rest]]
-    ahead = {sample.group_id for sample in [*after[rest:], *second.worker._samples]}
-    assert len(set(trained)) == len(trained) / 4
+    trained = [rollout.rollout_id for rollout in before[:started] + after[:rest]]
+    ahead = {rollout.rollout_id for rollout in after[rest:]}
+    assert len(set(trained)) == len(trained)
     assert len(set(trained) | ahead | second.in_flight) == second.launched
-    for old, new in zip(before[started:], after, strict=False):
-        if old.group_id == new.group_id == before[started].group_id:
-            assert np.array_equal(old.input_ids, new.input_ids)
+    for old, new in zip(before[started : started + STEP], after, strict=False):
+        assert old.rollout_id == new.rollout_id
+        assert np.array_equal(old.token_ids, new.token_ids)
 
 
 def check_staleness(run: Run, *, since: int) -> None:
@@ -312,8 +319,7 @@ def check_staleness(run: Run, *, since: int) -> None:
 
 
 def oldest(run: Run, number: int) -> int:
-    sample = run.samples[number]
-    rollout = run.groups[sample.group_id].rollouts[number % 4]
+    sample, rollout = run.samples[number], run.rollouts[number]
     return int(rollout.versions[sample.completion_mask[len(rollout.prompt_ids) :] == 1].min())
 
 
@@ -327,12 +333,13 @@ def check_versions(torch: Any, path: Path, run: Run) -> int:
     from transformers import AutoModelForCausalLM
 
     scorer = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    ratios: dict[tuple[int, int], Any] = {}
+    ratios: dict[int, Any] = {}
+    rollouts = run.rollouts
     versions: set[int] = set()
     for version, weights in run.weights.items():
         scorer.load_state_dict(weights)
         for number, sample in enumerate(run.samples):
-            rollout = run.groups[sample.group_id].rollouts[number % 4]
+            rollout = rollouts[number]
             versions.add(len(set(rollout.versions.tolist())))
             of_it = (rollout.versions == version) | (not rollout.versions_exact)
             if not of_it.any():
@@ -344,8 +351,7 @@ def check_versions(torch: Any, path: Path, run: Run) -> int:
             ratio = np.exp(right - sample.old_log_probs[1:])[-len(rollout) :]
             off = np.where(of_it, np.abs(ratio - 1), np.inf)
             off[rollout.versions == NO_VERSION] = 0.0  # Tool output was not sampled.
-            key = (sample.group_id, number % 4)
-            ratios[key] = np.minimum(ratios.get(key, np.inf), off)
+            ratios[number] = np.minimum(ratios.get(number, np.inf), off)
     assert len(ratios) == len(run.samples)
     assert max(float(off.max()) for off in ratios.values()) < TOLERANCE
     return max(versions)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,12 +35,28 @@ def test_the_trainers_sizes_and_bound_replace_those_of_the_settings():
     assert missing_prompts(queue, fit()) == 3 * 5 - 1
 
 
+def test_a_trainer_of_single_samples_has_batches_of_its_size():
+    """Their groups may shrink, and another size of batches is refused."""
+    few = SchedulerConfig(delivery="samples", group_size=8, retries=Retries(member="shrink"))
+    sizes: dict[str, Any] = {
+        "max_staleness": 2,
+        "setting": "its_bound",
+        "group_size": 3,
+        "batch_groups": 5,
+    }
+    fit = fitted(few, "TRL", samples=True, **sizes)
+    assert (fit.policies.stop.amount, fit.policies.siblings) == (15, 1)
+    with pytest.raises(ConfigError, match="takes a fixed number of groups"):
+        fitted(replace(few, stop=Samples(8)), "TRL", samples=True, **sizes)
+
+
 @each_row(
     ("settings", "why"),
     [
         ({"max_staleness": 3}, "its_bound lets it be 2 at most; raise its_bound"),
         ({"stop": Samples(8)}, 'TRL takes a fixed number of groups; leave it at "groups"'),
         ({"retries": Retries(member="shrink")}, 'TRL takes groups of one size; set "again" or'),
+        ({"delivery": "samples", "group_size": 3}, 'TRL takes whole groups; leave it at "groups"'),
     ],
 )
 def test_settings_that_no_trainer_can_have_are_refused(settings: dict[str, Any], why: str):

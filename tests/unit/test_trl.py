@@ -25,6 +25,7 @@ import pytest
 
 from aprilsched import Group, Prompt, SchedulerConfig, SimFleet, SimPublisher
 from aprilsched.errors import ConfigError, RefitError
+from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.trainers import trl
 from aprilsched.trainers.trl import RolloutWorker
 from aprilsched.trainers.trl_tools import Conversation, ToolHarness
@@ -456,15 +457,13 @@ class Units(Spy):
         ids = [unit.rollout.rollout_id for unit in seen]
         assert len(set(ids)) == len(ids)
         for unit, sample in zip(seen, self.seen, strict=True):
-            rewards = [each.reward for each in unit.siblings]
+            own, *rewards = (float(each.reward or 0) for each in (unit, *unit.siblings))
             assert len(rewards) == 2
-            assert None not in (*rewards, unit.reward)
             assert sample.group_id == unit.group_id
-            assert sample.metrics["reward"] == unit.reward
-            assert sample.metrics["reward_std"] == pytest.approx(np.std([unit.reward, *rewards]))
+            assert sample.metrics["reward"] == own == unit.reward
+            assert sample.metrics["reward_std"] == pytest.approx(np.std([own, *rewards]))
             if sample.completion_mask.sum() > 1:
-                mean = sum(each for each in rewards if each is not None) / 2
-                assert sample.advantage == pytest.approx(unit.reward - mean)
+                assert sample.advantage == pytest.approx(own - sum(rewards) / 2)
 
 
 @pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.long)])
@@ -574,9 +573,9 @@ def test_a_sample_without_a_reward_costs_itself_alone(cpu: Any, tmp_path: Path):
             made.get()
             made.trained()
         lost = made.scheduler.state.in_flight.ledger.rollouts
-        assert lost["reward_failed"]
+        assert lost[Reason.REWARD_FAILED]
         # The last two members of a group are dropped together.
-        assert lost["sibling_failed"] < lost["reward_failed"]
+        assert lost[Reason.SIBLING_FAILED] < lost[Reason.REWARD_FAILED]
     for unit in made.units:  # type: ignore[attr-defined]
         assert unit.rollout.reward_parts.keys() == {"brief"}
         assert all(each.reward for each in unit.siblings)
