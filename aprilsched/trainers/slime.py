@@ -594,7 +594,7 @@ class _Rollouts:
         self._samples[key][rollout.index] = sample
         args = self._args
         key = (evaluation and getattr(args, "eval_reward_key", None)) or args.reward_key
-        return self._reward_number(sample, key)
+        return _reward_number(sample, key, counts=takes_advantages(args) and not evaluation)
 
     async def _score_group(self, group: Group) -> list[float]:
         key: Any = group.prompt.key
@@ -603,21 +603,8 @@ class _Rollouts:
         )
         samples = await self._trainer.on_its_loop(self._group_rewarded(samples))
         self._samples[key][:] = samples
-        return [self._reward_number(sample, self._args.reward_key) for sample in samples]
-
-    def _reward_number(self, sample: Any, key: str | None) -> float:
-        """Return the reward as the number that the run's figures have.
-
-        A reward that is not a number is meant for a function of the user in
-        ``--custom-reward-post-process-path``; it counts as 0.
-        """
-        reward = sample.reward[key] if key else sample.reward
-        try:
-            return float(reward)
-        except (TypeError, ValueError):
-            if takes_advantages(self._args):
-                raise
-            return 0.0
+        counts = takes_advantages(self._args)
+        return [_reward_number(each, self._args.reward_key, counts=counts) for each in samples]
 
     async def _rewarded(self, sample: Any, evaluation: bool) -> Any:
         """`sample` with its reward; it runs on the trainer's event loop."""
@@ -850,6 +837,24 @@ async def _until(condition: Callable[[], object], seconds: float) -> bool:
                 await asyncio.sleep(_LOOK_SECONDS)
             return True
     return False
+
+
+def _reward_number(sample: Any, key: str | None, *, counts: bool) -> float:
+    """Return the reward as the number that the run's figures have.
+
+    A reward that is not a number is meant for a function of the user in
+    ``--custom-reward-post-process-path``, and is 0 here.
+
+    Raises:
+        TypeError, ValueError: if it is not a number and `counts` in advantages.
+    """
+    reward = sample.reward[key] if key else sample.reward
+    try:
+        return float(reward)
+    except (TypeError, ValueError):
+        if counts:
+            raise
+        return 0.0
 
 
 def _with_reward(sample: Any) -> Any:

@@ -667,11 +667,28 @@ def test_a_filter_of_samples_that_falls_back_does_not_ask_for_more(
 
 
 @slime_alone
-def test_single_samples_need_rewards_that_are_numbers(started: Callable[..., Loop]):
-    """A reward of 0 in the place of another would count in the baselines of its siblings."""
-    loop = started(custom_rm_path=f"{HERE}.named", **SINGLE)
+def test_single_samples_need_rewards_that_are_numbers(started: Callable[..., Loop], folder: Path):
+    """A 0 in the place of another would count in baselines. An evaluation has none."""
+    one = [dataset(folder, "one")]
+    loop = started(custom_rm_path=f"{HERE}.named", eval_datasets=one, **SINGLE)
+    assert set(map(type, loop.evaluate(0).data["one"]["rewards"])) == {dict}
     with pytest.raises(RunGivenUp, match="float"):
         loop.generate(0)
+
+
+def test_whole_groups_may_have_the_advantages_of_the_others(
+    started: Callable[..., Loop], trainer: SimpleNamespace
+):
+    """Nothing else changes with the function for ``--custom-reward-post-process-path``."""
+    loop = started(**{**SINGLE, "aprilsched": {"over_provision": 2.0}})
+    output = loop.generate(0)
+    check(output.samples, 1)
+    found = iter(train_data(trainer, loop.args, output.samples)["rewards"])
+    for group in output.samples:
+        total = sum(sample.reward for sample in group)
+        for sample in group:
+            others = (total - sample.reward) / 3
+            assert next(found) == pytest.approx(sample.reward - others)
 
 
 @slime_alone
