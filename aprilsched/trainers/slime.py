@@ -328,13 +328,18 @@ class _Rollouts:
             api_key=getattr(args, "sglang_api_key", None),
             first_version=self._first_version,
         )
+
+        async def accept(unit: Unit) -> bool:
+            # The scheduler calls it while it is opened or closed, when it is not the open one.
+            return await self._accept(unit, rollouts)
+
         listeners: Any = self._trainer.load(settings_table(args).get("listeners_path"))
         rollouts = _LabelledRollouts(
             self._fleet,
             self._prompts,
             reward=self._score_group if args.group_rm else self._score,
             reward_scope="group" if args.group_rm else "rollout",
-            accept=self._accept if self._filter is not None else None,
+            accept=accept if self._filter is not None else None,
             episode=self._episode,
             config=self._config,
             listeners=[] if listeners is None else listeners(args),
@@ -503,7 +508,9 @@ class _Rollouts:
 
     def _starved(self) -> str:
         """Why no batch can come if the data source has nothing; empty if one can."""
-        state = self._scheduler.state
+        if self._open is None:  # It is being closed.
+            return ""
+        state = self._open.state
         ready = len(state.in_flight.ready)
         if state.in_flight.training > ready:
             return ""
@@ -621,7 +628,7 @@ class _Rollouts:
             sample.reward = reward
         return [_with_reward(sample) for sample in samples]
 
-    async def _accept(self, unit: Unit) -> bool:
+    async def _accept(self, unit: Unit, rollouts: RolloutScheduler) -> bool:
         """Ask the dynamic filter about a group, or about a sample with its siblings."""
         args, filters = self._args, self._trainer.filters
         key: Any = unit.prompt.key
@@ -636,7 +643,7 @@ class _Rollouts:
             # A group that was dropped a moment ago may be in flight still.
             flying = {
                 each.rollout_id if single else group.group_id
-                for group in self._scheduler.state.in_flight.training_groups()
+                for group in rollouts.state.in_flight.training_groups()
                 for each in group.members
             }
             self._refused &= flying

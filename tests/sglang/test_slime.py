@@ -73,10 +73,11 @@ class Run:
         self.samples: list[list[list[Any]]] = []
         self.step = 0
         self._loop: Loop | None = None
+        self._args: Any = None
 
     def launch(self) -> None:
         """Start a process. Its labels start at 1, and its first weights are the next version's."""
-        args = arguments(
+        args = self._args = arguments(
             self._folder,
             self._urls,
             rollout_function_path=self._function,
@@ -147,7 +148,7 @@ class Run:
                     sample = by_index[4 * int(str(unit.prompt.key)) + rollout.index]
                     if isinstance(unit, Sample):
                         first, second = (each.reward or 0.0 for each in unit.siblings)
-                        _, (advantage,) = slime.sibling_advantages(None, [sample])
+                        _, (advantage,) = slime.sibling_advantages(self._args, [sample])
                         assert advantage == pytest.approx(sample.reward - (first + second) / 2)
                     assert sample.tokens == [*rollout.prompt_ids, *rollout.token_ids]
                     assert sample.rollout_log_probs == rollout.logprobs.tolist()

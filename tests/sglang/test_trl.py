@@ -33,6 +33,7 @@ from tests.support.trl_run import (
     Run,
     check_staleness,
     check_versions,
+    hold_one,
     train_and_resume,
     trl_without_a_gpu,
     with_tokenizer,
@@ -77,12 +78,15 @@ def test_twenty_steps_on_a_real_server_with_a_resume_between(
 def test_single_samples_on_a_real_server_with_a_resume_between(
     torch: Any, clean_server: CpuServer, model: Path, tmp_path: Path
 ) -> None:
-    """Groups are split over batches, and over the end of the first trainer."""
+    """The first group is split over the end of the first trainer."""
     folder, runs = tmp_path / "run", list[Run]()
     config = replace(CARRYING, delivery="samples", siblings=2, group_size=4)
 
     def train(**steps: Any) -> Run:
-        runs.append(Run(sglang([clean_server.url]), model, folder, config=config, **steps))
+        given: dict[str, Any] = (
+            {"config": config} if runs else {"config": config, "accept": hold_one}
+        )
+        runs.append(Run(sglang([clean_server.url]), model, folder, **given, **steps))
         return runs[-1]
 
     train_and_resume(torch, model, folder, train, saved=10, ended=12, last=20)
@@ -92,8 +96,10 @@ def test_single_samples_on_a_real_server_with_a_resume_between(
             own, first, second = (each.reward or 0.0 for each in (unit, *unit.siblings))
             if sample.completion_mask.sum() > 1:
                 assert sample.advantage == pytest.approx(own - (first + second) / 2)
-    before, after = runs[0].units[: 10 * STEP], runs[1].units
-    assert {unit.group_id for unit in before} & {unit.group_id for unit in after}
+    before, after = (
+        {unit.group_id for unit in units} for units in (runs[0].units[: 10 * STEP], runs[1].units)
+    )
+    assert before & after
 
 
 async def look(where: str, days: int) -> str:

@@ -4,6 +4,7 @@
 # The packages have no complete types.
 from __future__ import annotations
 
+import asyncio
 import functools
 import shutil
 import warnings
@@ -18,7 +19,7 @@ import pytest
 from aprilsched import DistributedPublisher, SchedulerConfig
 from aprilsched.kernel.engines.base import Engine, Fleet
 from aprilsched.trainers.trl import RolloutWorker, StreamedSteps
-from aprilsched.types import NO_VERSION, Rollout, Unit
+from aprilsched.types import NO_VERSION, Rollout, Sample, Unit
 
 __all__ = [
     "CARRYING",
@@ -28,6 +29,7 @@ __all__ = [
     "arguments",
     "check_staleness",
     "check_versions",
+    "hold_one",
     "train_and_resume",
     "trainer_of",
     "trl_without_a_gpu",
@@ -135,6 +137,7 @@ class Run:
         streamed: bool = False,
         tools: Sequence[Callable[..., Any]] = (),
         config: SchedulerConfig = CARRYING,
+        accept: Callable[[Any], Any] = lambda unit: True,
     ) -> None:
         from transformers import AutoTokenizer
 
@@ -165,7 +168,7 @@ class Run:
             config=SchedulerConfig() if streamed else config,
             streamed=streamed,
             publisher=weights or functools.partial(Recorded, kept=self.weights, amid=amid),
-            accept=lambda unit: True,
+            accept=accept,
             tools=tools,
         )
         if weights is not None:
@@ -251,6 +254,13 @@ def trainer_of(
         callbacks=[worker.callback, *callbacks],
         **changes,
     )
+
+
+async def hold_one(sample: Sample) -> bool:
+    """Accept all samples but the last one of the first prompt, on which no other sample waits."""
+    if (sample.prompt.key, sample.rollout.index) == (0, 3):
+        await asyncio.Event().wait()
+    return True
 
 
 def varied(completion_ids: list[list[int]], **_: Any) -> list[float]:

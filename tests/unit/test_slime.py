@@ -574,20 +574,23 @@ def test_single_samples_have_the_advantages_of_their_siblings(
     assert not seen & flying
 
 
-async def last_waits(args: Any, sample: Any, **_: Any) -> float:
-    """The last response of the first group gets no reward."""
-    Judge.calls += sample.index < 4
-    if Judge.calls == 4 and sample.index < 4:
-        await asyncio.Event().wait()
-    return 1 / (1 + sample.response_length)
+def hold_one(args: Any, samples: list[Any], **_: Any) -> Any:
+    """A filter that keeps all, the last sample of the first group when the gate is open."""
+    assert samples[0].index != 3 or Judge.gate.wait(60)
+    return importlib.import_module(args.filters).DynamicFilterOutput(keep=True)
 
 
 @both
 def test_a_process_that_ends_between_two_batches_of_a_group_resumes_both(
     started: Callable[..., Loop], trainer: SimpleNamespace, batches: list[Batch]
 ):
-    Judge.calls = 0
-    first = started(custom_rm_path=f"{HERE}.last_waits", **SINGLE)
+    Judge.gate = threading.Event()
+    settings = {
+        "dynamic_sampling_filter_path": f"{HERE}.hold_one",
+        "filters": f"{trainer.name}.rollout.filter_hub.base_types",
+        **SINGLE,
+    }
+    first = started(**settings)
     taken: list[list[Any]] = []
     while len(taken) < 2 or sum(sample.index < 4 for each in taken for sample in each) < 3:
         output = first.generate(len(taken))
@@ -597,8 +600,9 @@ def test_a_process_that_ends_between_two_batches_of_a_group_resumes_both(
     saved = len(taken)
     first.generate(saved)  # It comes again.
     first.save(saved - 1)
+    Judge.gate.set()
     first.end()
-    second = started(saved, **SINGLE)
+    second = started(saved, **settings)
     while len(taken) < saved + 2 or sum(s.index < 4 for each in taken for s in each) < 4:
         output = second.generate(len(taken))
         trained = train_data(trainer, second.args, output.samples)

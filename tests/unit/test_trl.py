@@ -32,7 +32,7 @@ from aprilsched.trainers.trl_tools import Conversation, ToolHarness
 from aprilsched.types import Rollout, Sample, Score, Sibling
 from tests.support.facts import response
 from tests.support.table import each_row
-from tests.support.trl_run import arguments, trainer_of, trl_without_a_gpu
+from tests.support.trl_run import arguments, hold_one, trainer_of, trl_without_a_gpu
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason="could not import 'trl'"
@@ -511,25 +511,17 @@ def test_samples_are_trained_on_with_the_advantages_of_their_siblings(
 def test_a_trainer_that_ends_between_two_batches_of_a_group_resumes_both(
     cpu: Any, model: Path, tmp_path: Path
 ):
-    """The first trainer ends after step 5, and the second one continues after step 4. Of the first
-    prompt's responses the last one has no reward before that."""
+    """The first trainer ends after step 5, and the second one continues after step 4. The last
+    sample of the first prompt is not accepted before that."""
     saving = {"save_strategy": "steps", "save_steps": 4}
-    calls: list[int] = []
 
-    async def held(completion_ids: list[list[int]], target: list[int], **_: Any) -> list[float]:
-        calls.extend(target)
-        if target == [0] and calls.count(0) == 4:
-            await asyncio.Event().wait()
-        return near(completion_ids, target)
-
-    def process(steps: int, reward: Any) -> Any:
+    def process(steps: int, accept: Any) -> Any:
         args = {**saving, "max_steps": steps}
-        rewards = {"reward_funcs": reward, "reward_weights": None}
-        return worker(cpu, tmp_path, args=args, kind=Units, config=SAMPLES, **rewards)
+        return worker(cpu, tmp_path, args=args, kind=Units, config=SAMPLES, accept=accept)
 
-    first = process(5, held)
+    first = process(5, hold_one)
     train(first, model)
-    second = process(12, near)
+    second = process(12, lambda unit: True)
     known: dict[str, Any] = {}
 
     def at_the_end(*_: Any, **__: Any) -> None:
