@@ -58,13 +58,14 @@ class RunFacts:
         title: the first words of the view.
         where: location of the run, such as its folder.
         batches: number of batches that the run will deliver; 0 for a gateway, which shows none.
-        batch_groups: ``batch_groups`` of the scheduler.
+        batch_units: number of groups, or of single samples, per batch: ``batch_units`` of the
+            scheduler's configuration.
         modelled: whether the run uses a virtual clock.
     """
 
     title: str
     batches: int
-    batch_groups: int
+    batch_units: int
     where: str = ""
     modelled: bool = False
 
@@ -184,9 +185,10 @@ class LiveView:
         title.append(f"  {facts.where}", style="dim")
         table.add_row(Text(facts.title, style="bold cyan"), title)
         if facts.batches:
-            ready = min(self._figures.state.groups_ready, facts.batch_groups)
+            state = self._figures.state
+            ready, noun = min(state.units_ready, facts.batch_units), f"{state.delivers} ready"
             table.add_row("batches", _bar(self._batches, facts.batches, "delivered"))
-            table.add_row("this batch", _bar(ready, facts.batch_groups, "groups ready"))
+            table.add_row("this batch", _bar(ready, facts.batch_units, noun))
         found = phases(self._figures)
         texts = "; ".join(f"{count:,} {phase}" for phase, count in found.items())
         total = plural(sum(found.values()), "rollout")
@@ -313,7 +315,8 @@ def phases(figures: LiveFigures) -> dict[str, int]:
     """Return the number of rollouts in flight by phase, without phases that have none.
 
     A carried rollout was launched for an earlier batch. A paused one is on an engine that does not
-    generate. The lock of `figures` must be held.
+    generate. A complete one waits for its group or siblings, its batch or the trainer. The lock of
+    `figures` must be held.
     """
     state = figures.state
     generating = [each for each in state.engines.values() if each.state == "generating"]
@@ -330,6 +333,7 @@ def phases(figures: LiveFigures) -> dict[str, int]:
         "using tools": parts["tools"],
         "scoring": parts["score"],
         "waiting for an agent": parts["agent"],
+        "complete": parts["batch"],
     }
     return {phase: count for phase, count in counts.items() if count > 0}
 

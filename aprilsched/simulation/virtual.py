@@ -188,7 +188,7 @@ class Simulation:
             batches=batches,
             update_every=update_every,
             train_seconds=self._costs.train_seconds,
-            batch_groups=config.batch_groups,
+            batch_units=config.batch_units,
             streamed=streamed,
         )
         self._wire()

@@ -62,10 +62,10 @@ class Watching:
             assert engine.in_flight == self.in_flight.open[engine.name]
         contexts = sum(engine.context_tokens for engine in state.engines.values())
         assert contexts == self.in_flight.held_on.total()
-        assert sum(found.values()) == self.in_flight.generating
+        assert sum(found.values()) == len(self.in_flight.rollouts)
         # Offered groups also wait for the trainer.
         offered = sum(group.offered for group in self.in_flight.groups.values())
-        assert state.groups_ready == len(self.in_flight.ready) + offered
+        assert state.units_ready == len(self.in_flight.ready) + offered
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
@@ -76,7 +76,7 @@ async def test_the_view_shows_what_the_scheduler_holds(pace: Pace, straggler: St
         batch_groups=4, group_size=4, over_provision=2.0, pace=pace, straggler=straggler
     )
     meter = BatchMeter(trainer_waits=pace == "synchronous")
-    figures = LiveFigures(meter=meter, batch_groups=4, clock=None)
+    figures = LiveFigures(meter=meter, batch_units=4, clock=None)
     watching = Watching(figures, [meter, figures])
     fleet = SimFleet(3, stream_interval=8)
     scheduler = RolloutScheduler(fleet, workload, config=config, listeners=[watching])

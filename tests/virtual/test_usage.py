@@ -50,8 +50,8 @@ def check(usage: RunUsage) -> dict[str, float]:
 def run(program: Program, *, fleet: SimFleet | None = None, **arguments: Any) -> dict[str, float]:
     """Return the seconds of each part in a run, which must be equal live and afterwards."""
     settings = config(**arguments.pop("config", {}))
-    live = RunState(batch_groups=4)
-    recorder = UsageRecorder(batch_groups=4)
+    live = RunState(batch_units=4)
+    recorder = UsageRecorder(batch_units=4)
 
     async def whole() -> float:
         async with RolloutScheduler(

@@ -70,7 +70,7 @@ class GatewayCommand:
         if not console.is_interactive:
             raise ConfigError("live needs a terminal to draw on; leave it out, and see /metrics.")
         where = f"{self.gateway.host}:{self.gateway.port}"
-        facts = RunFacts(title="gateway", where=where, batches=0, batch_groups=1)
+        facts = RunFacts(title="gateway", where=where, batches=0, batch_units=1)
         return LiveView(console, facts, LiveFigures())
 
     def made(self, listeners: Sequence[AnyListener] = ()) -> Gateway:

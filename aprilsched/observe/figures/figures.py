@@ -356,8 +356,8 @@ class Figures:
         live="length distance",
     )
     iid_length_distance: float | None = figure(
-        "Expected length distance of the same number of groups drawn at random.", unit="share",
-        of=_ratio(lambda b: b.iid_distance, lambda b: 1), live="at random",
+        "Expected length distance of random groups with as many responses.",
+        unit="share", of=_ratio(lambda b: b.iid_distance, lambda b: 1), live="at random",
     )
     rewards: RewardFigures = figure(
         "Rewards of delivered rollouts.", of=_rewards, tracked=False, exposed=False,
@@ -413,7 +413,7 @@ class BatchFigures(Figures):
         "Seconds in which the engines were paused for the trainer (synchronous pace only).",
         _sum(lambda b: b.trainer_seconds), unit="seconds",
     )
-    groups: int = figure("Groups of the batch.", _sum(lambda b: b.groups))
+    groups: int = figure("Groups with a rollout in the batch.", _sum(lambda b: b.groups))
     rollouts: int = figure("Rollouts of the batch.", _sum(lambda b: b.lengths.size))
     tokens: int = figure("Sampled tokens of the batch.", _sum(lambda b: b.sums.sampled),
                          unit="tokens")

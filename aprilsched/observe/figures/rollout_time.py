@@ -24,7 +24,8 @@ ROLLOUT_PARTS: dict[RolloutPart, str] = {
     "agent": "It is a session that no launcher has taken yet.",
     "score": "Its response is complete, or its session has ended, and a reward, or the verdict on "
     "its group, is not there yet.",
-    "batch": "It is complete and scored, and waits for its group, its batch or the trainer.",
+    "batch": "It is complete and scored, and waits for its group or siblings, its batch or the "
+    "trainer.",
 }
 """Each part with its meaning, in the order in which they are shown."""
 

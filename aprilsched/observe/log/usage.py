@@ -24,6 +24,7 @@ from aprilsched.observe.figures.engine_time import (
     seconds_by_part,
 )
 from aprilsched.observe.figures.run_state import RunState
+from aprilsched.observe.log.basis import batch_units_of
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.run import readable
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS
@@ -95,7 +96,7 @@ def usage_of(folder: Path) -> RunUsage:
     """
     with readable(folder):
         config: dict[str, Any] = tomllib.loads(read_text(folder / CONFIG))
-        recorder = UsageRecorder(batch_groups=config.get("scheduler", {}).get("batch_groups"))
+        recorder = UsageRecorder(batch_units=batch_units_of(config))
         end = replay(folder / EVENTS, [recorder])
     return recorder.usage(end)
 
@@ -104,10 +105,10 @@ class UsageRecorder:
     """A listener that keeps every stretch, because the capacity of an engine is known only at the
     end."""
 
-    def __init__(self, *, batch_groups: int | None = None) -> None:
+    def __init__(self, *, batch_units: int | None = None) -> None:
         self._stretches: dict[str, list[Stretch]] = {}
         self._moved: dict[str, list[Moved]] = {}
-        self._state = RunState(batch_groups=batch_groups, recording=self)
+        self._state = RunState(batch_units=batch_units, recording=self)
         self.on_facts = self._state.on_facts
 
     def usage(self, end: float) -> RunUsage:

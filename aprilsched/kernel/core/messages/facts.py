@@ -50,11 +50,13 @@ class Order(Fact, Command, frozen=True):
 
 class RunOpened(Fact, frozen=True):
     """The fleet is up, and `version` is the run's policy version. In a `resumed` run everything in
-    flight is gone, except the restored groups that are launched next."""
+    flight is gone, except the restored groups that are launched next. `siblings`: number of
+    siblings of a delivered sample; None if whole groups are delivered."""
 
     engines: tuple[EngineInfo, ...]
     version: int
     resumed: bool = False
+    siblings: int | None = None
 
 
 class BatchRequested(Fact, frozen=True):
@@ -121,7 +123,7 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 class BatchDelivered(Fact, frozen=True):
     """The trainer has taken the batch. `again`: it was also delivered before the run was resumed.
     `distance`: the Kolmogorov distance of its lengths from the law of all lengths, as estimated at
-    the time. `iid_distance`: the distance expected of the same number of groups drawn at random.
+    the time. `iid_distance`: the distance expected of random groups with as many responses.
     Both are None if unknown."""
 
     batch: int
