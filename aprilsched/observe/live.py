@@ -8,6 +8,7 @@ movable cursor, there is one line for each batch, and the last frame at the end.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -315,11 +316,13 @@ def phases(figures: LiveFigures) -> dict[str, int]:
     """Return the number of rollouts in flight by phase, without phases that have none.
 
     A carried rollout was launched for an earlier batch. A paused one is on an engine that does not
-    generate. A complete one waits for its group or siblings, its batch or the trainer. The lock of
-    `figures` must be held.
+    generate. One without an engine is held back by the scheduler if an engine has room for it. A
+    complete one waits for its group or siblings, its batch or the trainer. The lock of `figures`
+    must be held.
     """
     state = figures.state
     generating = [each for each in state.engines.values() if each.state == "generating"]
+    room = any(each.in_flight < (each.info.max_running or math.inf) for each in generating)
     parts = Counter(clock.part for clock in figures.rollouts.values())
     decoding = [state.rollouts[each] for each in state.decoding() if each in state.rollouts]
     carried = sum(rollout.carried for rollout in decoding)
@@ -329,7 +332,7 @@ def phases(figures: LiveFigures) -> dict[str, int]:
         "prefilling": sum(engine.prefill for engine in generating),
         "re-prefilling": sum(engine.re_prefill for engine in generating),
         "paused": parts["paused"],
-        "waiting for an engine": parts["queue"],
+        "held back" if room else "waiting for an engine": parts["queue"],
         "using tools": parts["tools"],
         "scoring": parts["score"],
         "waiting for an agent": parts["agent"],

@@ -202,7 +202,7 @@ def test_a_resumed_run_has_what_was_saved():
     assert shown.phases == {}
     lengths = of.RestoredLengths(tokens=(5, 9), sampled=(5, 9), finished=(False, True))
     shown.add(of.GroupLaunched(group_id=0, rollout_ids=(0, 1), prompt_tokens=10, restored=lengths))
-    assert shown.phases == {"waiting for an engine": 1, "complete": 1}
+    assert shown.phases == {"held back": 1, "complete": 1}
     shown.view.start(shown.figures.counters, shown.figures.ledger, batches=3)
     assert "3 of 4 delivered" in shown.text()
 

@@ -90,6 +90,26 @@ async def test_the_view_shows_what_the_scheduler_holds(pace: Pace, straggler: St
     assert (figures.state.batches, figures.state.version) == (8, 8)
 
 
+async def test_rollouts_that_a_schedule_defers_are_held_back():
+    config = SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0, refill="buckets")
+    figures, seen = LiveFigures(clock=None), set[str]()
+
+    class Looking:
+        def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+            if isinstance(facts[0], TokensReceived):
+                seen.update(phases(figures))
+
+    workload = LongTailWorkload(seed=3, group_size=4, median=60, cap=600)
+    fleet = SimFleet(1, stream_interval=8)
+    async with RolloutScheduler(
+        fleet, workload, config=config, listeners=[figures, Looking()]
+    ) as rollouts:
+        for _ in range(4):
+            (await rollouts.next_batch()).acknowledge()
+    assert "held back" in seen
+    assert "waiting for an engine" not in seen
+
+
 # --- on a terminal -----------------------------------------------------------------------------
 
 

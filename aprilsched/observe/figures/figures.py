@@ -267,7 +267,8 @@ def _rollout_seconds(batches: Sequence[Measured]) -> dict[RolloutPart, float]:
 
 
 def _of_sessions(place: int) -> _Over:
-    """Return the sum over all sessions of the batches; None without any."""
+    """Return a function that sums entry `place` of :attr:`Measured.sessions` over all batches, and
+    returns None if there were no sessions."""
 
     def of(batches: Sequence[Measured]) -> int | None:
         found = [session[place] for batch in batches for session in batch.sessions]

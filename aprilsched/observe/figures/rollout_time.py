@@ -32,7 +32,7 @@ ROLLOUT_PARTS: dict[RolloutPart, str] = {
 ROLLOUT_PART_LABELS: dict[RolloutPart, str] = {
     "engine": "with an engine",
     "paused": "paused for new weights",
-    "queue": "waiting for an engine",
+    "queue": "not sent to an engine",
     "tools": "at its tools",
     "agent": "waiting for an agent",
     "score": "waiting for its score",

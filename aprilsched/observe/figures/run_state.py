@@ -99,7 +99,7 @@ class RunState:
                 counters.tokens_discarded += tokens
                 self.ledger.late_tokens(Reason(fact.dropped), tokens)
             if attempt.watched:
-                self._time.watch(attempt, tokens, at)
+                self._time.watch(attempt, fact, at)
         counters.tokens_generated += generated
         self.now = now
 

@@ -247,10 +247,10 @@ _FIGURES: tuple[Figure, ...] = (
     Figure(name="run/requests_in_flight", labels=("engine",),
            of=_engines(lambda e: e.in_flight),
            help="Requests that are with the engine."),
-    Figure(name="run/engine_peak_requests", labels=("engine",), tracked=False,
+    Figure(name="run/engine_slots", labels=("engine",), tracked=False,
            of=_engines(lambda e: e.capacity),
-           help="Requests that the engine had at once at most: the slots that its seconds "
-                "are divided by."),
+           help="Slots that the engine's seconds are divided by: the requests that it runs at "
+                "once, or the most that it had if it does not report this limit."),
     Figure(name="run/engine_seconds", kind="counter", unit="seconds", tracked=False,
            labels=("engine", "part"), of=lambda m: m.seconds,
            help="The engine's wall time by part: busy, or idle for a cause."),

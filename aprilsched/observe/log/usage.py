@@ -102,8 +102,8 @@ def usage_of(folder: Path) -> RunUsage:
 
 
 class UsageRecorder:
-    """A listener that keeps every stretch, because the capacity of an engine is known only at the
-    end."""
+    """A listener that keeps every stretch, because the capacity of an engine may be known only at
+    the end."""
 
     def __init__(self, *, batch_units: int | None = None) -> None:
         self._stretches: dict[str, list[Stretch]] = {}
@@ -139,12 +139,17 @@ class UsageRecorder:
             return np.zeros(1), np.zeros((1, len(PARTS)))
         edges = np.array([stretches[0].start, *(stretch.end for stretch in stretches)])
         seconds = np.array([seconds_by_part(stretch, capacity) for stretch in stretches])
-        self._correct(seconds, edges, name, capacity)
+        slots = np.array([max(1, capacity, s.decode + s.prefill + s.re_prefill) for s in stretches])
+        self._correct(seconds, edges, name, slots)
         spent = np.vstack([np.zeros(len(PARTS)), np.cumsum(seconds, axis=0)])
         return edges, spent
 
     def _correct(
-        self, seconds: NDArray[np.float64], edges: NDArray[np.float64], name: str, slots: int
+        self,
+        seconds: NDArray[np.float64],
+        edges: NDArray[np.float64],
+        name: str,
+        slots: NDArray[np.int64],
     ) -> None:
         """Move the time of a correction from earlier stretches to decoding, from the one slot of
         its request."""
@@ -153,7 +158,7 @@ class UsageRecorder:
             ends = np.array([one.time for one in moved])
             starts = ends - np.array([one.slot_seconds for one in moved])
             slot_seconds = np.diff(_since(starts, edges) - _since(ends, edges))
-            taken = np.clip(slot_seconds / max(1, slots), 0.0, seconds[:, PART_INDEX[part]])
+            taken = np.clip(slot_seconds / slots, 0.0, seconds[:, PART_INDEX[part]])
             seconds[:, PART_INDEX[part]] -= taken
             seconds[:, PART_INDEX["decode"]] += taken
 

@@ -424,7 +424,8 @@ class AttemptCalledBack(Fact, frozen=True):
 class TokensReceived(Fact, frozen=True):
     """New tokens of the open attempt. Before them the engine recomputed `recomputed` context
     tokens, after an interruption. `dropped`: the reason for which the rollout was dropped before
-    the tokens arrived, so they are discarded.
+    the tokens arrived, so they are discarded. `decode_seconds`: the time since the first of them,
+    if they are the first after a prefill; None if the engine does not report it.
     """
 
     request_id: int
@@ -433,6 +434,7 @@ class TokensReceived(Fact, frozen=True):
     dropped: str | None = None
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
+    decode_seconds: float | None = None
 
 
 class AttemptEnded(Fact, frozen=True):
