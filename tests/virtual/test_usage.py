@@ -145,7 +145,8 @@ def test_tools_of_episodes():
         return 1.0
 
     prompts = [Prompt(input_ids=np.array([i + 1, 2], dtype=np.int32)) for i in range(200)]
-    seconds = run(train, prompts=prompts, episode=talk, config={"over_provision": 1.0})
+    fleet = SimFleet(2, stream_interval=8, max_running=8)
+    seconds = run(train, prompts=prompts, episode=talk, config={"over_provision": 1.0}, fleet=fleet)
     assert seconds["environment"] / 2 == pytest.approx(4 * 100, rel=0.1)
 
 
