@@ -555,7 +555,11 @@ class Receipt:
         return (Receipt, ())
 
     def acknowledge(self) -> None:
-        """Tell the scheduler. Raises ConfigError in any process but the scheduler's."""
+        """Mark the batch as done, so that a restart does not deliver it again.
+
+        Raises:
+            ConfigError: in any process but the scheduler's.
+        """
         if self._tell is None:
             raise self.elsewhere()
         self._tell()
@@ -594,7 +598,7 @@ class Batch:
     receipt: Receipt | None = field(default=None, repr=False)
 
     def acknowledge(self) -> None:
-        """Tell the scheduler that this batch need not be delivered again after a restart.
+        """Mark this batch as done, so that a restart does not deliver it again.
 
         Call it when the result of training on the batch is saved. The next weight update also
         acknowledges the batch, unless it gets ``acknowledge=False``. Without a store, acknowledging

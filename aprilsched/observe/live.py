@@ -8,6 +8,7 @@ movable cursor, there is one line for each batch, and the last frame at the end.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,13 +59,14 @@ class RunFacts:
         title: the first words of the view.
         where: location of the run, such as its folder.
         batches: number of batches that the run will deliver; 0 for a gateway, which shows none.
-        batch_groups: ``batch_groups`` of the scheduler.
+        batch_units: number of groups, or of single samples, per batch: ``batch_units`` of the
+            scheduler's configuration.
         modelled: whether the run uses a virtual clock.
     """
 
     title: str
     batches: int
-    batch_groups: int
+    batch_units: int
     where: str = ""
     modelled: bool = False
 
@@ -184,9 +186,10 @@ class LiveView:
         title.append(f"  {facts.where}", style="dim")
         table.add_row(Text(facts.title, style="bold cyan"), title)
         if facts.batches:
-            ready = min(self._figures.state.groups_ready, facts.batch_groups)
+            state = self._figures.state
+            ready, noun = min(state.units_ready, facts.batch_units), f"{state.delivers} ready"
             table.add_row("batches", _bar(self._batches, facts.batches, "delivered"))
-            table.add_row("this batch", _bar(ready, facts.batch_groups, "groups ready"))
+            table.add_row("this batch", _bar(ready, facts.batch_units, noun))
         found = phases(self._figures)
         texts = "; ".join(f"{count:,} {phase}" for phase, count in found.items())
         total = plural(sum(found.values()), "rollout")
@@ -313,10 +316,13 @@ def phases(figures: LiveFigures) -> dict[str, int]:
     """Return the number of rollouts in flight by phase, without phases that have none.
 
     A carried rollout was launched for an earlier batch. A paused one is on an engine that does not
-    generate. The lock of `figures` must be held.
+    generate. One without an engine is held back by the scheduler if an engine has room for it. A
+    complete one waits for its group or siblings, its batch or the trainer. The lock of `figures`
+    must be held.
     """
     state = figures.state
     generating = [each for each in state.engines.values() if each.state == "generating"]
+    room = any(each.in_flight < (each.info.max_running or math.inf) for each in generating)
     parts = Counter(clock.part for clock in figures.rollouts.values())
     decoding = [state.rollouts[each] for each in state.decoding() if each in state.rollouts]
     carried = sum(rollout.carried for rollout in decoding)
@@ -326,10 +332,11 @@ def phases(figures: LiveFigures) -> dict[str, int]:
         "prefilling": sum(engine.prefill for engine in generating),
         "re-prefilling": sum(engine.re_prefill for engine in generating),
         "paused": parts["paused"],
-        "waiting for an engine": parts["queue"],
+        "held back" if room else "waiting for an engine": parts["queue"],
         "using tools": parts["tools"],
         "scoring": parts["score"],
         "waiting for an agent": parts["agent"],
+        "complete": parts["batch"],
     }
     return {phase: count for phase, count in counts.items() if count > 0}
 

@@ -17,9 +17,9 @@ from aprilsched.types import Batch
 class ModelledTrainer:
     """Takes `batches` batches, with a new version after every `update_every` (0: no versions).
 
-    With `streamed` it takes each batch group by group, and trains on each group for an equal part
-    of `train_seconds` before it asks for the next one. Otherwise it starts when it has the whole
-    batch.
+    With `streamed` it takes each batch by its units, which are groups or single samples, and trains
+    on each for `train_seconds` / `batch_units` before it asks for the next one. Otherwise it starts
+    when it has the whole batch.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class ModelledTrainer:
         batches: int,
         update_every: int,
         train_seconds: float,
-        batch_groups: int,
+        batch_units: int,
         streamed: bool,
     ) -> None:
         self.done = False
@@ -39,13 +39,13 @@ class ModelledTrainer:
         self._feed = feed
         self._wanted = batches
         self._update_every = update_every
-        self._group_seconds = train_seconds / batch_groups
+        self._unit_seconds = train_seconds / batch_units
         self._streamed = streamed
         self._asks = False
         self._offered: Batch | None = None
-        """Batch that it may take once it has trained on the current group; None without one."""
+        """Batch that it may take once it has trained on the current units; None without one."""
         self._seconds = train_seconds
-        """Seconds for which it trains on the groups that it took last."""
+        """Seconds for which it trains on the units that it took last."""
         self._version = 0
 
     def start(self) -> None:
@@ -68,7 +68,7 @@ class ModelledTrainer:
             return
         self._asks, self._offered = False, None
         if self._streamed:
-            self._seconds = self._group_seconds * len(offered.units)
+            self._seconds = self._unit_seconds * len(offered.units)
         if not offered.complete:
             self._agenda.after(self._seconds, self.start)
         self._feed(ev.BatchTaken(index=offered.index))

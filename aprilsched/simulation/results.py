@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.core.config import SchedulerConfig
+from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact, TokensReceived
-from aprilsched.kernel.core.state.records import group_lengths
+from aprilsched.kernel.core.state.records import GroupRecord, group_lengths
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell.listener import AnyListener, TokenChunks
 from aprilsched.observe.figures.bias_collector import warning_now
@@ -87,7 +88,7 @@ class Measuring:
 
     def __post_init__(self) -> None:
         self._generation = _Generation()
-        self._usage = UsageRecorder(batch_groups=self.config.batch_groups) if self.usage else None
+        self._usage = UsageRecorder(batch_units=self.config.batch_units) if self.usage else None
 
     @property
     def listeners(self) -> list[AnyListener]:
@@ -133,8 +134,14 @@ def remainder(state: SchedulerState) -> Remainder:
         in_flight=list(in_flight.rollouts),
         counters=in_flight.counters,
         ledger=in_flight.ledger,
-        open_groups=[group_lengths(group) for group in in_flight.training_groups()],
+        open_groups=[_members(group) for group in in_flight.training_groups()],
     )
+
+
+def _members(group: GroupRecord) -> GroupLengths:
+    """Return the lengths in a group, without those of the single samples that have left it."""
+    every, count = group_lengths(group), len(group.members)
+    return replace(every, tokens=every.tokens[:count], finished=every.finished[:count])
 
 
 def simulate(

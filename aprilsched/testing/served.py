@@ -384,6 +384,11 @@ class ServedEngine:
         """Run a control call immediately."""
         return await call
 
+    @property
+    def idle(self) -> list[str]:
+        """Return no name: a server pauses itself, with or without requests."""
+        return []
+
     async def pause(self, mode: PauseMode) -> None:
         """Pause; the mode "abort" ends all running requests first."""
         if not self.paused:

@@ -1,12 +1,13 @@
-"""Rollouts of slime and miles that functions of the user generate, by sessions.
+"""Runs the generate and agent functions of slime and miles users, each in a session.
 
-- A function of ``--custom-generate-function-path`` posts to the router that its arguments name. It
-  gets a copy of them in which that is the address of a session, so its requests are turns.
-- An agent of miles (``--custom-agent-function-path``) gets the URL of a session instead of that of
-  miles' session server.
+- A function of ``--custom-generate-function-path`` sends its requests to the router in its
+  arguments. It receives a copy of the arguments with the address of a session as the router, so
+  each of its requests becomes a turn of the rollout.
+- An agent of miles (``--custom-agent-function-path``) receives the URL of a session in place of
+  that of miles' session server.
 
-Their samples have what became of the rollout: status, reward, metadata, and which tokens count. The
-tokens themselves are those that were sampled in the session.
+The function's samples provide status, reward, metadata and loss mask of the rollout. The tokens are
+those that were sampled in the session.
 """
 
 from __future__ import annotations

@@ -399,8 +399,8 @@ def main() -> None:
     trainer = Trainer(options)
     publisher = DiskPublisher(options.out / "weights", save=trainer.model.save_pretrained)
     console = Console(stderr=True)
-    facts = RunFacts(title="grpo", batches=options.updates, batch_groups=options.groups)
-    view = LiveView(console, facts, LiveFigures(batch_groups=options.groups))
+    facts = RunFacts(title="grpo", batches=options.updates, batch_units=options.groups)
+    view = LiveView(console, facts, LiveFigures(batch_units=options.groups))
     log = Log(options, prints=not console.is_terminal)
     with (
         view if console.is_terminal else nullcontext(),

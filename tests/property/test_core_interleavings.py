@@ -752,7 +752,7 @@ class Interleavings(RuleBasedStateMachine):
             assert rollout.finished == (record.state not in GENERATING)
         assert len(run.attempts) == in_flight.open_attempts
         offered = state.offered_groups
-        assert run.groups_ready == sum(bool(group.accepted) for group in in_flight.ready) + offered
+        assert run.units_ready == sum(bool(group.accepted) for group in in_flight.ready) + offered
         if not driver.restarts:
             # What an ended process had under way, the core has only as far as it was saved.
             assert run.counters == in_flight.counters

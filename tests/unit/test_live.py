@@ -30,7 +30,7 @@ from tests.support import facts
 from tests.support.facts import changed
 
 PROMPT = Prompt(input_ids=np.zeros(10, dtype=np.int32))
-RUN = RunFacts(title="run", where="runs/x", batches=4, batch_groups=1)
+RUN = RunFacts(title="run", where="runs/x", batches=4, batch_units=1)
 
 
 class Shown:
@@ -40,7 +40,7 @@ class Shown:
     def __init__(self, run: RunFacts = RUN, *, engines: tuple[str, ...] = ("a", "b")) -> None:
         meter = BatchMeter(trainer_waits=False, bound=lambda prompts, lengths: 6.0)
         self.now = 100.0
-        self.figures = LiveFigures(meter=meter, batch_groups=1, clock=None)
+        self.figures = LiveFigures(meter=meter, batch_units=1, clock=None)
         self.view = LiveView(Console(file=io.StringIO()), run, self.figures)
         self._engines = engines
         self._listeners = (meter, *self.view.listeners)
@@ -102,13 +102,13 @@ def test_scoring_lasts_until_every_score_has_arrived():
     shown.add(of.RewardRequested(group_id=0, rollout_id=0))
     shown.add(of.RewardRequested(group_id=0, rollout_id=1))
     shown.add(of.RolloutScored(rollout_id=0, group_id=0, reward=1.0))
-    assert shown.phases == {"scoring": 1}
+    assert shown.phases == {"scoring": 1, "complete": 1}
     shown.add(of.RolloutScored(rollout_id=1, group_id=0, reward=0.0))
     shown.add(of.VerdictRequested(group_id=0))
     assert shown.phases == {"scoring": 2}
     assert "0 of 1 groups ready" in shown.text()
     shown.add(of.GroupAccepted(group_id=0))
-    assert shown.phases == {}
+    assert shown.phases == {"complete": 2}
     assert "1 of 1 groups ready" in shown.text()
     shown.add(facts.dropped(0, 0, 1, reason="reward_failed", cause="no\nmodel"))
     assert "2 rollouts dropped (2 reward_failed); 0:00 ago: dropped (reward_failed): no model" in (
@@ -202,7 +202,7 @@ def test_a_resumed_run_has_what_was_saved():
     assert shown.phases == {}
     lengths = of.RestoredLengths(tokens=(5, 9), sampled=(5, 9), finished=(False, True))
     shown.add(of.GroupLaunched(group_id=0, rollout_ids=(0, 1), prompt_tokens=10, restored=lengths))
-    assert shown.phases == {"waiting for an engine": 1}
+    assert shown.phases == {"held back": 1, "complete": 1}
     shown.view.start(shown.figures.counters, shown.figures.ledger, batches=3)
     assert "3 of 4 delivered" in shown.text()
 
@@ -255,7 +255,7 @@ def test_a_frame_fits_the_width_and_has_few_rows(width: int, engines: int):
 
 
 def test_a_gateway_shows_no_batches_and_a_note_is_next_to_the_run():
-    shown = Shown(RunFacts(title="gateway", batches=0, batch_groups=1, modelled=True))
+    shown = Shown(RunFacts(title="gateway", batches=0, batch_units=1, modelled=True))
     shown.view.note = "reading, 43%"
     lines = shown.lines()
     assert " ".join(lines[0].split()) == "gateway 0:00 elapsed (modelled) reading, 43%"

@@ -133,7 +133,7 @@ def test_every_metric_that_has_no_panel_is_a_detail_of_one_that_has():
     of_batches = {each.metric for each in EXPOSED.values() if each.name.startswith("batch/")}
     assert len(of_batches - left_out) > 5
     assert left_out - of_batches == {
-        "aprilsched_engine_peak_requests",
+        "aprilsched_engine_slots",
         "aprilsched_engine_state",
         "aprilsched_engine_version",
         "aprilsched_rollouts_delivered_total",

@@ -26,7 +26,7 @@ class WrittenRun:
     """A run with batches of one group of two, written step by step."""
 
     def __init__(self, *engines: str) -> None:
-        self.run = RunState(batch_groups=1)
+        self.run = RunState(batch_units=1)
         self.now = 0.0
         self.tell(opened(*engines or ("a",)), BATCH_ASKED)
 

@@ -6,6 +6,7 @@ The tests run in scaled wall time, because real sockets and a virtual clock do n
 from __future__ import annotations
 
 import asyncio
+import re
 from base64 import b64decode
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -88,13 +89,19 @@ async def test_metrics_tell_of_the_run_and_of_its_clients():
             status, text = await raw.get("/metrics")
             assert status == 200
             return {
-                (sample.name.removeprefix("aprilsched_"), sample.labels.get("reason", "")): value
+                (
+                    sample.name.removeprefix("aprilsched_"),
+                    sample.labels.get("reason", sample.labels.get("status", "")),
+                ): value
                 for family in text_string_to_metric_families(text)
                 for sample in family.samples
                 if (value := sample.value)
             }
 
-        assert not any(name.startswith("gateway_") for name, _ in await figures())
+        _, text = await raw.get("/metrics")
+        assert "# TYPE aprilsched_gateway_request_seconds histogram" in text
+        for name in ("batch_", "batches_delivered", "units_ready", "teardowns_failed"):
+            assert f"aprilsched_{name}" not in text, "only a trainer has it"
         reader = await Reader(raw, {**asked(LONG), "stream": True}).reach(INTERVAL)
         whole = asyncio.create_task(raw.post("/generate", asked(LONG)))
         await until(lambda: len(one.gateway.service.responses) == 2)
@@ -111,6 +118,9 @@ async def test_metrics_tell_of_the_run_and_of_its_clients():
         found = await figures()
         refusals = {r: n for (name, r), n in found.items() if name == "gateway_refusals_total"}
         assert refusals == {"invalid": 2, "busy": 1, "key": 1}
+        answers = {r: n for (name, r), n in found.items() if name == "gateway_requests_total"}
+        assert (answers["400"], answers["401"], answers["503"]) == (1, 1, 1)
+        assert answers["200"] == found["gateway_request_seconds_count", ""] - 3
         assert found["gateway_first_token_seconds_count", ""] == 2
         assert found["tokens_generated_total", ""] == 2 * LONG
         assert not any((name, "") in found for name in names[:2])
@@ -472,8 +482,42 @@ async def test_without_engines_requests_wait_and_it_is_not_ready():
         assert len(reader.ids) == LONG
 
 
-async def test_a_fleet_that_is_lost_ends_every_response_with_the_cause():
-    async with front(config=SchedulerConfig(health=Health(fleet_wait_s=0))) as one:
+async def test_each_request_has_a_line_in_the_log(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO", "aprilsched")
+    async with front(api_key=KEY) as one, Raw(one.gateway.url, KEY) as raw:
+        await raw.done("/generate", asked(5, rid="mine"))
+        await raw.post("/generate?secret=1", {**asked(5), "rid": "x\ny", "input_ids": [-1]})
+        await one.raw.post("/generate", asked(5))
+        await raw.get("/nowhere-secret")
+    lines = [r.getMessage() for r in caplog.records if "method=" in r.getMessage()]
+    assert [re.sub(r"seconds=\d+\.\d{3} ", "", line) for line in lines] == [
+        "method=POST path=/generate status=200 id='mine'",
+        "method=POST path=/generate status=400 id='x\\ny'",
+        "method=POST path=/generate status=401 id='-'",
+        "method=GET path=- status=404 id='-'",
+    ]
+    assert KEY not in caplog.text
+    assert "secret" not in caplog.text
+
+
+async def test_a_pause_names_the_servers_that_it_leaves_running():
+    async with front() as one:
+        _, answer = await one.raw.post("/pause_generation", {"mode": "retract"})
+        assert one.servers[0].url.removeprefix("http://") in answer["message"]
+        assert one.servers[0].engine.batcher.paused is None
+        await one.raw.post("/continue_generation", {})
+        reader = await one.stream(LONG).reach(INTERVAL)
+        _, answer = await one.raw.post("/pause_generation", {"mode": "retract"})
+        assert answer["message"] == "Generation paused successfully."
+        assert one.servers[0].engine.batcher.paused == "retract"
+        await one.raw.post("/continue_generation", {})
+        await reader.end()
+
+
+@pytest.mark.parametrize("by", ["configuration", "setting"])
+async def test_a_fleet_that_is_lost_ends_every_response_with_the_cause(by: str):
+    config = SchedulerConfig(health=Health(fleet_wait_s=0)) if by == "configuration" else None
+    async with front(config=config, fleet_wait_s=0 if config is None else None) as one:
         reader = await one.stream(LONG).reach(INTERVAL)
         await one.servers[0].crash()
         await reader.end()

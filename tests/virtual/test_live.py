@@ -62,10 +62,10 @@ class Watching:
             assert engine.in_flight == self.in_flight.open[engine.name]
         contexts = sum(engine.context_tokens for engine in state.engines.values())
         assert contexts == self.in_flight.held_on.total()
-        assert sum(found.values()) == self.in_flight.generating
+        assert sum(found.values()) == len(self.in_flight.rollouts)
         # Offered groups also wait for the trainer.
         offered = sum(group.offered for group in self.in_flight.groups.values())
-        assert state.groups_ready == len(self.in_flight.ready) + offered
+        assert state.units_ready == len(self.in_flight.ready) + offered
 
 
 @pytest.mark.parametrize("pace", ["synchronous", "asynchronous"])
@@ -76,7 +76,7 @@ async def test_the_view_shows_what_the_scheduler_holds(pace: Pace, straggler: St
         batch_groups=4, group_size=4, over_provision=2.0, pace=pace, straggler=straggler
     )
     meter = BatchMeter(trainer_waits=pace == "synchronous")
-    figures = LiveFigures(meter=meter, batch_groups=4, clock=None)
+    figures = LiveFigures(meter=meter, batch_units=4, clock=None)
     watching = Watching(figures, [meter, figures])
     fleet = SimFleet(3, stream_interval=8)
     scheduler = RolloutScheduler(fleet, workload, config=config, listeners=[watching])
@@ -88,6 +88,26 @@ async def test_the_view_shows_what_the_scheduler_holds(pace: Pace, straggler: St
     assert watching.compared > 20
     assert {"decoding", "prefilling", "decoding, carried"} <= watching.phases
     assert (figures.state.batches, figures.state.version) == (8, 8)
+
+
+async def test_rollouts_that_a_schedule_defers_are_held_back():
+    config = SchedulerConfig(batch_groups=4, group_size=4, over_provision=2.0, refill="buckets")
+    figures, seen = LiveFigures(clock=None), set[str]()
+
+    class Looking:
+        def on_facts(self, facts: Sequence[Fact], now: float) -> None:
+            if isinstance(facts[0], TokensReceived):
+                seen.update(phases(figures))
+
+    workload = LongTailWorkload(seed=3, group_size=4, median=60, cap=600)
+    fleet = SimFleet(1, stream_interval=8)
+    async with RolloutScheduler(
+        fleet, workload, config=config, listeners=[figures, Looking()]
+    ) as rollouts:
+        for _ in range(4):
+            (await rollouts.next_batch()).acknowledge()
+    assert "held back" in seen
+    assert "waiting for an engine" not in seen
 
 
 # --- on a terminal -----------------------------------------------------------------------------

@@ -53,7 +53,7 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
     tokenizer = load_tokenizer(bytes_tokenizer(tmp_path / "tokenizer", parses=True))
     folder = tmp_path / "run"
     log, summary = EventLog(folder / "events.jsonl", patient=True), Summary(trainer_waits=True)
-    figures = LiveFigures(meter=summary.meter, batch_groups=1, clock=None)
+    figures = LiveFigures(meter=summary.meter, batch_units=1, clock=None)
     config = SchedulerConfig(
         batch_groups=1,
         group_size=MEMBERS,
@@ -140,6 +140,6 @@ async def test_a_session_that_no_launcher_has_taken_is_seen(tmp_path: Path):
         first.done(later=True)
         second.done(1.0)
         await asyncio.sleep(1)
-        assert phases(figures) == {"scoring": 1}
+        assert phases(figures) == {"scoring": 1, "complete": 1}
         first.score(2.0)
         await waiting

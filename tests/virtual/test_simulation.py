@@ -7,18 +7,19 @@ modelled time.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 
-from aprilsched.config import Dispatch, LengthBuckets, Pool, SchedulerConfig
+from aprilsched.config import Dispatch, LengthBuckets, Pool, Refill, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.kernel.core.messages.events import Event, Opened
+from aprilsched.kernel.core.policies.refill import PoolView
 from aprilsched.kernel.shell import RolloutScheduler
 from aprilsched.planning.presets import april, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
@@ -236,6 +237,24 @@ def test_a_result_has_the_arrays_of_its_run() -> None:
 def test_a_setting_that_cannot_be_used_is_named(given: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         simulated(**given)
+
+
+@dataclass(frozen=True)
+class Never(Refill):
+    """A rule that starts nothing."""
+
+    name: ClassVar[str] = "never"
+
+    def launches(self, view: PoolView) -> int:
+        return 0
+
+    def describe(self, ratio: str) -> str:
+        return f"nothing of {ratio} batches"
+
+
+def test_a_refill_rule_that_starts_nothing_is_named() -> None:
+    with pytest.raises(ConfigError, match="refill 'never' must start a group"):
+        simulated(config=SchedulerConfig(refill=Never()))
 
 
 def test_a_cap_that_cuts_many_off_is_logged(caplog: pytest.LogCaptureFixture) -> None:

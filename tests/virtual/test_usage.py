@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from aprilsched import (
+    LongTailWorkload,
     Prompt,
     Rollout,
     RolloutScheduler,
     SamplingParams,
+    SchedulerConfig,
     SimFleet,
     SimPublisher,
     Turn,
@@ -22,7 +25,9 @@ from aprilsched.kernel.core.messages.events import EngineLost
 from aprilsched.observe.figures.engine_time import BUSY, PARTS
 from aprilsched.observe.figures.run_state import RunState
 from aprilsched.observe.log.usage import RunUsage, UsageRecorder
+from aprilsched.simulation import Costs, SimConfig, simulate
 from aprilsched.simulation.engine import run_virtual
+from aprilsched.simulation.virtual import TIMED
 from tests.support.small import config, workload
 from tests.support.table import each_row
 
@@ -50,8 +55,8 @@ def check(usage: RunUsage) -> dict[str, float]:
 def run(program: Program, *, fleet: SimFleet | None = None, **arguments: Any) -> dict[str, float]:
     """Return the seconds of each part in a run, which must be equal live and afterwards."""
     settings = config(**arguments.pop("config", {}))
-    live = RunState(batch_groups=4)
-    recorder = UsageRecorder(batch_groups=4)
+    live = RunState(batch_units=4)
+    recorder = UsageRecorder(batch_units=4)
 
     async def whole() -> float:
         async with RolloutScheduler(
@@ -140,7 +145,8 @@ def test_tools_of_episodes():
         return 1.0
 
     prompts = [Prompt(input_ids=np.array([i + 1, 2], dtype=np.int32)) for i in range(200)]
-    seconds = run(train, prompts=prompts, episode=talk, config={"over_provision": 1.0})
+    fleet = SimFleet(2, stream_interval=8, max_running=8)
+    seconds = run(train, prompts=prompts, episode=talk, config={"over_provision": 1.0}, fleet=fleet)
     assert seconds["environment"] / 2 == pytest.approx(4 * 100, rel=0.1)
 
 
@@ -162,3 +168,35 @@ def test_evaluations_are_work():
 
     seconds = run(evaluate)
     assert seconds["trainer"] < 0.01 * sum(seconds.values())
+
+
+def simulated(engine: SimConfig, *, in_flight: float = 2.0) -> RunUsage:
+    """Run a wave with retracts and updates on one engine; return its usage."""
+    found = simulate(
+        LongTailWorkload(seed=0, median=100, cap=700),
+        SchedulerConfig(batch_groups=8, over_provision=in_flight),
+        engine=engine,
+        batches=5,
+        costs=Costs(train_seconds=1.0),
+    )
+    assert found.usage is not None
+    assert found.summary.tokens.reprefilled > 1000
+    return found.usage
+
+
+def test_causes_do_not_depend_on_the_stream_interval():
+    each, usual, never = (
+        simulated(replace(TIMED, stream_interval=interval)).shares for interval in (1, 64, 2**31)
+    )
+    assert each["re_prefill"] > 0.001
+    assert usual == pytest.approx(each, abs=1e-6)
+    assert never == pytest.approx(each, abs=1e-6)
+
+
+def test_the_slots_of_two_runs_are_the_requests_an_engine_runs():
+    limit = replace(TIMED, max_running=200)
+    few, many = simulated(limit, in_flight=1.25), simulated(limit, in_flight=4.0)
+    assert few.capacity == many.capacity == (200,)
+    # Requests beyond the limit count as slots of their own, and no slot counts twice.
+    check(many)
+    assert many.shares["decode"] > 1.3 * few.shares["decode"]

@@ -188,6 +188,12 @@ class ControlCalls:
 
     # Pauses.
 
+    @property
+    def idle(self) -> list[str]:
+        """Names of the engines that a pause leaves running, because they have no requests."""
+        engines = self._scheduler.state.fleet.control.engines
+        return [name for name, control in engines.items() if control.mode is Mode.RUNNING]
+
     def pause(self, mode: PauseMode) -> Coroutine[Any, Any, None]:
         """Pause the fleet; the call returns when every engine in use is paused.
 

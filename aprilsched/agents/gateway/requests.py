@@ -11,6 +11,7 @@ import itertools
 import uuid
 from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -42,6 +43,8 @@ from aprilsched.types import Media, Prompt
 
 GROUP_HEADER = "X-Aprilsched-Group"
 """Header that names the group of a request's responses."""
+REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="-")
+"""Id of the request in the log: its rid, or its X-Request-Id while the rid is not read yet."""
 
 _NOT_FOR_ENGINES = ("n", "stop", "no_stop_trim", "skip_special_tokens", "stream_interval")
 _UNCHECKED = ("extra", "request", "keep")
@@ -59,15 +62,16 @@ def answer_in(dialect: type[Dialect]) -> Handler:
             content, fields = _take_fields(service, content, rows)
             body = decode(content, dialect.body)
         asked = dialect.parse(body)
+        answer_name = asked.name if isinstance(asked.name, str) else uuid.uuid4().hex
+        REQUEST_ID.set(answer_name)
         service.check_model(asked.model)
         service.admission.check_amount(asked.count)
         name, likely = asked.likely or (TOP_FIELD, fields.get(TOP_FIELD, 0))
         _check_likely(service, likely, name)
         fields |= {TOP_FIELD: likely} if likely else {}
         inputs = await _inputs(service, dialect, asked, fields, size)
-        name = asked.name if isinstance(asked.name, str) else uuid.uuid4().hex
         group = request.headers.get(GROUP_HEADER)
-        asked_for = _new_responses(service, asked, inputs, fields, group, name)
+        asked_for = _new_responses(service, asked, inputs, fields, group, answer_name)
         with service.admission.open(asked_for) as responses:
             repeated = [each for each in inputs for _ in range(asked.n)]
             readings = [
@@ -84,7 +88,7 @@ def answer_in(dialect: type[Dialect]) -> Handler:
                 for index, (response, each) in enumerate(zip(responses, repeated, strict=True))
             ]
             names = Names(
-                answer=name,
+                answer=answer_name,
                 model=asked.model or service.model_name,
                 token=service.texts.text_of,
                 label=lambda: service.label,

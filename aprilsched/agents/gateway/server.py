@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from aiohttp.typedefs import Handler
 
 from aprilsched.agents.dialects.openai import Chats, Completions
 from aprilsched.agents.dialects.sglang import Generate
-from aprilsched.agents.gateway.requests import answer_in
+from aprilsched.agents.gateway.requests import REQUEST_ID, answer_in
 from aprilsched.agents.gateway.service import SERVICE, Service
 from aprilsched.agents.gateway.settings import GatewaySettings
 from aprilsched.agents.serving.bodies import Bodies, body_of
@@ -88,7 +89,7 @@ class Gateway:
                 requests=_REQUESTS,
                 api_key=api_key,
                 admin_key=admin_key,
-                outermost=[_note_refusals],
+                outermost=[_note_request],
             )
             app[SERVICE] = self.service
             await self._listener.open(app)
@@ -130,11 +131,32 @@ _LARGEST_BODY = 2**26
 _ALL_BODIES = 2**28
 """Maximum bytes of all requests that are read at a time."""
 _LARGEST_ID = 2**31 - 1
+_LOGGED_ID = 64
+"""Number of characters of a request's id in the log."""
 
 
 @web.middleware
-async def _note_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Count refused requests, and add Retry-After to a 503."""
+async def _note_request(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Count and log each request, and add Retry-After to a 503."""
+    service, started = request.app[SERVICE], time.monotonic()
+    status: int | None = None
+    REQUEST_ID.set(request.headers.get("X-Request-Id", "-"))
+    try:
+        answer = await _answered(request, handler)
+        status = answer.status
+        return answer
+    finally:
+        # Without a status the client has left. The raw path may contain what must not be logged.
+        route, seconds = request.match_info.route.resource, time.monotonic() - started
+        path = "-" if route is None else route.canonical
+        service.answered("left" if status is None else str(status), seconds)
+        log.info(
+            "method=%s path=%s status=%s seconds=%.3f id=%r",
+            *(request.method, path, status or "left", seconds, REQUEST_ID.get()[:_LOGGED_ID]),
+        )
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     answer = await handler(request)
     if answer.status == web.HTTPServiceUnavailable.status_code:
         answer.headers["Retry-After"] = str(request.app[SERVICE].admission.retry_s)

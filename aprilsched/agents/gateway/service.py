@@ -237,6 +237,11 @@ class Service:
         known = (f.context_tokens for f in facts if f.context_tokens is not None)
         return self.texts.context(min(known, default=None))
 
+    def answered(self, status: str, seconds: float) -> None:
+        """Count a request by the status of its answer, and observe how long it took."""
+        self.clients.requests[status] += 1
+        self.metrics.observe("gateway/request_seconds", seconds)
+
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error of this HTTP status."""
         stopping = status == web.HTTPServiceUnavailable.status_code and self.admission.draining

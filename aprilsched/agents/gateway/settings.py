@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -106,6 +106,9 @@ class GatewaySettings:
     """Number of responses that a version of the weights consumes. With `max_staleness`, at most
     (max_staleness + 1) * per_version responses are open or have ended since the last update; others
     wait. None for no limit."""
+    fleet_wait_s: Annotated[float, AT_LEAST_0] | None = None
+    """Seconds for which requests wait while no server is left. After that they end with the reason,
+    and the gateway exits; 600 if not given."""
     reclaim_s: Annotated[float, AT_LEAST_0] = 600.0
     """Seconds after a restart for which responses of the prior process wait for their clients.
     After that, unclaimed responses are given up."""
@@ -192,7 +195,11 @@ def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> Scheduler
             # One client's refused requests must not end the service for the others.
             failed_groups=_NEVER,
         ),
-        health=config.health,
+        health=(
+            config.health
+            if settings.fleet_wait_s is None
+            else replace(config.health, fleet_wait_s=settings.fleet_wait_s)
+        ),
         timeouts=config.timeouts,
         save_interval_s=config.save_interval_s,
         companions=tuple(settings.companions.values()),

@@ -181,6 +181,11 @@ class Control(Protocol):
     async def abort(self, rid: str) -> None: ...
     async def abort_group(self, name: str) -> None: ...
     async def abort_all(self) -> None: ...
+    @property
+    def idle(self) -> list[str]:
+        """Names of the engines that a pause leaves running, because they have no requests."""
+        ...
+
     def pause(self, mode: PauseMode) -> Coroutine[Any, Any, None]: ...
     async def resume(self) -> None: ...
     async def flush(self) -> bool:
@@ -207,7 +212,12 @@ Route: TypeAlias = tuple[str, str, Handler]
 
 async def _pause(request: web.Request) -> web.Response:
     body = await body_of(request, PauseBody)
-    return await _answer_steering(request, request.app[CONTROLS].pause(body.mode), "paused")
+    control = request.app[CONTROLS]
+    answer = await _answer_steering(request, control.pause(body.mode), "paused")
+    if answer.status == web.HTTPOk.status_code and (idle := ", ".join(control.idle)):
+        note = f"Idle servers get no requests, and are not paused themselves: {idle}."
+        return as_json({"message": f"Generation paused. {note}", "status": "ok"})
+    return answer
 
 
 async def _resume(request: web.Request) -> web.Response:

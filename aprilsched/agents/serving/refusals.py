@@ -99,10 +99,7 @@ def error_content(message: str, status: int) -> dict[str, Any]:
 
 @web.middleware
 async def answer_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Turn refusals and configuration errors into answers.
-
-    Unknown paths get FastAPI's answer, except below /v1/.
-    """
+    """Answer a request whose handler raises: in OpenAI's form below /v1/, in SGLang's elsewhere."""
     try:
         return await handler(request)
     except Refusal as refusal:

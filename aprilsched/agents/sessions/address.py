@@ -288,7 +288,8 @@ class _Delivery(asyncio.Protocol):
 
 
 class _Launcher:
-    """The calls of launchers."""
+    """Answers the HTTP requests of launchers, the programs that start agents: for the next session,
+    and about the end and the score of one."""
 
     def __init__(self, sessions: Sessions, keys: Keys, bodies: Bodies) -> None:
         self._sessions, self._keys, self._bodies = sessions, keys, bodies

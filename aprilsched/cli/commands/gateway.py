@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
@@ -70,7 +71,7 @@ class GatewayCommand:
         if not console.is_interactive:
             raise ConfigError("live needs a terminal to draw on; leave it out, and see /metrics.")
         where = f"{self.gateway.host}:{self.gateway.port}"
-        facts = RunFacts(title="gateway", where=where, batches=0, batch_groups=1)
+        facts = RunFacts(title="gateway", where=where, batches=0, batch_units=1)
         return LiveView(console, facts, LiveFigures())
 
     def made(self, listeners: Sequence[AnyListener] = ()) -> Gateway:
@@ -134,9 +135,20 @@ def _configured(table: Mapping[str, Any]) -> GatewayCommand:
     return GatewayCommand(**values, gateway=gateway)
 
 
+def log_lines(level: int) -> None:
+    """Write the log to stderr from `level` on, with time and level, as lines for a collector."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("aprilsched")
+    logger.addHandler(handler)
+    logger.setLevel(level)
+
+
 async def _serve(command: GatewayCommand) -> int:
     ended = told_to_end()
     view = command.view()
+    # A line for each request would tear the live view.
+    log_lines(logging.INFO if view is None else logging.WARNING)
     gateway = command.made(() if view is None else view.listeners)
     starting = asyncio.create_task(gateway.start())
     await asyncio.wait([ended, starting], return_when=asyncio.FIRST_COMPLETED)

@@ -43,6 +43,8 @@ class ServeSimCommand:
     """A file of equally likely lengths, instead of --law."""
     seed: int = 0
     """Seed of the lengths."""
+    vocab_size: int = 32_000
+    """Number of token ids of the model; prompts with other ids are refused."""
     sim: SimSettings = field(default_factory=SimSettings)
 
     def drawn(self) -> DrawnLengths | None:
@@ -71,6 +73,7 @@ class ServeSimCommand:
             kv_tokens=sim.kv_tokens,
             stream_interval=sim.stream_interval,
             stream_at_pause=False,
+            vocab_size=self.vocab_size,
         )
         lengths = self.drawn()
         return [

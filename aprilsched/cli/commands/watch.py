@@ -19,7 +19,7 @@ from aprilsched.kernel.values.files import read_text
 from aprilsched.observe.figures.batch_figures import BatchMeter
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.live import LiveView, RunFacts, clock_time
-from aprilsched.observe.log.basis import basis_of
+from aprilsched.observe.log.basis import basis_of, batch_units_of
 from aprilsched.observe.log.follow import Follower
 from aprilsched.observe.log.reading import LogReader
 from aprilsched.observe.log.rebuild import summary_of_run
@@ -145,8 +145,8 @@ class Watched:
             title="run",
             where=str(self._folder),
             batches=config["batches"],
-            batch_groups=config["scheduler"]["batch_groups"],
+            batch_units=batch_units_of(config) or 0,
             modelled=basis.clock == "virtual",
         )
         meter = BatchMeter(trainer_waits=basis.trainer_waits, bound=basis.bound)
-        return facts, meter, LiveFigures(meter=meter, batch_groups=facts.batch_groups, clock=None)
+        return facts, meter, LiveFigures(meter=meter, batch_units=facts.batch_units, clock=None)

@@ -32,7 +32,7 @@ from aprilsched.observe.log.run import readable
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS, RunFolder
 from aprilsched.observe.sampling import Sampler
 from aprilsched.simulation.results import remainder
-from aprilsched.types import Batch
+from aprilsched.types import Batch, Prompt, Rollout
 
 
 class Run:
@@ -126,6 +126,8 @@ class Run:
         self._scheduler = RolloutScheduler(
             setup.fleet,
             setup.prompts,
+            # Otherwise single samples would wait for the rewards of their siblings.
+            reward=_unscored if setup.config.delivery == "samples" else None,
             config=setup.config,
             planner=setup.planner,
             listeners=listeners,
@@ -157,10 +159,10 @@ class Run:
         settings = self._setup.settings
         taken: Batch | None = None
         if settings.streamed:
-            group_seconds = settings.train_seconds / self._setup.config.batch_groups
+            unit_seconds = settings.train_seconds / self._setup.config.batch_units
             async for taken in rollouts.stream():
-                if group_seconds:
-                    await asyncio.sleep(group_seconds * len(taken.units))
+                if unit_seconds:
+                    await asyncio.sleep(unit_seconds * len(taken.units))
         else:
             taken = await rollouts.next_batch()
             if settings.train_seconds:
@@ -231,8 +233,10 @@ class Run:
             return None
         if not end.delivered:
             return "no batch was delivered, because there are no prompts; give some."
-        missing = asked * self._setup.config.batch_groups - self._summary.groups
-        if end.failed < missing:
+        config, summary = self._setup.config, self._summary
+        samples = config.delivery == "samples"
+        missing = asked * config.batch_units - (summary.rollouts if samples else summary.groups)
+        if end.failed * config.batch_units / config.batch_groups < missing:
             return None
         many = "1 group" if end.failed == 1 else f"{end.failed} groups"
         return (
@@ -301,6 +305,11 @@ class PriorRun:
     def _replay(self, batches: int) -> float:
         with readable(self._folder):
             return replay(self._folder / EVENTS, [self._summary], batches=batches)
+
+
+def _unscored(_: Rollout, __: Prompt) -> float:
+    """Return 0, the reward of every rollout of a run that trains nothing."""
+    return 0.0
 
 
 def _sampler(setup: Setup, folder: RunFolder, log: EventLog) -> AbstractAsyncContextManager[object]:

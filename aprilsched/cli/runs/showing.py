@@ -32,7 +32,7 @@ def screen_of(
         title=title,
         where=where,
         batches=setup.settings.batches,
-        batch_groups=setup.config.batch_groups,
+        batch_units=setup.config.batch_units,
         modelled=setup.clock == "virtual",
     )
     return Screen(console=console, facts=facts, compact=compact)

@@ -108,6 +108,6 @@ def live_figures_of(setup: Setup, summary: Summary) -> LiveFigures:
     an earlier listener."""
     return LiveFigures(
         meter=summary.meter,
-        batch_groups=setup.config.batch_groups,
+        batch_units=setup.config.batch_units,
         clock=None if setup.clock == "virtual" else time.monotonic,
     )

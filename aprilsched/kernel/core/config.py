@@ -286,6 +286,14 @@ class SchedulerConfig:
         )
 
     @property
+    def batch_units(self) -> int:
+        """Number of groups, or of single samples, in a batch with the stop rule of these."""
+        stop = self.policies.stop
+        if isinstance(stop, SingleSamples):
+            return stop.amount
+        return self.batch_groups * (1 if self.delivery == "groups" else self.group_size)
+
+    @property
     def automatic(self) -> bool:
         """Whether over-provisioning and refill are chosen during the run."""
         return self.over_provision == "auto"

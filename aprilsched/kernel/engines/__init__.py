@@ -1,1 +1,1 @@
-"""Engines: the protocol, real SGLang servers, and the embedded engine."""
+"""The protocol of engines, what servers share, and the clients of SGLang and vLLM servers."""

@@ -138,6 +138,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     `prompt_tokens`, of requests with media, is the number of tokens of the context that was sent,
     with the media expanded. `answer`, on the last chunk only, is what the request wants to keep.
     `busy` is set if the engine aborted the request itself because it has no room for it now.
+    `decode_seconds`, on the first chunk after a prefill, is the time since its first token; None if
+    the engine does not report it.
     """
 
     token_ids: Int32Array
@@ -151,6 +153,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     prompt_tokens: int | None = None
     answer: Answer | None = None
     busy: EngineBusy | None = None
+    decode_seconds: float | None = None
 
 
 class Engine(Protocol):

@@ -34,6 +34,7 @@ def progress(chunk: Chunk, request_id: int, attempt: int) -> Progress | None:
         label=chunk.label,
         rows=chunk.token_rows,
         prompt_tokens=chunk.prompt_tokens,
+        decode_seconds=chunk.decode_seconds,
     )
 
 

@@ -229,12 +229,12 @@ def _key(name: str, key: Any) -> str:
 
 
 def mistyped(name: str, value: object, kind: Kind) -> ConfigError:
-    """The error for a value of another kind."""
+    """Return the error for the setting `name` whose `value` is not of `kind`."""
     return ConfigError(f"{name} is {typed(value)}; give {WORDS[kind]}.")
 
 
 def typed(value: object) -> str:
-    """`value` and its type as text that is short enough for an error message."""
+    """Return `value`, cut to 40 characters, with the name of its type."""
     shown = repr(value)
     return f"{shown if len(shown) <= 40 else shown[:37] + '...'} ({type(value).__name__})"
 

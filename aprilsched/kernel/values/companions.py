@@ -296,8 +296,8 @@ class CompanionLog:
             self.held += len(rows)
 
     def forked(self, rows: int, tokens: int) -> CompanionLog:
-        """A log that starts with the first `rows` rows of this one, for `tokens`
-        response tokens."""
+        """Return a new log with the first `rows` rows of this one, for a response that shares its
+        first `tokens` tokens."""
         log = CompanionLog(self.companion)
         log.add(self.since(0))
         log.foreign = list(self.foreign)

@@ -1,6 +1,4 @@
-"""The protocols of a publisher, which brings new weights or adapters to the engines, and what
-publishers share: waiting for work that cannot be stopped half-way, and buckets of tensors.
-"""
+"""The protocols of publishers, which bring new weights or adapters to the engines."""
 
 from __future__ import annotations
 

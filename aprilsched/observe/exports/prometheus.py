@@ -6,7 +6,7 @@ the loop for minutes, and the metrics must remain available while it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +44,11 @@ class MetricsCollector(Collector):
 
     def describe(self) -> Iterator[Metric]:
         """Return the metrics without values; a registry checks their names for conflicts."""
-        yield from self._families().values()
+        yield from self._families(FIGURES).values()
 
     def collect(self) -> Iterator[Metric]:
-        families = self._families()
         scrape = self._metrics.scrape()
+        families = self._families(scrape.values)
         for name, values in scrape.values.items():
             for labels, value in values.items():
                 families[name].add_metric(labels, float(value))
@@ -56,9 +56,9 @@ class MetricsCollector(Collector):
             families[name].add_metric((), held.counts, held.sum)
         yield from families.values()
 
-    def _families(self) -> dict[str, Any]:
-        """Return the metrics without values. Families of the three kinds take different values."""
-        return {name: self._empty(each) for name, each in FIGURES.items() if each.exposed}
+    def _families(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return metrics without values. Families of the three kinds take different values."""
+        return {name: self._empty(FIGURES[name]) for name in names if FIGURES[name].exposed}
 
     def _empty(self, figure: Figure) -> Metric:
         return _FAMILIES[figure.kind](figure.metric, figure.help, labels=figure.labels)

@@ -27,7 +27,7 @@ from aprilsched.observe.figures.figures import (
 from aprilsched.observe.figures.rollout_time import ROLLOUT_PARTS, RolloutClock, RolloutTime
 from aprilsched.types import NO_VERSION
 
-# Computes the staleness of a rollout's tokens from its segments.
+# --- staleness of tokens -------------------------------------------------------------------------
 #
 # The figures are exact, although single tokens are not inspected: a rollout of thousands of tokens
 # consists of a few segments with one version each.

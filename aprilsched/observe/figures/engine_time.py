@@ -2,10 +2,11 @@
 
 Invariant: the parts of a stretch add up to its length.
 
-An engine's number of slots is its `capacity`, the largest number of concurrent requests it has
-had. While the engine generates, each slot counts separately: if two of eight slots decode for a
-second, a quarter of that second is "decode", and the rest goes to the part that explains why the
-other slots were free. While the engine does not generate, all slots belong to one part.
+An engine's number of slots is its `capacity`: the number of requests that it runs at once, or the
+largest number that it has had if it does not report this limit. So two runs on the same engines can
+be compared. While the engine generates, each slot counts separately: if two of eight slots decode
+for a second, a quarter of that second is "decode", and the rest goes to the part that explains why
+the other slots were free. While the engine does not generate, all slots belong to one part.
 
 A slot is not a share of the GPU's compute. A decode step costs less than in proportion to its
 batch size, so an engine that is half empty loses less than half of its speed.
@@ -163,15 +164,16 @@ def add_seconds(
         seconds[PART_INDEX[idle]] += each * (free - elsewhere)
 
 
-# Sums up the time of each engine by part.
+# --- time of an engine by part -------------------------------------------------------------------
 #
 # The time of an engine is divided into stretches: times in which nothing changes. Invariants: the
 # stretches of an engine follow each other without a gap, from its opening or joining to the last
 # call of :meth:`EngineTime.advance`. Each stretch is divided by the engine's capacity at that time.
 #
 # A request whose KV was dropped in a pause shows no progress until its next chunk, which may arrive
-# many decode steps later. That time first counts as re-prefill. When the chunk arrives, the time
-# that its tokens take at the engine's measured rate is moved to decoding.
+# many decode steps later. That time first counts as re-prefill. When the chunk arrives, its decode
+# seconds are moved to decoding: those that the engine reports, or else the time that its tokens
+# take at the engine's measured rate.
 
 Phase: TypeAlias = Literal["decode", "prefill", "re_prefill"]
 
@@ -216,8 +218,8 @@ class EngineUsage:
         decode: number of requests that decode.
         prefill: number of requests that wait for their first token.
         re_prefill: number of requests that wait for their next token after a pause or a move.
-        capacity: largest number of concurrent requests so far: the number of slots among which
-            the time is divided.
+        capacity: number of slots among which the time is divided: the requests that it runs at
+            once, or the largest number so far if it does not report this limit.
         tokens: number of tokens generated so far.
         losses: how often the engine was lost.
         beyond: number of tokens in the contexts of its requests, minus `tokens`. A chunk adds the
@@ -390,6 +392,8 @@ class EngineTime(DispatchingListener):
             self.engines[info.name] = engine
             self._in_use += 1
         engine.info, engine.version = info, info.version
+        if info.max_running is not None:
+            engine.capacity = info.max_running
         return engine
 
     def _enter(self, engine: EngineUsage, state: EngineState) -> None:
@@ -480,7 +484,8 @@ class EngineTime(DispatchingListener):
         engine.count(attempt.phase, 1)
         engine.beyond += attempt.context
         engine.timed += attempt.timed
-        engine.capacity = max(engine.capacity, engine.in_flight)
+        if engine.info.max_running is None:
+            engine.capacity = max(engine.capacity, engine.in_flight)
 
     def _close(self, request_id: int) -> None:
         """Remove the attempt of a request that has ended, if there was one."""
@@ -493,13 +498,13 @@ class EngineTime(DispatchingListener):
             engine.beyond -= attempt.context
             engine.timed -= attempt.timed
 
-    def watch(self, attempt: AttemptNow, tokens: int, now: float) -> None:
+    def watch(self, attempt: AttemptNow, fact: of.TokensReceived, now: float) -> None:
         """Record the time of a chunk that ends a wait or updates the engine's rate."""
-        engine = attempt.engine
+        engine, tokens = attempt.engine, fact.tokens
         took, attempt.since = now - attempt.since, now
         if attempt.phase != "decode":
             self._now = now
-            self._first_chunk(attempt, attempt.phase, tokens, took)
+            self._first_chunk(attempt, attempt.phase, fact, took)
         elif tokens:
             rate = took / tokens
             weight = _RATE_WEIGHT if engine.seconds_per_token else 1.0
@@ -509,7 +514,7 @@ class EngineTime(DispatchingListener):
         self,
         attempt: AttemptNow,
         part: Literal["prefill", "re_prefill"],
-        tokens: int,
+        fact: of.TokensReceived,
         took: float,
     ) -> None:
         """Move the part of the wait in which the chunk's tokens were decoded to decoding."""
@@ -518,12 +523,14 @@ class EngineTime(DispatchingListener):
         # If each response arrives in one chunk, the rate remains unknown. Then the wait is divided
         # evenly among the tokens, and the share of one token counts as prefill.
         rate = engine.seconds_per_token
-        known = tokens * rate if rate else took * (1 - 1 / max(1, tokens))
+        known = fact.decode_seconds
+        if known is None:
+            known = fact.tokens * rate if rate else took * (1 - 1 / max(1, fact.tokens))
         decoding = min(took, known)
         if not decoding:
             return
         seconds, wrong = engine.seconds, PART_INDEX[part]
-        moved = min(seconds[wrong], decoding / max(1, engine.capacity))
+        moved = min(seconds[wrong], decoding / max(1, engine.capacity, engine.in_flight))
         seconds[wrong] -= moved
         seconds[PART_INDEX["decode"]] += moved
         if self._recording is not None:

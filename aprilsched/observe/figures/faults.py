@@ -29,11 +29,10 @@ class FaultEvent:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drop:
-    """Groups that were dropped for the same reason and cause."""
+    """Rollouts that were dropped for the same reason and cause."""
 
     reason: str
     cause: str
-    groups: int
     rollouts: int
 
 
@@ -58,7 +57,7 @@ class FaultLedger:
     """Number of times that another process resumed the run."""
     failed_attempts: int
     retries: list[Retry]
-    dropped_groups: int
+    dropped_rollouts: int
     drops: list[Drop]
 
 
@@ -86,7 +85,6 @@ class Faults(DispatchingListener):
         self._in_all = 0
         self._lost = self._admitted = self._opened = 0
         self._failed: Counter[str] = Counter()
-        self._groups: Counter[tuple[str, str]] = Counter()
         self._rollouts: Counter[tuple[str, str]] = Counter()
         self._handlers = {
             of.RunOpened: self._open,
@@ -122,10 +120,10 @@ class Faults(DispatchingListener):
             resumed=max(0, self._opened - 1),
             failed_attempts=self._failed.total(),
             retries=[Retry(cause=c, attempts=n) for c, n in self._failed.most_common(_SHOWN)],
-            dropped_groups=self._groups.total(),
+            dropped_rollouts=self._rollouts.total(),
             drops=[
-                Drop(reason=key[0], cause=key[1], groups=n, rollouts=self._rollouts[key])
-                for key, n in self._groups.most_common(_SHOWN)
+                Drop(reason=reason, cause=cause, rollouts=n)
+                for (reason, cause), n in self._rollouts.most_common(_SHOWN)
             ],
         )
 
@@ -158,8 +156,7 @@ class Faults(DispatchingListener):
             self._note("", f"the update to version {fact.version} failed", fact.cause)
 
     def _drop(self, reason: str, cause: str, rollouts: int) -> None:
-        cause = _bounded(_short(cause), {cause for _, cause in self._groups})
-        self._groups[reason, cause] += 1
+        cause = _bounded(_short(cause), {cause for _, cause in self._rollouts})
         self._rollouts[reason, cause] += rollouts
         if reason in _FAILED:
             what = f"dropped ({reason})"

@@ -267,7 +267,8 @@ def _rollout_seconds(batches: Sequence[Measured]) -> dict[RolloutPart, float]:
 
 
 def _of_sessions(place: int) -> _Over:
-    """Return the sum over all sessions of the batches; None without any."""
+    """Return a function that sums entry `place` of :attr:`Measured.sessions` over all batches, and
+    returns None if there were no sessions."""
 
     def of(batches: Sequence[Measured]) -> int | None:
         found = [session[place] for batch in batches for session in batch.sessions]
@@ -356,8 +357,8 @@ class Figures:
         live="length distance",
     )
     iid_length_distance: float | None = figure(
-        "Expected length distance of the same number of groups drawn at random.", unit="share",
-        of=_ratio(lambda b: b.iid_distance, lambda b: 1), live="at random",
+        "Expected length distance of random groups with as many responses.",
+        unit="share", of=_ratio(lambda b: b.iid_distance, lambda b: 1), live="at random",
     )
     rewards: RewardFigures = figure(
         "Rewards of delivered rollouts.", of=_rewards, tracked=False, exposed=False,
@@ -413,7 +414,7 @@ class BatchFigures(Figures):
         "Seconds in which the engines were paused for the trainer (synchronous pace only).",
         _sum(lambda b: b.trainer_seconds), unit="seconds",
     )
-    groups: int = figure("Groups of the batch.", _sum(lambda b: b.groups))
+    groups: int = figure("Groups with a rollout in the batch.", _sum(lambda b: b.groups))
     rollouts: int = figure("Rollouts of the batch.", _sum(lambda b: b.lengths.size))
     tokens: int = figure("Sampled tokens of the batch.", _sum(lambda b: b.sums.sampled),
                          unit="tokens")

@@ -28,8 +28,8 @@ class LiveFigures:
     Args:
         meter: a meter that is an earlier listener of the run, or part of one (as in the summary).
             None creates one for an asynchronous trainer.
-        batch_groups: number of groups per batch, as in the scheduler's configuration. None takes it
-            from the first delivered batch.
+        batch_units: number of groups, or of single samples, per batch: the `batch_units` of the
+            scheduler's configuration. None takes it from the first delivered batch.
         clock: the clock of the facts' times. None is for a clock that another thread cannot read,
             such as a virtual clock or the times of a log; the time of the last fact is then "now".
 
@@ -43,11 +43,11 @@ class LiveFigures:
         self,
         *,
         meter: BatchMeter | None = None,
-        batch_groups: int | None = None,
+        batch_units: int | None = None,
         clock: Callable[[], float] | None = time.monotonic,
     ) -> None:
         self.lock = threading.Lock()
-        self.state = RunState(batch_groups=batch_groups)
+        self.state = RunState(batch_units=batch_units)
         self._meter = meter or BatchMeter(trainer_waits=False)
         self._clock = clock
         self.counters: Counters = self.state.counters

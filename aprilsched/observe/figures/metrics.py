@@ -19,7 +19,14 @@ from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.shell.listener import DispatchingListener
 from aprilsched.observe.figures.figures import Ages
 from aprilsched.observe.figures.live_figures import LiveFigures
-from aprilsched.observe.figures.table import FIGURES, Clients, Labelled, Moment, values_at
+from aprilsched.observe.figures.table import (
+    FIGURES,
+    Clients,
+    Labelled,
+    Moment,
+    exposed,
+    values_at,
+)
 
 
 class Held(NamedTuple):
@@ -117,13 +124,12 @@ class Metrics(DispatchingListener):
                 seconds=self._engine_seconds(),
                 clients=self._clients,
             )
+            gateway = self._clients is not None
+            names = [name for name in FIGURES if exposed(name, gateway=gateway)]
+            held = self._histograms
             return Scrape(
-                values={
-                    name: values_at(figure, moment)
-                    for name, figure in FIGURES.items()
-                    if figure.exposed
-                },
-                histograms={name: each.held() for name, each in self._histograms.items()},
+                values={name: values_at(FIGURES[name], moment) for name in names},
+                histograms={name: held[name].held() for name in names if name in held},
             )
 
     def _engine_seconds(self) -> Labelled:

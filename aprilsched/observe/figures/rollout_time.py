@@ -24,14 +24,15 @@ ROLLOUT_PARTS: dict[RolloutPart, str] = {
     "agent": "It is a session that no launcher has taken yet.",
     "score": "Its response is complete, or its session has ended, and a reward, or the verdict on "
     "its group, is not there yet.",
-    "batch": "It is complete and scored, and waits for its group, its batch or the trainer.",
+    "batch": "It is complete and scored, and waits for its group or siblings, its batch or the "
+    "trainer.",
 }
 """Each part with its meaning, in the order in which they are shown."""
 
 ROLLOUT_PART_LABELS: dict[RolloutPart, str] = {
     "engine": "with an engine",
     "paused": "paused for new weights",
-    "queue": "waiting for an engine",
+    "queue": "not sent to an engine",
     "tools": "at its tools",
     "agent": "waiting for an agent",
     "score": "waiting for its score",

@@ -49,6 +49,7 @@ class GroupNow:
         accepted: whether it is scored and accepted, and waits for its batch.
         source: id of the group that a single sample has left.
         samples: number of single samples of the group that are in flight.
+        split: whether a single sample has left the group.
     """
 
     rollout_ids: tuple[int, ...]
@@ -57,6 +58,15 @@ class GroupNow:
     accepted: bool = False
     source: int | None = None
     samples: int = 0
+    split: bool = False
+
+    def generated(self, siblings: int | None) -> int:
+        """Return the number of units that only lack scores and a verdict: 1 for a whole group, or
+        its members that have ended once `siblings` others of each have ended too."""
+        if siblings is None:
+            return not self.growing
+        ended = len(self.rollout_ids) - self.growing
+        return ended if self.split or ended > siblings or not self.growing else 0
 
 
 class RolloutsNow(DispatchingListener):
@@ -65,9 +75,10 @@ class RolloutsNow(DispatchingListener):
     Attributes:
         outside: the episodes without a request at an engine, and what they wait for.
         batches: number of batches that the trainer has received.
-        training: number of training groups in flight.
-        generated: number of these groups whose responses have all ended.
-        ready: number of these groups that are accepted.
+        siblings: number of siblings of a delivered sample; None if whole groups are delivered.
+        training: number of units for training in flight: groups, or rollouts with `siblings`.
+        generated: number of these units that only lack scores and a verdict.
+        ready: number of these units that are accepted.
     """
 
     def __init__(self) -> None:
@@ -78,6 +89,7 @@ class RolloutsNow(DispatchingListener):
         self.groups: dict[int, GroupNow] = {}
         self.outside: dict[int, EpisodeWait] = {}
         self.batches = 0
+        self.siblings: int | None = None
         self.training = self.generated = self.ready = 0
         self._opened = False
         self._handlers = {
@@ -118,12 +130,13 @@ class RolloutsNow(DispatchingListener):
     def _count(self, group: GroupNow, by: Literal[1, -1]) -> None:
         """Count a group, or discount it before it changes."""
         if group.rollout_ids and not group.evaluated:
-            self.training += by
-            self.generated += by * (not group.growing)
+            self.training += by * (1 if self.siblings is None else len(group.rollout_ids))
+            self.generated += by * group.generated(self.siblings)
             self.ready += by * group.accepted
 
-    def _run_opened(self, _: of.RunOpened) -> None:
+    def _run_opened(self, fact: of.RunOpened) -> None:
         """Forget everything in flight if the process of a prior run has ended."""
+        self.siblings = fact.siblings
         if not self._opened:
             self._opened = True
             return
@@ -209,8 +222,12 @@ class RolloutsNow(DispatchingListener):
         rollout = self.rollouts.get(fact.rollout_id)
         if rollout is None or rollout.group_id == fact.rollout_id:
             return
+        group = self.groups[fact.group_id]
         self._leave(fact.rollout_id, rollout)
-        self.groups[fact.group_id].samples += 1
+        self._count(group, -1)
+        group.samples += 1
+        group.split = True
+        self._count(group, 1)
         rollout.group_id = fact.rollout_id
         sample = GroupNow(
             rollout_ids=(fact.rollout_id,), evaluated=False, growing=0, source=fact.group_id

@@ -13,6 +13,7 @@ afterwards. Tokens that were generated and lost stay counted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.messages import facts as of
@@ -31,8 +32,8 @@ class RunState:
     """A listener that keeps the state of a run up to date.
 
     Args:
-        batch_groups: number of groups per batch, as in the scheduler's configuration. None takes it
-            from the first delivered batch.
+        batch_units: number of groups, or of single samples, per batch: the `batch_units` of the
+            scheduler's configuration. None takes it from the first delivered batch.
         recording: receives each stretch of each engine's time.
 
     Attributes:
@@ -48,12 +49,12 @@ class RunState:
     """
 
     def __init__(
-        self, *, batch_groups: int | None = None, recording: Recording | None = None
+        self, *, batch_units: int | None = None, recording: Recording | None = None
     ) -> None:
         self.now = 0.0
         self.opened_at: float | None = None
         self._rollouts = RolloutsNow()
-        self._trainer = TrainerNow(batch_groups)
+        self._trainer = TrainerNow(batch_units)
         self._time = EngineTime(recording)
         self.counters, self.ledger = self._rollouts.counters, self._rollouts.ledger
         self.rollouts, self.groups = self._rollouts.rollouts, self._rollouts.groups
@@ -98,7 +99,7 @@ class RunState:
                 counters.tokens_discarded += tokens
                 self.ledger.late_tokens(Reason(fact.dropped), tokens)
             if attempt.watched:
-                self._time.watch(attempt, tokens, at)
+                self._time.watch(attempt, fact, at)
         counters.tokens_generated += generated
         self.now = now
 
@@ -117,9 +118,14 @@ class RunState:
         return self._rollouts.batches
 
     @property
-    def groups_ready(self) -> int:
-        """Number of accepted groups that wait for their batch."""
+    def units_ready(self) -> int:
+        """Number of accepted groups, or single samples, that wait for their batch."""
         return self._rollouts.ready
+
+    @property
+    def delivers(self) -> Literal["groups", "samples"]:
+        """The units of which batches are made."""
+        return "groups" if self._rollouts.siblings is None else "samples"
 
     def seconds(self) -> dict[Part, float]:
         """Return the seconds of all engines together, by part."""

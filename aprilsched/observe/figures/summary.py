@@ -161,6 +161,11 @@ class Summary(DispatchingListener):
         """Number of groups in the batches so far."""
         return sum(batch.groups for batch in self.batches)
 
+    @property
+    def rollouts(self) -> int:
+        """Number of rollouts in the batches so far."""
+        return sum(len(batch.lengths) for batch in self.batches)
+
     def _rollouts(self, remainder: Remainder) -> RolloutFigures:
         held = set(remainder.in_flight)
         somewhere = held | self._delivered | self._dropped

@@ -48,11 +48,13 @@ class Clients:
         responses: returns the number of open responses.
         streams: number of open streams; a stream may carry several responses.
         refusals: number of requests answered with an error, by reason.
+        requests: number of requests that have ended, by HTTP status; "left" if the client left.
     """
 
     responses: Callable[[], int]
     streams: int = 0
     refusals: Counter[str] = field(default_factory=Counter[str])
+    requests: Counter[str] = field(default_factory=Counter[str])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,8 +167,8 @@ _FIGURES: tuple[Figure, ...] = (
            help="Rollouts dropped on purpose, by the ledger's reason."),
     Figure(name="run/rollouts_in_flight", of=_in_flight,
            help="Rollouts launched, and neither delivered nor dropped yet."),
-    Figure(name="run/groups_ready", of=lambda m: m.figures.state.groups_ready,
-           help="Complete groups that wait for their batch."),
+    Figure(name="run/units_ready", of=lambda m: m.figures.state.units_ready,
+           help="Complete groups, or single samples, that wait for their batch."),
     Figure(name="run/request_retries", kind="counter", of=_counted(lambda c: c.retries),
            help="Attempts sent again after one that failed."),
     Figure(name="run/rollouts_regenerated", kind="counter", of=_counted(lambda c: c.regenerated),
@@ -247,10 +249,10 @@ _FIGURES: tuple[Figure, ...] = (
     Figure(name="run/requests_in_flight", labels=("engine",),
            of=_engines(lambda e: e.in_flight),
            help="Requests that are with the engine."),
-    Figure(name="run/engine_peak_requests", labels=("engine",), tracked=False,
+    Figure(name="run/engine_slots", labels=("engine",), tracked=False,
            of=_engines(lambda e: e.capacity),
-           help="Requests that the engine had at once at most: the slots that its seconds "
-                "are divided by."),
+           help="Slots that the engine's seconds are divided by: the requests that it runs at "
+                "once, or the most that it had if it does not report this limit."),
     Figure(name="run/engine_seconds", kind="counter", unit="seconds", tracked=False,
            labels=("engine", "part"), of=lambda m: m.seconds,
            help="The engine's wall time by part: busy, or idle for a cause."),
@@ -259,6 +261,13 @@ _FIGURES: tuple[Figure, ...] = (
            help="Responses that a client of a gateway waits for or reads."),
     Figure(name="gateway/open_streams", tracked=False, of=_clients(lambda c: c.streams),
            help="Requests to a gateway whose answer is being streamed."),
+    Figure(name="gateway/requests", kind="counter", labels=("status",), tracked=False,
+           of=_clients(lambda c: {(status,): n for status, n in c.requests.items()}),
+           help="Requests to a gateway that have ended, by HTTP status; \"left\" if the client "
+                "left first."),
+    Figure(name="gateway/request_seconds", kind="histogram", unit="seconds",
+           buckets=_LONG_SECONDS,
+           help="From a request to a gateway to the end of its answer."),
     Figure(name="gateway/refusals", kind="counter", labels=("reason",), tracked=False,
            of=_clients(lambda c: {(reason,): n for reason, n in c.refusals.items()}),
            help="Requests to a gateway that were answered with an error, by reason; an error in a "
@@ -277,6 +286,20 @@ _FIGURES: tuple[Figure, ...] = (
     ),
 )
 # fmt: on
+
+
+_TRAINERS = frozenset(
+    {"run/batches_delivered", "run/units_ready", "run/turns_refused", "run/teardowns_failed"}
+)
+
+
+def exposed(name: str, *, gateway: bool) -> bool:
+    """Return whether Prometheus gets the figure from a gateway, or from a run of a trainer."""
+    if not FIGURES[name].exposed:
+        return False
+    if gateway:
+        return name not in _TRAINERS and not name.startswith("batch/")
+    return not name.startswith("gateway/")
 
 
 FIGURES: dict[str, Figure] = {figure.name: figure for figure in _FIGURES}

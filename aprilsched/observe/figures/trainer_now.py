@@ -14,16 +14,17 @@ class TrainerNow(DispatchingListener):
     """Keeps what the trainer waits for.
 
     Args:
-        batch_groups: number of groups per batch; None takes it from the first delivered batch.
+        batch_units: number of groups, or of single samples, per batch; None takes it from the first
+            delivered batch.
 
     Attributes:
         version: policy version of the fleet.
     """
 
-    def __init__(self, batch_groups: int | None) -> None:
+    def __init__(self, batch_units: int | None) -> None:
         super().__init__()
         self.version = 0
-        self._batch_groups = batch_groups
+        self._batch_units = batch_units
         self._waits = False
         self._offered = False
         """Whether the batch that the trainer waits for is complete and offered."""
@@ -63,7 +64,7 @@ class TrainerNow(DispatchingListener):
             return "trainer"
         if self._fetching or self._prompts_ended:
             return "prompts"
-        full = self._batch_groups
+        full = self._batch_units
         if wanted:
             short = full is not None and rollouts.ready < full <= rollouts.generated
             return "rewards" if short else "tail"
@@ -98,7 +99,7 @@ class TrainerNow(DispatchingListener):
 
     def _batch_delivered(self, fact: of.BatchDelivered) -> None:
         self._waits = self._offered = False
-        self._batch_groups = len(of.unit_ids(fact.rollouts))
+        self._batch_units = len(of.unit_ids(fact.rollouts))
 
     def _update_wanted(self, fact: of.UpdateWanted) -> None:
         self._evaluations.difference_update(fact.evaluations)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,20 @@ def basis_of(config: dict[str, Any]) -> Basis:
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"its configuration lacks something: {error}") from error
+
+
+def batch_units_of(config: Mapping[str, Any]) -> int | None:
+    """Return the number of groups, or of single samples, in a batch of a run with this
+    configuration; None if it has none."""
+    scheduler: Mapping[str, Any] = config.get("scheduler", {})
+    groups: int | None = scheduler.get("batch_groups")
+    if groups is None or scheduler.get("delivery") != "samples":
+        return groups
+    stop = scheduler.get("stop", "groups")
+    own: int | None = None
+    if not isinstance(stop, str) and stop["rule"] == "samples":
+        own = stop.get("amount")
+    return own or groups * scheduler["group_size"]
 
 
 def _bound(config: dict[str, Any]) -> Bound | None:

@@ -24,6 +24,7 @@ from aprilsched.observe.figures.engine_time import (
     seconds_by_part,
 )
 from aprilsched.observe.figures.run_state import RunState
+from aprilsched.observe.log.basis import batch_units_of
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.run import readable
 from aprilsched.observe.log.run_folder import CONFIG, EVENTS
@@ -95,19 +96,19 @@ def usage_of(folder: Path) -> RunUsage:
     """
     with readable(folder):
         config: dict[str, Any] = tomllib.loads(read_text(folder / CONFIG))
-        recorder = UsageRecorder(batch_groups=config.get("scheduler", {}).get("batch_groups"))
+        recorder = UsageRecorder(batch_units=batch_units_of(config))
         end = replay(folder / EVENTS, [recorder])
     return recorder.usage(end)
 
 
 class UsageRecorder:
-    """A listener that keeps every stretch, because the capacity of an engine is known only at the
-    end."""
+    """A listener that keeps every stretch, because the capacity of an engine may be known only at
+    the end."""
 
-    def __init__(self, *, batch_groups: int | None = None) -> None:
+    def __init__(self, *, batch_units: int | None = None) -> None:
         self._stretches: dict[str, list[Stretch]] = {}
         self._moved: dict[str, list[Moved]] = {}
-        self._state = RunState(batch_groups=batch_groups, recording=self)
+        self._state = RunState(batch_units=batch_units, recording=self)
         self.on_facts = self._state.on_facts
 
     def usage(self, end: float) -> RunUsage:
@@ -138,12 +139,17 @@ class UsageRecorder:
             return np.zeros(1), np.zeros((1, len(PARTS)))
         edges = np.array([stretches[0].start, *(stretch.end for stretch in stretches)])
         seconds = np.array([seconds_by_part(stretch, capacity) for stretch in stretches])
-        self._correct(seconds, edges, name, capacity)
+        slots = np.array([max(1, capacity, s.decode + s.prefill + s.re_prefill) for s in stretches])
+        self._correct(seconds, edges, name, slots)
         spent = np.vstack([np.zeros(len(PARTS)), np.cumsum(seconds, axis=0)])
         return edges, spent
 
     def _correct(
-        self, seconds: NDArray[np.float64], edges: NDArray[np.float64], name: str, slots: int
+        self,
+        seconds: NDArray[np.float64],
+        edges: NDArray[np.float64],
+        name: str,
+        slots: NDArray[np.int64],
     ) -> None:
         """Move the time of a correction from earlier stretches to decoding, from the one slot of
         its request."""
@@ -152,7 +158,7 @@ class UsageRecorder:
             ends = np.array([one.time for one in moved])
             starts = ends - np.array([one.slot_seconds for one in moved])
             slot_seconds = np.diff(_since(starts, edges) - _since(ends, edges))
-            taken = np.clip(slot_seconds / max(1, slots), 0.0, seconds[:, PART_INDEX[part]])
+            taken = np.clip(slot_seconds / slots, 0.0, seconds[:, PART_INDEX[part]])
             seconds[:, PART_INDEX[part]] -= taken
             seconds[:, PART_INDEX["decode"]] += taken
 

@@ -15,6 +15,7 @@ from aprilsched.kernel.values.files import read_text
 from aprilsched.observe.figures.engine_time import PART_INDEX, PART_LABELS, PARTS
 from aprilsched.observe.figures.faults import Faults
 from aprilsched.observe.figures.run_figures import RunSummary
+from aprilsched.observe.log.basis import batch_units_of
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.rebuild import Rebuilding, written_summary
 from aprilsched.observe.log.run import History, readable
@@ -37,7 +38,7 @@ def run_report(folder: Path) -> RunReport:
         written = written_summary(folder)
         rebuilding = Rebuilding(config) if written is None else None
         history, faults = History(), Faults()
-        recorder = UsageRecorder(batch_groups=config.get("scheduler", {}).get("batch_groups"))
+        recorder = UsageRecorder(batch_units=batch_units_of(config))
         summing = () if rebuilding is None else rebuilding.listeners
         end = replay(folder / EVENTS, [recorder, faults, history, *summing])
     summary = written if rebuilding is None else rebuilding.result()

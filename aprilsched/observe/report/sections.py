@@ -12,7 +12,7 @@ from aprilsched.observe.report.words import percent, written
 
 _ENDS = {
     "delivered": "delivered",
-    Reason.EPISODE_FAILED.value: "failed, with their group",
+    Reason.EPISODE_FAILED.value: "failed",
     Reason.MEMBER_LOST.value: "lost, their group goes on",
 }
 """Labels of the ends of episodes, by the ledger's reasons; others keep the ledger's name."""
@@ -69,7 +69,7 @@ def faults_that_happened(ledger: FaultLedger) -> str:
         (ledger.engines_admitted, "taken in again", "taken in again"),
         (ledger.failed_attempts, "request failed and was retried or given up",
          "requests failed and were retried or given up"),
-        (ledger.dropped_groups, "group dropped", "groups dropped"),
+        (ledger.dropped_rollouts, "response dropped", "responses dropped"),
         (ledger.resumed, "new process", "new processes"),
     ]  # fmt: skip
     return ", ".join(f"{n:,} {one if n == 1 else many}" for n, one, many in phrases if n)
@@ -84,8 +84,8 @@ def fault_tables(ledger: FaultLedger) -> list[tuple[Sequence[str], list[tuple[st
         ),
         (("failed attempts", "cause"), [(f"{r.attempts:,}", r.cause) for r in ledger.retries]),
         (
-            ("dropped groups", "responses", "reason", "cause"),
-            [(f"{d.groups:,}", f"{d.rollouts:,}", d.reason, d.cause) for d in ledger.drops],
+            ("dropped responses", "reason", "cause"),
+            [(f"{d.rollouts:,}", d.reason, d.cause) for d in ledger.drops],
         ),
     ]
     return [(head, rows) for head, rows in tables if rows]

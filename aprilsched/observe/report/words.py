@@ -53,6 +53,8 @@ percent = partial(written, unit="share")
 _SHOWN = (
     "batch_groups",
     "group_size",
+    "delivery",
+    "siblings",
     "stop",
     "over_provision",
     "refill",
@@ -72,7 +74,9 @@ def ran(config: Mapping[str, Any], summary: RunSummary) -> list[str]:
     took = config.get("train_seconds")
     trainer = f"; the trainer takes {took:g} s for each" if took else ""
     workload = f"built-in workload ({_settings(config.get('workload', {}))})"
-    shown = _settings({name: scheduler[name] for name in _SHOWN if name in scheduler})
+    usual = {"siblings": "half of the group"} if scheduler.get("delivery") == "samples" else {}
+    known = {**usual, **scheduler}
+    shown = _settings({name: known[name] for name in _SHOWN if name in known})
     return [
         f"Engines: {summary.engines:,} ({engines}), on a {summary.clock} clock.",
         f"Batches: {summary.batches:,} delivered{trainer}.",

@@ -164,7 +164,7 @@ class Batcher:
         first step after the pause, so it gets one more token. A waiting request ends at once,
         with the tokens that were streamed.
         """
-        sequence = self._by_id.get(request_id)
+        sequence, self._output.now = self._by_id.get(request_id), now
         if sequence is None or request_id in self._held:
             return
         if not sequence.running and self._pool.remove(sequence):
@@ -250,6 +250,7 @@ class Batcher:
 
     def _finish_work(self) -> None:
         work, self._work = self._work, None
+        self._output.now = 0.0 if work is None else work.end
         if isinstance(work, _Decode):
             self._complete_decode(work)
             computed = list(self._batch.members) if self._aborting else []
@@ -337,6 +338,8 @@ class Batcher:
                 continue
             self._batch.join(sequence)
             self._pool.running += sequence.context
+            if sequence.first_at is None:
+                sequence.first_at = work.end
             joined.append(sequence)
         self.counters.generated += len(joined)
         self._batch.predict(joined, self.weights_key)
@@ -375,12 +378,14 @@ class Batcher:
             self._paused = mode
         running = list(self._batch.members)
         self._batch.make(running, self.weights_key)
+        self._output.now = now
         if self.config.stream_at_pause:
             self._output.stream(running, self.version)
         if mode == "retract":
             for sequence in self._batch.take(running, self.weights_key):
                 self._pool.running -= sequence.context
                 self._pool.retain(sequence)
+                sequence.first_at = None
 
 
 class RunningBatch:

@@ -37,6 +37,8 @@ class Output:
         self._tier = config.tier
         self._eos = frozenset(() if config.eos_token_id is None else (config.eos_token_id,))
         self._chunks: list[tuple[str, Chunk]] = []
+        self.now = 0.0
+        """Time of the work that chunks are put for, in modelled seconds."""
 
     def stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
         """Return the token ids that end a response with these sampling parameters."""
@@ -129,6 +131,7 @@ class Output:
                         label=version,
                         token_rows=rows,
                         prompt_tokens=sequence.prompt if sequence.request.media else None,
+                        decode_seconds=self._decode_seconds(sequence),
                     ),
                 )
 
@@ -146,6 +149,7 @@ class Output:
             context_rows=context_rows(sequence),
             prompt_tokens=sequence.prompt if sequence.request.media else None,
             answer=answer(sequence),
+            decode_seconds=self._decode_seconds(sequence),
         )
         self._put(sequence, chunk)
 
@@ -153,6 +157,10 @@ class Output:
         """Return all chunks since the last call, in order, with their request ids."""
         chunks, self._chunks = self._chunks, []
         return chunks
+
+    def _decode_seconds(self, sequence: Sequence) -> float | None:
+        first, sequence.first_at = sequence.first_at, None
+        return None if first is None else round(self.now - first, 6)
 
     def _put(self, sequence: Sequence, chunk: Chunk) -> None:
         self._chunks.append((sequence.request.request_id, chunk))

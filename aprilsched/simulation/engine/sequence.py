@@ -76,6 +76,8 @@ class Sequence:
     limit: int = field(init=False)
     min_new: int = field(init=False)
     state: ContextState = field(init=False)
+    first_at: float | None = None
+    """Time of its first token since it was sent or retracted, until a chunk reports it."""
     out: int = 0
     made: int = 0
     sent: int = 0

@@ -276,11 +276,15 @@ class WithdrawOffer(Command, frozen=True):
 
 
 class Deliver(Command, frozen=True, eq=False):
-    """The trainer has taken the batch."""
+    """Return the batch, which the trainer has accepted, from the trainer's call.
+
+    Attributes:
+        unsaved: whether the store has no record of the whole batch, because the trainer took it
+            group by group and it ended early.
+    """
 
     batch: Batch
     unsaved: bool = False
-    """Whether the batch was taken group by group and ended early, so no whole offer was saved."""
 
 
 class EndOfPrompts(Command, frozen=True):

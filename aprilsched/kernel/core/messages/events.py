@@ -257,6 +257,8 @@ class Progress(Event, frozen=True, eq=False, gc=False):
         rows: the rows of these tokens, for each companion of tokens.
         prompt_tokens: the length of the attempt's context with its media expanded, in tokens; None
             without media.
+        decode_seconds: the time since the first of these tokens, if they are the first after a
+            prefill; None if the engine does not report it.
     """
 
     request_id: int
@@ -266,6 +268,7 @@ class Progress(Event, frozen=True, eq=False, gc=False):
     label: int | None = None
     rows: Mapping[str, Rows] | None = None
     prompt_tokens: int | None = None
+    decode_seconds: float | None = None
 
 
 class Finished(Event, frozen=True, gc=False):

@@ -50,11 +50,13 @@ class Order(Fact, Command, frozen=True):
 
 class RunOpened(Fact, frozen=True):
     """The fleet is up, and `version` is the run's policy version. In a `resumed` run everything in
-    flight is gone, except the restored groups that are launched next."""
+    flight is gone, except the restored groups that are launched next. `siblings`: number of
+    siblings of a delivered sample; None if whole groups are delivered."""
 
     engines: tuple[EngineInfo, ...]
     version: int
     resumed: bool = False
+    siblings: int | None = None
 
 
 class BatchRequested(Fact, frozen=True):
@@ -121,7 +123,7 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 class BatchDelivered(Fact, frozen=True):
     """The trainer has taken the batch. `again`: it was also delivered before the run was resumed.
     `distance`: the Kolmogorov distance of its lengths from the law of all lengths, as estimated at
-    the time. `iid_distance`: the distance expected of the same number of groups drawn at random.
+    the time. `iid_distance`: the distance expected of random groups with as many responses.
     Both are None if unknown."""
 
     batch: int
@@ -422,7 +424,8 @@ class AttemptCalledBack(Fact, frozen=True):
 class TokensReceived(Fact, frozen=True):
     """New tokens of the open attempt. Before them the engine recomputed `recomputed` context
     tokens, after an interruption. `dropped`: the reason for which the rollout was dropped before
-    the tokens arrived, so they are discarded.
+    the tokens arrived, so they are discarded. `decode_seconds`: the time since the first of them,
+    if they are the first after a prefill; None if the engine does not report it.
     """
 
     request_id: int
@@ -431,6 +434,7 @@ class TokensReceived(Fact, frozen=True):
     dropped: str | None = None
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None
+    decode_seconds: float | None = None
 
 
 class AttemptEnded(Fact, frozen=True):

@@ -80,9 +80,9 @@ class Expectations:
         self._limit = max(self._limit, tokens)
 
     def note_prompts(self, members: Sequence[RolloutRecord]) -> None:
-        """Add the prompt lengths of rollouts and the tokens left to the limits of their responses.
+        """Update the running means `prompt_tokens` and `spare_tokens` with ended rollouts.
 
-        Prompts are counted per member of a group, because those of episodes may differ.
+        Each member of a group counts by itself, because the prompts of episodes may differ.
         """
         prompts, spare = self.prompt_tokens or 0.0, self.spare_tokens
         self._prompts = min(self._prompts + len(members), DEFAULT_WINDOW)

@@ -30,7 +30,10 @@ def on_opened(state: SchedulerState, event: ev.Opened) -> None:
         _adopt(state, {engine.version for engine in event.engines})
     state.tell(
         facts.RunOpened(
-            engines=event.engines, version=state.weights.versions.trainer, resumed=state.resumed
+            engines=event.engines,
+            version=state.weights.versions.trainer,
+            resumed=state.resumed,
+            siblings=state.in_flight.siblings,
         )
     )
     if state.resumed and state.config.pace == "auto":

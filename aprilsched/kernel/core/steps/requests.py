@@ -44,6 +44,7 @@ def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progres
             dropped=dropped,
             token_ids=event.token_ids.tolist() if state.tells_tokens else None,
             logprobs=event.logprobs.tolist() if state.tells_tokens else None,
+            decode_seconds=event.decode_seconds,
         )
     )
     if request.pending_prefill:
