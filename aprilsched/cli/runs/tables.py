@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
 from aprilsched.observe.figures.run_figures import RunSummary
+from aprilsched.simulation import FrontierPoint
 from aprilsched.simulation.side_by_side import spread_of_steps
 
 
@@ -79,6 +80,8 @@ def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
         "tokens/s",
         "efficiency",
         "off-policy",
+        "age",
+        "oldest",
         "seconds a step",
         "p10 to p90",
         "first-batch bias",
@@ -93,8 +96,28 @@ def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
             number(steady.delivered_tokens_per_s),
             percent(steady.efficiency),
             percent(steady.off_policy_token_share),
+            number(steady.staleness_mean, 2),
+            number(steady.staleness_max),
             number(sum(steps) / len(steps) if steps else None, 1),
             "-" if spread is None else f"{spread[0]:.1f} to {spread[1]:.1f}",
             signed_percent(summary.bias.first_batch_length_bias),
+        )
+    return table
+
+
+def frontier_table(points: Sequence[FrontierPoint]) -> Table:
+    """Return a table with one row per arm."""
+    table = Table("arm", title=f"steady state, means of {points[0].seeds} seeds (and ranges)")
+    for name in ("tokens/s", "age", "oldest", "off-policy", "efficiency"):
+        table.add_column(name, justify="right")
+    for point in points:
+        speeds, ages = point.tokens_per_s_range, point.age_range
+        table.add_row(
+            point.arm,
+            f"{point.tokens_per_s:,.0f} ({speeds[0]:,.0f} to {speeds[1]:,.0f})",
+            f"{point.age:.2f} ({ages[0]:.2f} to {ages[1]:.2f})",
+            number(point.oldest),
+            percent(point.off_policy_share),
+            percent(point.efficiency),
         )
     return table
