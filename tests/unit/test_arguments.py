@@ -51,7 +51,7 @@ SENTENCES = {
     "frontier --out frontier.jpg": "A picture must end in .png, .svg, .pdf, got frontier.jpg.",
     "simulate --delivery sample": "delivery must be groups, samples or samples:SIBLINGS, got ",
     "simulate --delivery samples:8": "siblings must be below group_size=8, got 8; a rollout ",
-    "simulate --delivery samples --policy on_policy": 'refill="buckets" chooses the groups that ',
+    "simulate --delivery samples --policy on_policy": 'refill="buckets" runs or defers a whole ',
     "gateway": "--engine is missing.",
     "serve-sim --port": "argument --port: expected one argument; ",
     "gateway --engine http://a:1 --port 99999": "port is 99999; give 0 (any free port) to 65535.",

@@ -81,7 +81,7 @@ def test_an_arm_that_is_impossible_is_left_out(tmp_path: Path, capsys: pytest.Ca
     arms = ["--arms", "samples:2+buckets@2,wave@2,samples:9@2"]
     assert main(["frontier", *SMALL, *arms, "--out", str(picture)]) == 0
     captured = capsys.readouterr()
-    assert 'samples:2+buckets@2 is left out: refill="buckets" chooses' in captured.err
+    assert 'samples:2+buckets@2 is left out: refill="buckets" runs' in captured.err
     assert "samples:9@2 is left out: siblings must be below group_size=4, got 9;" in captured.err
     assert "wave@2" in captured.out
     assert "samples" not in captured.out

@@ -28,7 +28,7 @@ from aprilsched.simulation.virtual import checked_count
 
 DEFAULT_ARMS = (
     "wave@1|1.25|1.5|2|2.5|3|4,pool@1|1.75|2.5,auto,samples:2@1.25|1.5|2|2.5,"
-    "samples:4@1.25|1.5|2|2.5,samples:6@1.25|1.5|2|2.5"
+    "samples:4@1.25|1.5|2|2.5|auto,samples:6@1.25|1.5|2|2.5"
 )
 
 EVERYDAY = f"arms seeds {SIMULATE_EVERYDAY.removeprefix('policy delivery ')}"
