@@ -63,12 +63,12 @@ def point(arm: str, file: str = "result") -> Any:
     return next(row for row in result(f"frontier/{file}.json") if row["arm"] == arm)
 
 
-def speed(arm: str) -> str:
-    return f"{point(arm)['tokens_per_s']:,.0f}"
+def speed(arm: str, file: str = "result") -> str:
+    return f"{point(arm, file)['tokens_per_s']:,.0f}"
 
 
-def age(arm: str) -> str:
-    return f"{point(arm)['age']:.2f}"
+def age(arm: str, file: str = "result") -> str:
+    return f"{point(arm, file)['age']:.2f}"
 
 
 def waves_as_fast_as(arm: str) -> list[str]:
@@ -110,10 +110,12 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         "README.md",
         r"APRIL's ratio deliver ([\d,]+) tokens/s at a mean age of ([\d.]+), and APRIL's schedule "
         r"([\d,]+) at ([\d.]+)\. Whole groups reach that speed with a ratio of ([\d.]+) at an age "
-        r"of ([\d.]+); `auto`, which finds a ratio by itself, has ([\d,]+) at ([\d.]+)\.",
+        r"of ([\d.]+)\. `auto` finds a ratio by itself: ([\d,]+) at ([\d.]+) with samples, "
+        r"([\d,]+) at ([\d.]+) with groups\.",
         lambda: [
             *(speed("samples:4@2"), age("samples:4@2"), speed("wave@2"), age("wave@2")),
-            *(*waves_as_fast_as("samples:4@2"), speed("auto"), age("auto")),
+            *(*waves_as_fast_as("samples:4@2"), speed("samples:4@auto"), age("samples:4@auto")),
+            *(speed("auto"), age("auto")),
         ],
     ),
     (
@@ -133,22 +135,23 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
             lambda arm=arm: [speed(arm), age(arm), point(arm)["oldest"]],
         )
         for arm in (
-            "wave@1.5",
             "wave@2",
             "pool@1.75",
             "auto",
             "samples:4@1.5",
             "samples:4@2",
             "samples:2@2",
+            "samples:4@auto",
         )
     ),
     (
         "docs/frontier.md",
         r"`samples:4@2` delivers ([\d.]+) times[\s\S]*have a ratio of ([\d.]+) and an age of "
-        r"([\d.]+)",
+        r"([\d.]+)[\s\S]*as with groups, at ([\d.]+) of the age",
         lambda: [
             f"{point('samples:4@2')['tokens_per_s'] / point('wave@2')['tokens_per_s']:.2f}",
             *waves_as_fast_as("samples:4@2"),
+            f"{point('samples:4@auto')['age'] / point('auto')['age']:.2f}",
         ],
     ),
     *(
@@ -174,6 +177,16 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
             ("april-kept", "APRIL, KV kept"),
             ("auto-kept-default", "auto, KV kept"),
         )
+    ),
+    (
+        "docs/frontier.md",
+        r"([\d,]+) tokens/s at ([\d.]+) for `samples:4@2`, ([\d,]+) at ([\d.]+) for `wave@2` and "
+        r"([\d,]+) at ([\d.]+) for `wave@3`",
+        lambda: [
+            figure(arm, "dense_kept")
+            for arm in ("samples:4@2", "wave@2", "wave@3")
+            for figure in (speed, age)
+        ],
     ),
     (
         "docs/limits.md",
