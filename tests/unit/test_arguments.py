@@ -44,6 +44,7 @@ SENTENCES = {
     "run --resume x --seed 1": "--seed cannot be used with --resume, ",
     "run --cap 8 --sampling.max-new-tokens 9": "cap is 8 and sampling.max_new_tokens is 9, ",
     "frontier --arms wvae@2": "delivery must be groups, samples or samples:SIBLINGS, got 'wvae'.",
+    "frontier --arms wave": "'wave' is no policy; the nearest known one is wave@2.",
     "frontier --arms wave@x": "over_provision is 'x'; choose one of auto, a ratio from 1 ",
     "frontier --arms samples:8@2": "siblings must be below group_size=8, got 8; a rollout ",
     "frontier --arms april,april": "The policy april is named twice; name each once.",

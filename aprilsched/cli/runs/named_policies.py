@@ -108,7 +108,7 @@ def _expand(name: str, presets: Mapping[str, Preset]) -> list[Policy]:
         return _arms(*name.split("@", 1))
     preset, *settings = name.split(":")
     if preset not in presets:
-        near = nearest(preset, presets)
+        near = nearest(preset, [*presets, *(f"{rule}@2" for rule in REFILLS), "samples:4@2"])
         raise ConfigError(f"{preset!r} is no policy; the nearest known one is {near}.")
     choices = [_choices(preset, setting) for setting in settings]
     return [
