@@ -48,6 +48,7 @@ SENTENCES = {
     "frontier --arms wave@x": "over_provision is 'x'; choose one of auto, a ratio from 1 ",
     "frontier --arms samples:8@2": "siblings must be below group_size=8, got 8; a rollout ",
     "frontier --arms april,april": "The policy april is named twice; name each once.",
+    "frontier --model none.toml": "none.toml cannot be read (No such file or directory); ",
     "frontier --seeds 0": "seeds is 0; give 1 or more.",
     "frontier --out frontier.jpg": "A picture must end in .png, .svg, .pdf, got frontier.jpg.",
     "simulate --delivery sample": "delivery must be groups, samples or samples:SIBLINGS, got ",

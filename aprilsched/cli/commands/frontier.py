@@ -67,6 +67,8 @@ def main(arguments: Sequence[str]) -> int:
     messages = Console(stderr=True)
     configs = command.configs(chosen(command.arms), messages)
     arms = {policy.name: config for policy, config in configs.items()}
+    # Refuses wrong settings before the progress is shown.
+    prepare(command.settings(next(iter(arms.values())), seed=command.seed))
     with Progress(console=messages, disable=command.quiet) as progress:
         task = progress.add_task("runs", total=len(arms) * command.seeds)
 
