@@ -64,6 +64,7 @@ def _help() -> str:
 COMMANDS: dict[str, str] = {
     "calibrate": "fit the step-time model of a server to its own log",
     "doctor": "check live servers against the contract of an engine",
+    "frontier": "draw speed against staleness for several schedules, in virtual time",
     "gateway": "serve one address in front of servers, through pauses and failures",
     "report": "write one HTML page about a run, or about two side by side",
     "run": "drive batches of rollouts on the embedded engine or on SGLang servers",

@@ -214,7 +214,7 @@ class _Reader:
     """Reads a text as the first of `kinds` that fits; argparse names it in its errors."""
 
     def __init__(self, kinds: Sequence[Any]) -> None:
-        self._kinds = sorted(kinds, key=lambda kind: kind is str)
+        self._kinds = sorted(kinds, key=lambda kind: kind in (str, Path))
         names = ["|".join(get_args(k)) if get_origin(k) is Literal else k.__name__ for k in kinds]
         self.__name__ = " or ".join(name for name in names if name != "NoneType")
 

@@ -1,25 +1,36 @@
-"""The picture that ``aprilsched simulate`` draws: policies side by side."""
+"""The pictures of ``aprilsched simulate`` (policies side by side) and ``aprilsched frontier``."""
 
 # matplotlib's own signatures end in untyped **kwargs.
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from aprilsched.kernel.values.extras import extra
 from aprilsched.observe.log.over_time import in_flight, window_end
 from aprilsched.observe.log.run import Run
+from aprilsched.simulation.frontier import FrontierPoint
 
 with extra("plots"):
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
     from aprilsched.observe.report.style import GREY, PALETTE, finish, new_figure
 
 SHOWN_BATCHES = 5
+COLOURS = (*PALETTE[:6], GREY)
+"""The palette with grey instead of yellow, which a thin line on white does not show."""
+MARKERS = "os*D^vPXp"
+"""Together with the colours they distinguish 63 lines."""
+_SHIFTS = [(0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 2), (0, -2)]
+"""The directions from a point in which a place for its label is tried, in this order."""
 
 
 def comparison(runs: Mapping[str, Run]) -> Figure:
@@ -32,6 +43,70 @@ def comparison(runs: Mapping[str, Run]) -> Figure:
     _draw_activity(activity, runs, colours)
     _draw_mean_lengths(mean, runs, colours)
     return figure
+
+
+def frontier(points: Sequence[FrontierPoint], *, width: float = 9.0, height: float = 5.6) -> Figure:
+    """Draw speed against staleness, one line for each family of arms; the size is in inches.
+
+    Bars are the smallest and the largest of several seeds. A label is left out if it would cover
+    another label, a point or a line at every place.
+    """
+    figure = new_figure(width, height)
+    axes = figure.subplots()
+    names = [point.arm.partition("@")[0] for point in points]
+    colours = dict(zip(dict.fromkeys(names), cycle(COLOURS), strict=False))
+    for (name, colour), marker in zip(colours.items(), cycle(MARKERS), strict=False):
+        own = [point for point, family in zip(points, names, strict=True) if family == name]
+        own.sort(key=lambda point: point.age)
+        ages, speeds = [p.age for p in own], [p.tokens_per_s for p in own]
+        axes.plot(
+            ages, speeds, color=colour, marker=marker, markersize=8, linewidth=1.8,
+            label=name if own[0].siblings else f"groups: {name}",
+        )  # fmt: skip
+        axes.hlines(speeds, *np.transpose([p.age_range for p in own]), colors=colour, linewidth=1)
+        low, high = np.transpose([p.tokens_per_s_range for p in own])
+        axes.vlines(ages, low, high, colors=colour, linewidth=1)
+    axes.margins(x=0.06, y=0.1)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.grid(alpha=0.25)
+    title = "Speed and staleness (better: up and left)"
+    finish(axes, title=title, x="mean age of delivered tokens, updates", y="delivered tokens/s")
+    figure.legend(
+        loc="outside lower center", ncols=max(1, int(width / 1.5)), frameon=False, fontsize=10
+    )
+    figure.draw_without_rendering()  # lays the axes out, so that places in pixels are known
+    _label(axes, points, [colours[name] for name in names], figure.dpi / 72)
+    return figure
+
+
+def _label(
+    axes: Axes, points: Sequence[FrontierPoint], colours: Sequence[str], unit: float
+) -> None:
+    """Label each point where the label covers nothing; `unit` is a typographic point in pixels."""
+    inside, taken = axes.get_window_extent(), list[Bbox]()
+    to_pixels: Callable[[Any], NDArray[np.float64]] = axes.transData.transform
+    for line in axes.lines:
+        spots = to_pixels(line.get_xydata())
+        dense: NDArray[np.float64] = np.linspace(spots[:-1], spots[1:], 40).reshape(-1, 2)
+        taken += [Bbox([at - unit, at + unit]) for at in dense]
+        taken += [Bbox([at - 5 * unit, at + 5 * unit]) for at in spots]
+    for point, colour in zip(points, colours, strict=True):
+        at = (point.age, point.tokens_per_s)
+        text = axes.annotate(
+            point.arm.rpartition("@")[2], at, (0, 0), textcoords="offset points", fontsize=10,
+            color=colour, ha="center", va="center",
+        )  # fmt: skip
+        spot, size = to_pixels(at), np.array(text.get_window_extent().size) / 2
+        for shift in np.array(_SHIFTS) * (size + 7 * unit):
+            box = Bbox([spot + shift - size, spot + shift + size])
+            fits = np.array_equal(Bbox.union([inside, box]), inside)
+            if fits and not box.count_overlaps(taken):
+                text.set_position(tuple(shift / unit))
+                taken.append(box)
+                break
+        else:
+            text.remove()
 
 
 def _draw_speed(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str]) -> None:

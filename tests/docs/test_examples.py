@@ -28,6 +28,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 RUN = (
     "reference/metrics",
     "quickstart",
+    "frontier",
     "guides/trainer",
     "engines",
     "guides/colocated",

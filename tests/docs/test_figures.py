@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from aprilsched.__main__ import main
@@ -29,11 +30,6 @@ def result(path: str) -> Any:
 def h200(cell: str, figure: str) -> float:
     cells = result("h200/result.json")["cells"]
     return next(own for own in cells if own["cell"] == cell)[figure]
-
-
-def times(first: str, second: str) -> str:
-    """Throughput of the second cell, as a multiple of the first."""
-    return f"{h200(second, 'tokens_s') / h200(first, 'tokens_s'):.2f}"
 
 
 def step_ratios(*, whole: bool) -> list[float]:
@@ -63,8 +59,27 @@ def experts() -> list[Any]:
     return [len(cells) - len(far), len(cells), *(f"{100 * abs(far[name]):.0f}" for name in names)]
 
 
-def frontier(kv: str, name: str, figure: str = "efficiency") -> float:
-    return next(row for row in result("frontier/result.json")[kv] if row["name"] == name)[figure]
+def point(arm: str, file: str = "result") -> Any:
+    return next(row for row in result(f"frontier/{file}.json") if row["arm"] == arm)
+
+
+def speed(arm: str, file: str = "result") -> str:
+    return f"{point(arm, file)['tokens_per_s']:,.0f}"
+
+
+def age(arm: str, file: str = "result") -> str:
+    return f"{point(arm, file)['age']:.2f}"
+
+
+def waves_as_fast_as(arm: str) -> list[str]:
+    """The ratio and the age of waves of groups that are as fast as `arm`, between two points."""
+    waves = [row for row in result("frontier/result.json") if row["arm"].startswith("wave@")]
+    speeds = [row["tokens_per_s"] for row in waves]
+    assert speeds == sorted(speeds)
+    wanted = point(arm)["tokens_per_s"]
+    ratios = [float(row["arm"].removeprefix("wave@")) for row in waves]
+    ages = [row["age"] for row in waves]
+    return [f"{np.interp(wanted, speeds, values):.1f}" for values in (ratios, ages)]
 
 
 def learning(arm: str) -> str:
@@ -93,18 +108,50 @@ STEPS = (
 FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (
         "README.md",
-        r"delivers ([\d.]+) times the tokens of APRIL's schedule on the mixture of experts with KV "
-        r"kept \(([\d.]+) and ([\d.]+) times with two other sets of prompts\), ([\d.]+) times with "
-        r"recompute, and ([\d.]+) times on the dense model with KV kept \(([\d.]+) and ([\d.]+) "
-        r"times\)",
+        r"APRIL's ratio deliver ([\d,]+) tokens/s at a mean age of ([\d.]+), and APRIL's schedule "
+        r"([\d,]+) at ([\d.]+)\. Whole groups reach that speed with a ratio of ([\d.]+) at an age "
+        r"of ([\d.]+)\. `auto` finds a ratio by itself: ([\d,]+) at ([\d.]+) with samples, "
+        r"([\d,]+) at ([\d.]+) with groups\.",
         lambda: [
-            times("april-kept:0:1:moe", "auto-kept-default:0:1:moe"),
-            times("april-kept:0:1:moe:s1", "auto-kept-default:0:1:moe:s1"),
-            times("april-kept:0:1:moe:s2", "auto-kept-default:0:1:moe:s2"),
-            times("april:0:1:moe", "auto-default:0:1:moe"),
-            times("april-kept:0:1", "auto-kept-default:0:1"),
-            times("april-kept:0:1:s1", "auto-kept-default:0:1:s1"),
-            times("april-kept:0:1:s2", "auto-kept-default:0:1:s2"),
+            *(speed("samples:4@2"), age("samples:4@2"), speed("wave@2"), age("wave@2")),
+            *(*waves_as_fast_as("samples:4@2"), speed("samples:4@auto"), age("samples:4@auto")),
+            *(speed("auto"), age("auto")),
+        ],
+    ),
+    (
+        "docs/index.md",
+        r"([\d,]+) tokens/s at a mean age of ([\d.]+) versions, which whole groups reach at "
+        r"([\d.]+)",
+        lambda: [
+            speed("samples:4@2"),
+            age("samples:4@2"),
+            waves_as_fast_as("samples:4@2")[1],
+        ],
+    ),
+    *(
+        (
+            "docs/frontier.md",
+            rf"\n\| `{arm}`[^|]*\| ([\d,]+) \| ([\d.]+) \| (\d+) \|",
+            lambda arm=arm: [speed(arm), age(arm), point(arm)["oldest"]],
+        )
+        for arm in (
+            "wave@2",
+            "pool@1.75",
+            "auto",
+            "samples:4@1.5",
+            "samples:4@2",
+            "samples:2@2",
+            "samples:4@auto",
+        )
+    ),
+    (
+        "docs/frontier.md",
+        r"`samples:4@2` delivers ([\d.]+) times[\s\S]*have a ratio of ([\d.]+) and an age of "
+        r"([\d.]+)[\s\S]*as with groups, at ([\d.]+) of the age",
+        lambda: [
+            f"{point('samples:4@2')['tokens_per_s'] / point('wave@2')['tokens_per_s']:.2f}",
+            *waves_as_fast_as("samples:4@2"),
+            f"{point('samples:4@auto')['age'] / point('auto')['age']:.2f}",
         ],
     ),
     *(
@@ -132,17 +179,13 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         )
     ),
     (
-        "docs/index.md",
-        r"delivers ([\d.]+) times the tokens of APRIL's on a mixture of experts \(([\d.]+) and "
-        r"([\d.]+) times with other prompts\), of ([\d.]+) instead of ([\d.]+) versions of age, "
-        r"and ([\d.]+) times on a dense",
+        "docs/frontier.md",
+        r"([\d,]+) tokens/s at ([\d.]+) for `samples:4@2`, ([\d,]+) at ([\d.]+) for `wave@2` and "
+        r"([\d,]+) at ([\d.]+) for `wave@3`",
         lambda: [
-            times("april-kept:0:1:moe", "auto-kept-default:0:1:moe"),
-            times("april-kept:0:1:moe:s1", "auto-kept-default:0:1:moe:s1"),
-            times("april-kept:0:1:moe:s2", "auto-kept-default:0:1:moe:s2"),
-            f"{h200('auto-kept-default:0:1:moe', 'age'):.1f}",
-            f"{h200('april-kept:0:1:moe', 'age'):.1f}",
-            times("april-kept:0:1", "auto-kept-default:0:1"),
+            figure(arm, "dense_kept")
+            for arm in ("samples:4@2", "wave@2", "wave@3")
+            for figure in (speed, age)
         ],
     ),
     (
@@ -158,13 +201,8 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     ),
     (
         "docs/faq.md",
-        r"efficiency is about ([\d.]+) if every response is waited for, ([\d.]+) for APRIL's "
-        r"schedule with recompute, and ([\d.]+) for auto with KV kept",
-        lambda: [
-            f"{frontier('recompute', 'sync'):.2f}",
-            f"{frontier('recompute', 'april'):.2f}",
-            f"{frontier('kv_kept', 'auto'):.2f}",
-        ],
+        r"efficiency is about ([\d.]+) if every response is waited for, and ([\d.]+) for APRIL's",
+        lambda: [f"{point(arm, 'dense')['efficiency']:.2f}" for arm in ("sync", "wave@2")],
     ),
     *(
         (

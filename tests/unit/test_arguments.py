@@ -11,7 +11,7 @@ import pytest
 from aprilsched.__main__ import COMMANDS, main
 from aprilsched.agents.gateway import GatewaySettings
 from aprilsched.cli.arguments import values_of
-from aprilsched.cli.commands import run, simulate
+from aprilsched.cli.commands import frontier, run, simulate
 from aprilsched.cli.commands.gateway import command_of
 from aprilsched.cli.commands.run import RunCommand
 from aprilsched.cli.runs.keys import key_from
@@ -43,6 +43,17 @@ SENTENCES = {
     "run --max-staleness=1.5": "argument --max-staleness: invalid int value: '1.5'; ",
     "run --resume x --seed 1": "--seed cannot be used with --resume, ",
     "run --cap 8 --sampling.max-new-tokens 9": "cap is 8 and sampling.max_new_tokens is 9, ",
+    "frontier --arms wvae@2": "delivery must be groups, samples or samples:SIBLINGS, got 'wvae'.",
+    "frontier --arms wave": "'wave' is no policy; the nearest known one is wave@2.",
+    "frontier --arms wave@x": "over_provision is 'x'; choose one of auto, a ratio from 1 ",
+    "frontier --arms samples:8@2": "siblings must be below group_size=8, got 8; a rollout ",
+    "frontier --arms april,april": "The policy april is named twice; name each once.",
+    "frontier --model none.toml": "none.toml cannot be read (No such file or directory); ",
+    "frontier --seeds 0": "seeds is 0; give 1 or more.",
+    "frontier --out frontier.jpg": "A picture must end in .png, .svg, .pdf, got frontier.jpg.",
+    "simulate --delivery sample": "delivery must be groups, samples or samples:SIBLINGS, got ",
+    "simulate --delivery samples:8": "siblings must be below group_size=8, got 8; a rollout ",
+    "simulate --delivery samples --policy on_policy": 'refill="buckets" runs or defers a whole ',
     "gateway": "--engine is missing.",
     "serve-sim --port": "argument --port: expected one argument; ",
     "gateway --engine http://a:1 --port 99999": "port is 99999; give 0 (any free port) to 65535.",
@@ -74,7 +85,9 @@ def test_the_help_lists_the_flags(
         return {line.split()[0].rstrip(",") for line in lines if line.startswith(("-h, --", "--"))}
 
     assert "-h" in shown("--help")
-    everyday = {"run": run.EVERYDAY, "simulate": simulate.EVERYDAY}.get(command)
+    everyday = getattr(
+        {"run": run, "simulate": simulate, "frontier": frontier}.get(command), "EVERYDAY", None
+    )
     if everyday is not None:
         flags = {f"--{flag}" for flag in everyday.split()}
         assert flags <= shown("--help") < shown("--help-all")

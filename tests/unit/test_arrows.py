@@ -163,8 +163,8 @@ _RULES: dict[str, Rule] = {
     "observe": rule(
         "errors kernel.core.lengths kernel.core.messages kernel.core.policies "
         "kernel.core.state.ledger kernel.engines.base kernel.engines.load kernel.shell.listener "
-        "kernel.values.extras kernel.values.files observe planning.step_times simulation.workload "
-        "types",
+        "kernel.values.extras kernel.values.files observe planning.step_times "
+        "simulation.frontier simulation.workload types",
         others=DEPENDENCIES | PLOTS,
     ),
     "observe.live": rule(

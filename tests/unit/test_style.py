@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
+from aprilsched.errors import ConfigError
 from aprilsched.observe.report.style import INK, finish, new_figure, save
 from tests.support.table import each_row
 
@@ -39,3 +41,23 @@ def test_a_picture_has_no_background_and_nothing_black(tmp_path: Path):
     assert 0 < len(seen) < 0.2 * pixels[..., 3].size
     assert seen[:, :3].max() < 0.9
     assert seen[:, :3].max(axis=1).min() > 0.4
+
+
+@each_row(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("PDF", b"%PDF")])
+def test_a_picture_has_the_format_of_its_suffix(suffix: str, start: bytes, tmp_path: Path):
+    for name in ("one", "two"):
+        figure = new_figure(4, 3)
+        figure.subplots().plot([0, 1], [0, 1])
+        save(figure, tmp_path / f"{name}.{suffix}")
+    first, second = ((tmp_path / f"{name}.{suffix}").read_bytes() for name in ("one", "two"))
+    assert first.startswith(start)
+    assert first == second
+
+
+def test_a_picture_of_another_format_is_refused(tmp_path: Path):
+    for name, words in (
+        ("it.jpg", r"end in \.png, \.svg, \.pdf"),
+        ("no/it.png", "cannot be written"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            save(new_figure(4, 3), tmp_path / name)

@@ -16,6 +16,7 @@ from aprilsched.cli.runs.config_file import read_settings
 from aprilsched.cli.runs.settings import RunSettings
 from aprilsched.observe.log.over_time import bars, in_flight
 from aprilsched.observe.log.run import read_run
+from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.step_times.model import H200_QWEN3_4B
 from aprilsched.planning.step_times.model_file import save_model
 from aprilsched.simulation.engine import SimFleet
@@ -304,3 +305,32 @@ def test_simulate_takes_calibrated_step_times(tmp_path: Path, capsys: pytest.Cap
     assert seconds[1] > 5 * seconds[0]
     assert main(["simulate", *arguments, "--model", str(tmp_path / "none.toml")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_simulate_delivers_samples_where_it_can(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The policies that cannot deliver samples are left out, each with its reason."""
+    arguments = ["--batches", "6", "--batch-groups", "4", "--group-size", "4", *SHORT]
+    delivery = ["--delivery", "samples:2", "--policy", ",".join(PRESETS), "--json", "--quiet"]
+    assert main(["simulate", *delivery, *arguments, "--out", str(tmp_path / "o")]) == 0
+    captured = capsys.readouterr()
+    rows = {row["policy"]: row for row in json.loads(captured.out)}
+    assert rows.keys() >= {"sync", "april", "slime", "areal", "copris", "pool"}
+    assert rows["april"]["delivered_tokens_per_s"] > rows["sync"]["delivered_tokens_per_s"]
+    for name in PRESETS.keys() - rows.keys():
+        assert re.search(rf"^{name} is left out: [^.]+", captured.err, re.MULTILINE)
+    assert "on_policy" not in rows
+    config = tomllib.loads((tmp_path / "o" / "april" / "config.toml").read_text())["scheduler"]
+    assert (config["delivery"], config["siblings"]) == ("samples", 2)
+
+
+def test_simulate_describes_the_settings_of_a_policy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    arguments = ["--batches", "3", "--batch-groups", "2", "--group-size", "4", "--quiet", *SHORT]
+    policies = ["--policy", "april,april:over_provision=1.25,samples:2+pool@1.5"]
+    assert main(["simulate", *policies, *arguments, "--out", str(tmp_path / "o")]) == 0
+    printed = capsys.readouterr().out
+    assert "april: Launch twice the batch" in printed
+    assert "april:over_provision=1.25: Waves of 1.25 batches.\n" in printed
+    pool = "samples:2+pool@1.5: A pool of 1.5 batches, refilled 4 groups together."
+    assert f"{pool} It delivers single samples with 2 siblings.\n" in printed

@@ -1,7 +1,7 @@
 """What an event costs the core does not grow with what is in flight, nor with the engines.
 
 It is counted in calls of functions for each delivered rollout, which are the same in every run.
-docs/scale.md has the times.
+docs/scale.md has the speed of one core.
 """
 
 from __future__ import annotations

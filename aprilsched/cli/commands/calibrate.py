@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 from aprilsched.cli.arguments import POSITIONAL, parsed
-from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.kernel.values.extras import extra
 from aprilsched.planning.step_times import (
@@ -61,7 +60,7 @@ class CalibrateCommand:
     json: bool = False
     """Print an object on stdout instead of tables."""
     plot: Path | None = None
-    """Draw measured and predicted step times and their errors here (PNG)."""
+    """Draw measured and predicted step times and their errors here (PNG, SVG or PDF)."""
     out: Path | None = None
     """Write the model here (TOML), for ``load_model``."""
     linear: bool = False
@@ -133,7 +132,7 @@ def _summary(found: Fit) -> Table:
 
 
 def _draw(model: StepTimeModel, windows: Windows, path: Path) -> None:
-    """Draw measured and predicted step times and their errors, as a PNG file.
+    """Draw measured and predicted step times and their errors.
 
     Raises:
         ConfigError: if matplotlib is missing or the file cannot be written.
@@ -148,10 +147,7 @@ def _draw(model: StepTimeModel, windows: Windows, path: Path) -> None:
     finish(middle, title="Error by batch", x="running requests", y="predicted / measured - 1, %")
     _errors(right, model, windows, windows.kv)
     finish(right, title="Error by context", x="context tokens", y="predicted / measured - 1, %")
-    try:
-        save(figure, path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written ({error.strerror}).") from None
+    save(figure, path)
 
 
 def _steps(axes: Axes, model: StepTimeModel, windows: Windows) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from aprilsched.cli.arguments import parsed
 from aprilsched.cli.runs.comparison import describe, verdict
-from aprilsched.cli.runs.named_policies import Policy, chosen
+from aprilsched.cli.runs.named_policies import Policy, chosen, delivery
 from aprilsched.cli.runs.pictures import draw_comparison, leave_report
 from aprilsched.cli.runs.settings import COMMAS, RunSettings, SimSettings, WorkloadSettings
 from aprilsched.cli.runs.setup import prepare
@@ -25,25 +25,23 @@ from aprilsched.cli.runs.showing import screen_of
 from aprilsched.cli.runs.tables import comparison_table
 from aprilsched.cli.runs.virtual_time import simulate
 from aprilsched.config import SchedulerConfig
+from aprilsched.errors import ConfigError
 from aprilsched.observe.log.run_folder import REPORT, RunFolder, default_path, write_json
 from aprilsched.simulation import NEVER, Comparison, SimulationResult, compare
 
 DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
 
 EVERYDAY = (
-    "policy batches batch-groups group-size kv max-staleness train-seconds sim.engines "
+    "policy delivery batches batch-groups group-size kv max-staleness train-seconds sim.engines "
     "sim.max-running sim.kv-tokens model median sigma cap lengths seed out json quiet"
 )
 """The flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulateCommand:
-    """Compare scheduling policies on one workload, in virtual time."""
+class ComparedSettings:
+    """The settings that all policies of a comparison share."""
 
-    policy: Annotated[str, COMMAS] = DEFAULT_POLICIES
-    """Policies, separated by commas or spaces. Settings follow a colon:
-    april:over_provision=1.25|1.5|2 is three policies."""
     batches: int = 60
     """Batches of each policy."""
     seed: int = 0
@@ -66,34 +64,73 @@ class SimulateCommand:
     model: str | None = None
     """Step times of the engines: a TOML file that aprilsched calibrate wrote."""
     sim: SimSettings = field(default_factory=lambda: SimSettings(stream_interval=NEVER))
-    out: Path | None = None
-    """The folder for the results; runs/TIME-SEED if not given. It must be new or empty."""
-    json: bool = False
-    """Print a list of objects as JSON on stdout, one for each policy; everything else goes to
-    stderr. There is no report then."""
     quiet: bool = False
     """Show no progress, only the figures at the end."""
     workload: WorkloadSettings = field(default_factory=WorkloadSettings)
 
-    def settings(self, policy: Policy) -> RunSettings:
-        """Return the settings of one policy's run."""
-        config = SchedulerConfig(
-            batch_groups=self.batch_groups,
-            group_size=self.group_size,
-            straggler="in_place" if self.kv == "keep" else "retract",
-            max_staleness=self.max_staleness,
-        )
+    def settings(self, config: SchedulerConfig, *, seed: int) -> RunSettings:
+        """Return the settings of the run of one policy."""
         return RunSettings(
             batches=self.batches,
-            seed=self.seed,
+            seed=seed,
             burn_in=self.burn_in,
             train_seconds=self.train_seconds,
             streamed=self.streamed,
             model=self.model,
             sim=self.sim,
             workload=self.workload,
-            scheduler=policy.apply(config),
+            scheduler=config,
         )
+
+    def configs(
+        self, policies: Sequence[Policy], messages: Console, unit: str = "groups"
+    ) -> dict[Policy, SchedulerConfig]:
+        """Return the configuration of each policy that is possible.
+
+        A policy that is impossible with single samples is left out, with a message. A warning is
+        printed if the cap of the workload cuts many responses.
+
+        Raises:
+            ConfigError: if a setting is refused, or if no policy is possible.
+        """
+        base = SchedulerConfig(
+            batch_groups=self.batch_groups,
+            group_size=self.group_size,
+            straggler="in_place" if self.kv == "keep" else "retract",
+            max_staleness=self.max_staleness,
+            **delivery(unit),
+        )
+        found: dict[Policy, SchedulerConfig] = {}
+        for policy in policies:
+            try:
+                found[policy] = policy.apply(base)
+            except ConfigError as error:
+                units = (base.delivery, dict(policy.changes).get("delivery"))
+                if "samples" not in units or (policy is policies[-1] and not found):
+                    raise
+                _print(messages, f"{policy.name} is left out: {error}")
+        workload = self.workload.checked(seed=self.seed, group_size=self.group_size)
+        if (warning := workload.cap_warning()) is not None:
+            _print(messages, f"Warning: {warning}")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateCommand(ComparedSettings):
+    """Compare scheduling policies on one workload, in virtual time."""
+
+    policy: Annotated[str, COMMAS] = DEFAULT_POLICIES
+    """Policies, separated by commas or spaces. Settings follow a colon:
+    april:over_provision=1.25|1.5|2 is three policies. The arms of aprilsched frontier are policies
+    too."""
+    delivery: str = "groups"
+    """What a batch consists of: groups, or samples:4 for single samples with 4 siblings each.
+    Policies that cannot deliver samples are left out, with the reason."""
+    out: Path | None = None
+    """The folder for the results; runs/TIME-SEED if not given. It must be new or empty."""
+    json: bool = False
+    """Print a list of objects as JSON on stdout, one for each policy; everything else goes to
+    stderr. There is no report then."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -103,13 +140,13 @@ def main(arguments: Sequence[str]) -> int:
         AprilschedError: if a setting is refused or the results cannot be written.
     """
     command = parsed(SimulateCommand, arguments, "aprilsched simulate", everyday=EVERYDAY)
-    policies = chosen(command.policy)
-    setups = [(policy, prepare(command.settings(policy))) for policy in policies]
-    root = RunFolder(command.out or default_path(command.seed)).path
     messages = Console(stderr=True)
-    workload = command.workload.checked(seed=command.seed, group_size=command.group_size)
-    if (warning := workload.cap_warning()) is not None:
-        messages.print(f"Warning: {warning}", soft_wrap=True, highlight=False)
+    configs = command.configs(chosen(command.policy), messages, command.delivery)
+    setups = [
+        (policy, prepare(command.settings(config, seed=command.seed)))
+        for policy, config in configs.items()
+    ]
+    root = RunFolder(command.out or default_path(command.seed)).path
     outcomes: dict[str, SimulationResult] = {}
     for policy, setup in setups:
         screen = screen_of(setup, messages, title=f"{policy.name:6}", compact=True)
@@ -117,15 +154,15 @@ def main(arguments: Sequence[str]) -> int:
         outcomes[policy.name] = simulate(setup, RunFolder(root / policy.folder), shown)
     comparison = compare(outcomes)
     write_json(root / "comparison.json", comparison)
-    folders = {policy.name: policy.folder for policy in policies}
+    folders = {policy.name: policy.folder for policy in configs}
     draw_comparison(root, folders, messages)
     if command.json:
         sys.stdout.write(msgspec.json.encode(comparison.policies).decode() + "\n")
     else:
-        _show(policies, outcomes, comparison)
-    messages.print(f"The results are in {root}", soft_wrap=True, highlight=False)
+        _show(list(configs), outcomes, comparison)
+    _print(messages, f"The results are in {root}")
     if not command.json and not command.quiet:
-        first = comparison.baseline or policies[0].name
+        first = comparison.baseline or comparison.policies[0].policy
         best = comparison.best
         other = None if best is None or best == first else root / folders[best]
         leave_report(messages, root / folders[first], other, out=root / REPORT)
@@ -138,6 +175,9 @@ def _show(
     console = Console()
     console.print(comparison_table({name: each.summary for name, each in outcomes.items()}))
     for policy in policies:
-        text = describe(policy, outcomes[policy.name].schedule)
-        console.print(text, soft_wrap=True, highlight=False)
-    console.print(verdict(comparison), soft_wrap=True, highlight=False)
+        _print(console, describe(policy, outcomes[policy.name]))
+    _print(console, verdict(comparison))
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from aprilsched.cli.runs.named_policies import Policy
 from aprilsched.cli.runs.tables import percent, signed_percent
-from aprilsched.simulation.results import BASELINE, FLAT
+from aprilsched.simulation.results import BASELINE, FLAT, SimulationResult
 from aprilsched.simulation.side_by_side import Comparison
 
 
-def describe(policy: Policy, schedule: str) -> str:
-    """Return what a policy does, and the schedule that it chose, if any."""
-    text = f"{policy.name}: {policy.what}"
-    return f"{text} It chose {schedule}." if schedule else text
+def describe(policy: Policy, result: SimulationResult) -> str:
+    """Return what a policy did: its schedule, its unit of delivery, and the schedule that it chose,
+    if any."""
+    policies, what = result.config.policies, policy.what
+    if not what:
+        ratio = policies.over_provision
+        what = f"{policies.refill.describe(f'{ratio:g}') if ratio else 'Automatic schedule'}."
+    text = f"{policy.name}: {what[0].upper()}{what[1:]}"
+    if policies.siblings is not None:
+        text += f" It delivers single samples with {policies.siblings} siblings."
+    return f"{text} It chose {result.schedule}." if result.schedule else text
 
 
 def verdict(comparison: Comparison) -> str:

@@ -1,12 +1,17 @@
-"""The policies named on a command line: presets, optionally with changed settings.
+"""The policies named on a command line: presets, optionally with changed settings, and arms.
 
 ``april`` is an unchanged preset, ``april:over_provision=1.5`` is the preset with another ratio, and
 ``april:over_provision=1.25|1.5|2`` is three of them. A setting is named by its path in
 :class:`SchedulerConfig`, as in ``pool:refill.until=0.25``.
+
+An arm is a refill rule or a delivery, or both, with a ratio: ``wave@2``, ``pool@1.75``,
+``samples:4@1.5`` (single samples with 4 siblings, from waves), ``samples:4+pool@1.5`` and
+``samples:4@auto``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -15,6 +20,7 @@ from typing import Any, TypeAlias
 from aprilsched.cli.runs.settings_tables import changed, config_of, path_names, table_of
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.policies.kinds import REFILLS
 from aprilsched.kernel.values.checks import nearest
 from aprilsched.planning.presets import PRESETS
 
@@ -32,13 +38,13 @@ class Policy:
 
     @property
     def what(self) -> str:
-        """Return what the preset does, in one sentence."""
-        return (self.preset.__doc__ or "").split("\n", 1)[0]
+        """Return what an unchanged preset does, in one sentence; empty for other policies."""
+        return "" if self.changes else (self.preset.__doc__ or "").split("\n", 1)[0]
 
     @property
     def folder(self) -> str:
         """Return a name for the folder of the policy's run."""
-        return self.name.replace(":", "_").replace("=", "-")
+        return re.sub("[:@+]", "_", self.name).replace("=", "-")
 
     def apply(self, config: SchedulerConfig) -> SchedulerConfig:
         """Return the preset of `config`, with the changed settings.
@@ -71,10 +77,38 @@ def chosen(names: str, presets: Mapping[str, Preset] = PRESETS) -> Sequence[Poli
     return list(policies.values())
 
 
+def delivery(text: str) -> dict[str, Any]:
+    """Return the settings that "groups", "samples" or "samples:4" (4 siblings) stand for.
+
+    Raises:
+        ConfigError: if `text` is something else.
+    """
+    if not re.fullmatch(r"groups|samples(:\d{1,9})?", text):
+        raise ConfigError(f"delivery must be groups, samples or samples:SIBLINGS, got {text!r}.")
+    unit, _, siblings = text.partition(":")
+    return {"delivery": unit} | ({"siblings": int(siblings)} if siblings else {})
+
+
+def _arms(what: str, ratios: str) -> list[Policy]:
+    changes: dict[str, Any] = {"refill": "wave"}
+    for part in what.split("+"):
+        changes |= {"refill": part} if part in REFILLS else delivery(part)
+    return [
+        Policy(
+            name=f"{what}@{ratio}",
+            preset=PRESETS["auto"] if ratio == "auto" else replace,
+            changes=(*changes.items(), ("over_provision", _value(ratio))),
+        )
+        for ratio in ratios.split("|")
+    ]
+
+
 def _expand(name: str, presets: Mapping[str, Preset]) -> list[Policy]:
+    if "@" in name:
+        return _arms(*name.split("@", 1))
     preset, *settings = name.split(":")
     if preset not in presets:
-        near = nearest(preset, presets)
+        near = nearest(preset, [*presets, *(f"{rule}@2" for rule in REFILLS), "samples:4@2"])
         raise ConfigError(f"{preset!r} is no policy; the nearest known one is {near}.")
     choices = [_choices(preset, setting) for setting in settings]
     return [

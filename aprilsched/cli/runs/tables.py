@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
 from aprilsched.observe.figures.run_figures import RunSummary
+from aprilsched.simulation import FrontierPoint
 from aprilsched.simulation.side_by_side import spread_of_steps
 
 
@@ -70,18 +71,17 @@ def run_table(summary: RunSummary) -> Table:
 
 
 def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
-    """Return a table with one row per policy. All figures except the first batch's bias are for
-    the steady state."""
+    """Return a table with one row per policy, for the steady state."""
     burn_in = max((s.steady_state.burn_in for s in summaries.values()), default=0)
     table = Table(title=f"steady state, after the first {burn_in} batches")
-    table.add_column("policy")
+    table.add_column("policy", overflow="fold")
     for name in (
         "tokens/s",
         "efficiency",
         "off-policy",
-        "seconds a step",
+        "age, oldest",
+        "step, s",
         "p10 to p90",
-        "first-batch bias",
     ):
         # A spread on two lines would look like two figures.
         table.add_column(name, justify="right", no_wrap=name == "p10 to p90")
@@ -93,8 +93,32 @@ def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
             number(steady.delivered_tokens_per_s),
             percent(steady.efficiency),
             percent(steady.off_policy_token_share),
+            f"{number(steady.staleness_mean, 2)}, {steady.staleness_max}",
             number(sum(steps) / len(steps) if steps else None, 1),
             "-" if spread is None else f"{spread[0]:.1f} to {spread[1]:.1f}",
-            signed_percent(summary.bias.first_batch_length_bias),
+        )
+    return table
+
+
+def frontier_table(points: Sequence[FrontierPoint]) -> Table:
+    """Return a table with one row per arm."""
+    seeds = points[0].seeds
+    more = f", means of {seeds} seeds ± half the range" if seeds > 1 else ""
+
+    def ranged(mean: float, limits: tuple[float, float], digits: int) -> str:
+        half = f" ± {number((limits[1] - limits[0]) / 2, digits)}" if seeds > 1 else ""
+        return number(mean, digits) + half
+
+    table = Table("arm", title=f"steady state{more}")
+    for name in ("tokens/s", "age", "oldest", "off-policy", "efficiency"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for point in points:
+        table.add_row(
+            point.arm,
+            ranged(point.tokens_per_s, point.tokens_per_s_range, 0),
+            ranged(point.age, point.age_range, 2),
+            number(point.oldest),
+            percent(point.off_policy_share),
+            percent(point.efficiency),
         )
     return table

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib import rc_context  # pyright: ignore[reportUnknownVariableType]
 from matplotlib.axes import Axes
 from matplotlib.backend_bases import RendererBase
 from matplotlib.figure import Figure
@@ -19,10 +20,13 @@ from matplotlib.lines import Line2D
 from matplotlib.spines import Spine
 from matplotlib.text import Text
 
+from aprilsched.errors import ConfigError
 from aprilsched.observe.report.chart_model import GREY, INK, PALETTE
 
-__all__ = ["GREY", "INK", "PALETTE", "finish", "new_figure", "save"]
+__all__ = ["GREY", "INK", "PALETTE", "finish", "new_figure", "picture_format", "save"]
 
+_CHANGING = {"png": "Software", "svg": "Date", "pdf": "CreationDate"}
+"""The formats of pictures, with the metadata that would differ between two writes."""
 _DPI = 110
 _TITLE = 12
 _TEXT = 10
@@ -74,5 +78,27 @@ def finish(axes: Axes, *, title: str, x: str, y: str, pad: float = 8) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG. The same figure produces the same bytes."""
-    figure.savefig(path, dpi=_DPI, format="png", metadata={"Software": None})
+    """Write a picture in the format of its suffix. Figures that are made alike have the same
+    bytes.
+
+    Raises:
+        ConfigError: if the suffix names an unknown format, or the file cannot be written.
+    """
+    name = picture_format(path)
+    try:
+        with rc_context({"svg.hashsalt": "aprilsched"}):  # for the ids in an SVG
+            figure.savefig(path, dpi=_DPI, format=name, metadata={_CHANGING[name]: None})
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}).") from None
+
+
+def picture_format(path: Path) -> str:
+    """Return the format of a picture by its suffix: png, svg or pdf.
+
+    Raises:
+        ConfigError: if the suffix names an unknown format.
+    """
+    name = path.suffix.lower().removeprefix(".")
+    if name not in _CHANGING:
+        raise ConfigError(f"A picture must end in .{', .'.join(_CHANGING)}, got {path}.")
+    return name

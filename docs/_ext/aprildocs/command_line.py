@@ -12,7 +12,7 @@ from aprilsched.__main__ import COMMANDS, main
 __all__ = ["command_line", "help_of"]
 
 _WIDTH = 80
-_SHORT = ("run", "simulate")
+_SHORT = ("run", "simulate", "frontier")
 """Commands whose ``--help`` has the everyday options alone."""
 _PLAIN = {"COLUMNS": str(_WIDTH), "LINES": "50", "NO_COLOR": "1", "TERM": "dumb"}
 

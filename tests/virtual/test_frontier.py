@@ -1,0 +1,133 @@
+"""Tests ``aprilsched frontier`` and ``simulation.frontier``: values, refusals and the picture."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aprilsched import LongTailWorkload, SchedulerConfig
+from aprilsched.__main__ import main
+from aprilsched.errors import ConfigError
+from aprilsched.simulation import FrontierPoint, SimulationResult, frontier, simulate
+from tests.support.table import each_row
+
+SMALL = ["--batches", "6", "--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap",
+         "600", "--kv", "keep"]  # fmt: skip
+BASE: dict[str, Any] = {"batch_groups": 4, "group_size": 4, "straggler": "in_place"}
+ARMS = {
+    "wave@1": SchedulerConfig(**BASE, over_provision=1.0),
+    "wave@2": SchedulerConfig(**BASE, over_provision=2.0),
+    "samples:2@2": SchedulerConfig(**BASE, over_provision=2.0, delivery="samples", siblings=2),
+    "samples:1+pool@1.5": SchedulerConfig(
+        **BASE, over_provision=1.5, refill="pool", delivery="samples", siblings=1
+    ),
+}
+
+
+def run(config: SchedulerConfig, seed: int, batches: int = 6) -> SimulationResult:
+    workload = LongTailWorkload(median=60, cap=600)
+    return simulate(workload, config, batches=batches, seed=seed, usage=False)
+
+
+def point(arm: str, age: float, speed: float) -> FrontierPoint:
+    return FrontierPoint(
+        arm=arm, siblings=4 if arm.startswith("samples") else None, seeds=1, tokens_per_s=speed,
+        tokens_per_s_range=(speed, speed), age=age, age_range=(age, age), oldest=1,
+        off_policy_share=0.5, efficiency=None, schedule="",
+    )  # fmt: skip
+
+
+def test_the_command_has_the_points_of_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arms = ["--arms", "wave@1|2,samples:2@2", "samples:1+pool@1.5", "--seeds", "2", "--seed", "3"]
+    out = ["--out", "none", "--json", "--quiet"]
+    assert main(["frontier", *SMALL, *arms, *out]) == 0
+    captured = capsys.readouterr()
+    rows = json.loads(captured.out)
+    points = frontier(ARMS, run, seeds=2, first_seed=3)
+    assert captured.err == ""
+    assert [row["arm"] for row in rows] == [each.arm for each in points] == list(ARMS)
+    for row, each in zip(rows, points, strict=True):
+        for name in ("siblings", "seeds", "tokens_per_s", "age", "oldest", "efficiency"):
+            assert row[name] == getattr(each, name)
+        assert row["age_range"] == list(each.age_range)
+
+
+def test_a_point_is_the_mean_of_its_seeds():
+    config = ARMS["samples:2@2"]
+    (found,) = frontier({"arm": config}, run, seeds=3, first_seed=5)
+    steady = [run(config, seed).summary.steady_state for seed in (5, 6, 7)]
+    ages = [each.staleness_mean or 0.0 for each in steady]
+    assert found.age == pytest.approx(np.mean(ages))
+    assert found.age_range == (min(ages), max(ages))
+    assert found.tokens_per_s_range[0] < found.tokens_per_s < found.tokens_per_s_range[1]
+    assert (found.seeds, found.siblings) == (3, 2)
+    assert found.oldest == max(each.staleness_max for each in steady)
+
+
+def test_a_run_without_a_steady_state_is_refused():
+    with pytest.raises(ConfigError, match="batches must be above the burn-in of 1, got 1 deliver"):
+        frontier(ARMS, lambda config, seed: run(config, seed, batches=1))
+
+
+def test_an_arm_that_is_impossible_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The other arms are drawn."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "it.svg"
+    arms = ["--arms", "samples:2+buckets@2,wave@2,samples:9@2"]
+    assert main(["frontier", *SMALL, *arms, "--out", str(picture)]) == 0
+    captured = capsys.readouterr()
+    assert 'samples:2+buckets@2 is left out: refill="buckets" runs' in captured.err
+    assert "samples:9@2 is left out: siblings must be below group_size=4, got 9;" in captured.err
+    assert "wave@2" in captured.out
+    assert "samples" not in captured.out
+    assert picture.read_bytes().startswith(b"<?xml")
+
+
+def test_the_arms_may_be_lengths_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "lengths.txt").write_text("40 55 70 900")
+    lengths = ["--batches", "4", "--batch-groups", "2", "--lengths", str(tmp_path / "lengths.txt")]
+    arms = ["--arms", "april:over_provision=1.5|2", "--out", "none", "--json", "--quiet"]
+    assert main(["frontier", *lengths, *arms]) == 0
+    names: list[str] = [row["arm"] for row in json.loads(capsys.readouterr().out)]
+    assert names == ["april:over_provision=1.5", "april:over_provision=2"]
+
+
+@each_row(("width", "height"), [(12.0, 6.0), (9.0, 5.6), (4.5, 5.0)])
+def test_labels_of_a_frontier_cover_nothing(width: float, height: float):
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    rng = np.random.default_rng(0)
+    kinds = ("wave", "pool", "samples:2", "samples:4", "a", "b")
+    points = [
+        point(f"{kind}@{1 + n / 4:g}", n / 2 + rng.normal(0, 0.2), 4000 + 1000 * n)
+        for kind in kinds for n in range(7)
+    ]  # fmt: skip
+    figure = plots.frontier([*points, point("auto", 1.0, 6000.0)], width=width, height=height)
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    spots = axes.transData.transform([(p.age, p.tokens_per_s) for p in points])
+    assert len(boxes) > (20 if width > 8 else 9)
+    assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+    assert not [box for box in boxes for spot in spots if box.contains(*spot)]
+    inside = axes.get_window_extent()
+    assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
+
+
+def test_twenty_kinds_of_arms_differ_in_the_picture():
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    figure = plots.frontier([point(f"samples:{n}@2", n, 100.0 + n) for n in range(1, 21)])
+    lines = figure.axes[0].lines
+    assert len({(line.get_color(), line.get_marker()) for line in lines}) == 20
+    assert [line.get_label() for line in lines] == [f"samples:{n}" for n in range(1, 21)]
+
+
+def test_whole_groups_are_named_in_the_legend():
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    figure = plots.frontier([point("wave@2", 1.0, 5.0), point("auto", 2.0, 6.0)])
+    assert [line.get_label() for line in figure.axes[0].lines] == ["groups: wave", "groups: auto"]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["2", "auto"]
