@@ -17,7 +17,8 @@ from aprilsched.errors import ConfigError
 from aprilsched.kernel.shell import PromptQueue, Turn, TurnOutput
 from aprilsched.kernel.values.companions import Companion, CompanionRows
 from aprilsched.kernel.values.extras import extra
-from aprilsched.types import BoolArray, Media, Rollout, SamplingParams
+from aprilsched.trainers.advantages import advantages
+from aprilsched.types import Batch, BoolArray, Media, Rollout, SamplingParams, Unit
 
 
 def package(trainer: str, module: str) -> Any:
@@ -36,16 +37,23 @@ def class_of(actor: Any) -> type[Any]:
 
 
 def fitted(
-    config: SchedulerConfig, trainer: str, *, max_staleness: int, setting: str, **changes: Any
+    config: SchedulerConfig,
+    trainer: str,
+    *,
+    max_staleness: int,
+    setting: str,
+    samples: bool = False,
+    **changes: Any,
 ) -> SchedulerConfig:
     """Return the settings with the trainer's `changes` and its bound on staleness.
 
-    A stricter bound of the settings stays. `setting` names the trainer's setting of the bound.
+    A stricter bound of the settings stays. `setting` names the trainer's setting of the bound;
+    `samples` is that of :func:`check_fixed_groups`.
 
     Raises:
         ConfigError: if the settings' own bound is looser, or as :func:`check_fixed_groups`.
     """
-    check_fixed_groups(config, trainer)
+    check_fixed_groups(config, trainer, samples=samples)
     own = config.policies.staleness.bound
     if own is None:
         changes["max_staleness"] = max_staleness
@@ -57,13 +65,14 @@ def fitted(
     return replace(config, **changes)
 
 
-def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
+def check_fixed_groups(config: SchedulerConfig, trainer: str, *, samples: bool = False) -> None:
     """Reject settings under which batches or groups may differ in size from the trainer's.
 
     Raises:
-        ConfigError: if batches are not filled by whole groups, or if groups may shrink.
+        ConfigError: if batches are not filled by whole groups, or if these may shrink. With
+            `samples` single samples may fill a batch too, whatever becomes of their group.
     """
-    if config.delivery != "groups":
+    if config.delivery != "groups" and not samples:
         raise ConfigError(
             f'delivery is "{config.delivery}", and {trainer} takes whole groups; leave it at '
             '"groups".'
@@ -73,11 +82,20 @@ def check_fixed_groups(config: SchedulerConfig, trainer: str) -> None:
             f"stop is {config.stop!r}, and {trainer} takes a fixed number of groups; leave it at "
             '"groups".'
         )
-    if config.retries.member == "shrink":
+    if config.retries.member == "shrink" and config.delivery == "groups":
         raise ConfigError(
             f'retries.member is "shrink", and {trainer} takes groups of one size; set "again" or '
             '"drop_group".'
         )
+
+
+def trained_advantages(units: Sequence[Unit]) -> NDArray[np.float64]:
+    """Return the advantage of each rollout; 0 without siblings, which gives no gradient.
+
+    Raises:
+        ConfigError: if a reward is missing.
+    """
+    return np.nan_to_num(advantages(Batch(index=0, version=0, units=tuple(units))))
 
 
 def refuse(settings: Mapping[str, tuple[object, str]]) -> None:
