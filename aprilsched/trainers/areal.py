@@ -82,6 +82,12 @@ _KEYS = {"input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "re
 own."""
 _REJECTED = "areal_rejected"
 """Fact of a rollout whose workflow returned None."""
+_UNCHANGED = {
+    **{"reward_norm": None, "adv_norm": None, "reward_bias": 0, "reward_scaling": 1},
+    **{"overlong_reward_penalty": False, "mask_no_eos_with_zero": False},
+    **{"discount": 1, "gae_lambda": 1},
+}
+"""Settings of AReaL's actor, with the values that leave the advantage of a sample as it is."""
 _LOOK_SECONDS = 0.2
 """Interval at which a call that waits for a batch pushes further prompts."""
 _POLL_SECONDS = 0.05
@@ -845,22 +851,11 @@ def _check_samples(trainer: Any) -> None:
             'delivery is "samples", and the trainer\'s settings decide about advantages; set '
             "trainer=self.config of RolloutEngine."
         )
-    actor, other = trainer.actor, "baselines come from siblings"
-    rewards = "siblings have the rewards of the workflow"
-    returns = "an advantage is the whole reward minus its baseline"
-    refuse(
-        {
-            "critic": (trainer.critic, other),
-            "actor.reward_norm": (actor.reward_norm, other),
-            "actor.adv_norm": (actor.adv_norm, other),
-            "actor.reward_bias": (actor.reward_bias != 0, rewards),
-            "actor.reward_scaling": (actor.reward_scaling != 1, rewards),
-            "actor.overlong_reward_penalty": (actor.overlong_reward_penalty, rewards),
-            "actor.mask_no_eos_with_zero": (actor.mask_no_eos_with_zero, rewards),
-            "actor.discount": (actor.discount != 1, returns),
-            "actor.gae_lambda": (actor.gae_lambda != 1, returns),
-        }
-    )
+    settings = {f"actor.{name}": getattr(trainer.actor, name) for name in _UNCHANGED}
+    settings["critic"] = trainer.critic
+    usual = {f"actor.{name}": value for name, value in _UNCHANGED.items()}
+    why = "an advantage is the workflow's reward minus the mean of its siblings"
+    refuse({name: (each != usual.get(name), why) for name, each in settings.items()})
 
 
 def _sampling(req: Any) -> SamplingParams:

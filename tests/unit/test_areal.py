@@ -468,7 +468,7 @@ def test_areals_advantage_of_a_sample_is_from_its_siblings(
     ("changes", "error"),
     [
         (None, "set trainer=self.config"),
-        ({"critic": True}, "critic is set, and baselines come from siblings"),
+        ({"critic": True}, "critic is set, and an advantage is"),
         ({"reward_norm": True}, "actor.reward_norm is set"),
         ({"adv_norm": True}, "actor.adv_norm is set"),
         ({"reward_scaling": 2.0}, "actor.reward_scaling is set"),
