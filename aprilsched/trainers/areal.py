@@ -40,7 +40,7 @@ import numpy as np
 from aprilsched.agents.chat.tokenizer import load_tokenizer
 from aprilsched.agents.sessions import Session
 from aprilsched.config import SchedulerConfig
-from aprilsched.errors import ConfigError, MissingExtra, RefitError
+from aprilsched.errors import ConfigError, MemberLost, MissingExtra, RefitError
 from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.engines.base import Fleet
@@ -55,11 +55,21 @@ from aprilsched.trainers.adapter import (
     generate,
     missing_prompts,
     one_placeholder_each,
+    refuse,
     routed_experts,
+    trained_advantages,
 )
 from aprilsched.trainers.by_session import BySession
 from aprilsched.trainers.tensors import pack
-from aprilsched.types import NO_VERSION, BoolArray, Group, Prompt, Rollout, SamplingParams, Score
+from aprilsched.types import (
+    NO_VERSION,
+    BoolArray,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Score,
+    Unit,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,6 +82,12 @@ _KEYS = {"input_ids", "loss_mask", "logprobs", "versions", "attention_mask", "re
 own."""
 _REJECTED = "areal_rejected"
 """Fact of a rollout whose workflow returned None."""
+_UNCHANGED = {
+    **{"reward_norm": None, "adv_norm": None, "reward_bias": 0, "reward_scaling": 1},
+    **{"overlong_reward_penalty": False, "mask_no_eos_with_zero": False},
+    **{"discount": 1, "gae_lambda": 1},
+}
+"""Settings of AReaL's actor, with the values that leave the advantage of a sample as it is."""
 _LOOK_SECONDS = 0.2
 """Interval at which a call that waits for a batch pushes further prompts."""
 _POLL_SECONDS = 0.05
@@ -103,6 +119,7 @@ class RolloutEngine:
         listeners: telemetry of the scheduler.
         tokenizer: for agents, the folder of the model's tokenizer; by default the `tokenizer_path`
             of `config`.
+        trainer: AReaL's ``PPOConfig``, needed for ``delivery="samples"``.
         sessions: for agents, arguments of :class:`~aprilsched.agents.sessions.Sessions`: branches,
             limits (a mapping), host, port, public_url and remote_images.
 
@@ -126,6 +143,7 @@ class RolloutEngine:
         settings: SchedulerConfig | None = None,
         listeners: Sequence[AnyListener] = (),
         tokenizer: Path | str | None = None,
+        trainer: Any = None,
         sessions: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
@@ -135,6 +153,8 @@ class RolloutEngine:
         self.settings = _settings(
             settings or SchedulerConfig(pace="asynchronous"), config, gconfig.n_samples
         )
+        if self.settings.delivery == "samples":
+            _check_samples(trainer)
         self._fleet = fleet
         self._queue = PromptQueue()
         self.scheduler = RolloutScheduler(
@@ -217,6 +237,9 @@ class RolloutEngine:
     ) -> list[Trajectory]:
         """The next batch: one trajectory for each group, with padded tensors [group, longest].
 
+        With ``delivery="samples"`` there is one for each sample, with tensors [1, length] and the
+        baseline in "values": AReaL's advantage is the return minus the value.
+
         As in AReaL, `dataloader`, `workflow`, `workflow_kwargs` and `should_accept_fn` are those
         of the first call.
 
@@ -227,6 +250,7 @@ class RolloutEngine:
                 out of its group.
             workflow_kwargs: arguments of the class.
             should_accept_fn: keeps or rejects the trajectory of a group; a function, or its path.
+                Refused with ``delivery="samples"``.
             group_size: must be `n_samples` of `gconfig`.
             dynamic_bs: True for a batch that lacks the rejected groups, in the place of one that
                 waits for others.
@@ -245,6 +269,11 @@ class RolloutEngine:
                 f"consumer_batch_size of the rollout's config is {self.settings.batch_groups}; "
                 "give both the same number."
             )
+        samples = self.settings.delivery == "samples"
+        if samples and should_accept_fn is not None:
+            raise ConfigError(
+                'should_accept_fn judges whole groups, and delivery is "samples"; leave it out.'
+            )
         if self._items is None:
             facts = {
                 "workflow": self._workflow(workflow, workflow_kwargs),
@@ -258,8 +287,14 @@ class RolloutEngine:
                 self._queue.put(next(self._items))
             with suppress(TimeoutError):
                 batch = self.scheduler.next_batch(timeout=_LOOK_SECONDS)
-        made = [self._trajectory(group) for group in batch.groups if self._passes(group)]
-        return [trajectory for trajectory in made if trajectory is not None]
+        units = [unit for unit in batch.units if self._passes(unit)]
+        made = [each for unit in units if (each := self._trajectory(unit)) is not None]
+        if samples:
+            for trajectory, advantage in zip(made, trained_advantages(units), strict=True):
+                baseline = trajectory["rewards"][:, None] - float(advantage)
+                trajectory["values"] = baseline.expand(trajectory["logprobs"].shape).clone()
+                trajectory["values"][:, -1] = 0  # Nothing follows the last token.
+        return made
 
     def _read(self, dataloader: Any, facts: Mapping[str, Any]) -> Iterator[Prompt]:
         epoch = 0
@@ -284,21 +319,21 @@ class RolloutEngine:
             group_size=size,
         )
 
-    def _accept(self, group: Group) -> bool:
-        return bool(group.prompt.metadata.get("dynamic")) or self._passes(group)
+    def _accept(self, unit: Unit) -> bool:
+        return bool(unit.prompt.metadata.get("dynamic")) or self._passes(unit)
 
-    def _passes(self, group: Group) -> bool:
-        """Return whether a group has a rollout that its workflow kept, and is not rejected."""
-        trajectory = self._trajectory(group)
-        accept = group.prompt.metadata.get("accept")
+    def _passes(self, unit: Unit) -> bool:
+        """Return whether a unit has a rollout that its workflow kept, and is not rejected."""
+        trajectory = self._trajectory(unit)
+        accept = unit.prompt.metadata.get("accept")
         return trajectory is not None and (accept is None or bool(accept(trajectory)))
 
-    def _trajectory(self, group: Group) -> Trajectory | None:
-        """The rollouts of a group that its workflow kept, in AReaL's form; None without one."""
-        rollouts = [each for each in group.rollouts if not each.info.get(_REJECTED)]
+    def _trajectory(self, unit: Unit) -> Trajectory | None:
+        """The rollouts of a unit that its workflow kept, in AReaL's form; None without one."""
+        rollouts = [each for each in unit.rollouts if not each.info.get(_REJECTED)]
         if not rollouts:
             return None
-        made: Mapping[int, _Made] = group.prompt.metadata["made"]
+        made: Mapping[int, _Made] = unit.prompt.metadata["made"]
         join = _areal("areal.utils.data").concat_padded_tensors
         return join([self._row(each, made.get(each.index)) for each in rollouts])
 
@@ -395,6 +430,9 @@ class RolloutEngine:
         engine = _TurnEngine(turn, self)
         trajectory = await facts["workflow"].arun_episode(engine, facts["item"])
         if trajectory is None:
+            if self.settings.delivery == "samples" and not context.is_eval:
+                # Otherwise it would count as a reward of 0 in the baselines of its siblings.
+                raise MemberLost("the workflow returned None.")
             return Score(reward=0.0, info={_REJECTED: True})
         made = engine.check(trajectory)
         facts["made"][turn.index] = made
@@ -800,9 +838,24 @@ def _settings(config: SchedulerConfig, areal: Any, group_size: int) -> Scheduler
         "AReaL",
         max_staleness=areal.max_head_offpolicyness,
         setting="max_head_offpolicyness",
+        samples=True,
         group_size=group_size,
         batch_groups=areal.consumer_batch_size,
     )
+
+
+def _check_samples(trainer: Any) -> None:
+    """Refuse settings of the trainer with which an advantage is not the reward minus "values"."""
+    if trainer is None:
+        raise ConfigError(
+            'delivery is "samples", and the trainer\'s settings decide about advantages; set '
+            "trainer=self.config of RolloutEngine."
+        )
+    settings = {f"actor.{name}": getattr(trainer.actor, name) for name in _UNCHANGED}
+    settings["critic"] = trainer.critic
+    usual = {f"actor.{name}": value for name, value in _UNCHANGED.items()}
+    why = "an advantage is the workflow's reward minus the mean of its siblings"
+    refuse({name: (each != usual.get(name), why) for name, each in settings.items()})
 
 
 def _sampling(req: Any) -> SamplingParams:

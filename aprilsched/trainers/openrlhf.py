@@ -6,6 +6,7 @@ scheduler. It is written for OpenRLHF 0.11.
 
 - OpenRLHF's agents (``--train.agent_func_path``) and its own executor run inside of the scheduler,
   as episodes. Tokenization, rewards and the experiences that are trained on are OpenRLHF's code.
+- With ``delivery="samples"`` the policy is trained on the scheduler's advantages.
 - The policy's ranks write the weights into a folder with OpenRLHF's ``save_model``, and the servers
   load them. No process group joins the trainer and the servers.
 """
@@ -25,10 +26,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.config import Delivery
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
@@ -41,9 +43,10 @@ from aprilsched.trainers.adapter import (
     missing_prompts,
     package,
     refuse,
+    trained_advantages,
 )
 from aprilsched.trainers.pushed import NOT_TOKENIZED
-from aprilsched.types import Batch, Group, Prompt, SamplingParams, Score
+from aprilsched.types import Batch, Prompt, Sample, SamplingParams, Score, Unit
 
 if TYPE_CHECKING:
     _Theirs = Any
@@ -89,7 +92,7 @@ def main(
         MissingExtra: if OpenRLHF or one of its packages is not installed.
     """
     config = config or SchedulerConfig(pace="asynchronous")
-    check_fixed_groups(config, "OpenRLHF")
+    check_fixed_groups(config, "OpenRLHF", samples=True)
     ray, actors = _package("ray"), _package("openrlhf.trainer.ray.ppo_actor")
     made: list[Any] = []
 
@@ -105,7 +108,7 @@ def main(
 
     _package("openrlhf.trainer.ray").create_vllm_engines = engines
     for module in ("ppo_trainer", "ppo_trainer_async"):
-        _package(f"openrlhf.trainer.{module}").SamplesGenerator = samples_generator()
+        _package(f"openrlhf.trainer.{module}").SamplesGenerator = samples_generator(config.delivery)
     actors.PolicyModelActor = ray.remote(num_gpus=1)(
         policy_actor(class_of(actors.PolicyModelActor))
     )
@@ -204,7 +207,9 @@ class Rollouts:
                 raise
             return None
         state = self.scheduler.state
-        return _responses(batch), state.prompts.cursor - len(state.in_flight.groups)
+        # A ready sample is a unit of its own, besides the rest of its group.
+        groups = {unit.origin for unit in state.in_flight.groups.values()}
+        return _responses(batch), state.prompts.cursor - len(groups)
 
     async def collect(self) -> None:
         """Keep the prompts that are pushed from now on for :meth:`evaluate`."""
@@ -244,8 +249,8 @@ class Rollouts:
         reward = response["reward"]
         return None if reward is None else Score(reward=float(reward))
 
-    def _accept(self, group: Group) -> bool:
-        scores = [each.get("scores") for each in group.prompt.metadata["responses"].values()]
+    def _accept(self, unit: Unit) -> bool:
+        scores = [each.get("scores") for each in unit.prompt.metadata["responses"].values()]
         if self._kept is None or any(score is None for score in scores):
             return True
         low, high = self._kept
@@ -297,29 +302,37 @@ def _sampling(given: Any, tokenizer: Any) -> SamplingParams:
 
 
 def _responses(batch: Batch) -> list[Response]:
-    """Return the responses of a batch, group by group, each with the age of its oldest token."""
+    """Return the responses of a batch, unit by unit, each with the age of its oldest token.
+
+    Samples have their advantage too.
+    """
     found: list[Response] = []
-    for group in batch.groups:
-        for index, rollout in enumerate(group.rollouts):
-            response = group.prompt.metadata["responses"][index]
+    for unit in batch.units:
+        for rollout in unit.rollouts:
+            response = unit.prompt.metadata["responses"][rollout.index]
             oldest = ages(rollout, batch.version).max(initial=0)
             logs = {**response["extra_logs"], "staleness": float(oldest)}
             found.append({**response, "extra_logs": logs})
+    if any(isinstance(unit, Sample) for unit in batch.units):
+        for response, advantage in zip(found, trained_advantages(batch.units), strict=True):
+            response["extra_logs"]["advantage"] = float(advantage)
     return found
 
 
-def samples_generator() -> type[Any]:
+def samples_generator(delivery: Delivery = "groups") -> type[Any]:
     """Return a SamplesGenerator class for OpenRLHF that takes batches of :class:`Rollouts`."""
     theirs = _package("openrlhf.trainer.ppo_utils.samples_generator").SamplesGenerator
-    return type("SamplesGenerator", (_Samples, theirs), {})
+    return type("SamplesGenerator", (_Samples, theirs), {"delivery": delivery})
 
 
 class _Samples(_Theirs):
     """The methods that the scheduler adds to OpenRLHF's SamplesGenerator."""
 
+    delivery: ClassVar[Delivery]
+
     def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(strategy, *args, **kwargs)
-        _check(self.args)
+        _check(self.args, self.delivery)
         self._ray = _package("ray")
         self._rollouts = self.vllm_engines[0]
         self._rows = self._read()
@@ -388,6 +401,12 @@ def policy_actor(theirs: type[Any]) -> type[Any]:
             # Without engines it opens no process group for them.
             super().init_model_from_pretrained(strategy, pretrain, max_steps, None)
 
+        def append(self, experience: Any) -> None:
+            # OpenRLHF's own advantages take each row of a batch for a whole group.
+            if (advantage := experience.info.get("advantage")) is not None:
+                experience.advantages = advantage[:, None] * experience.action_mask
+            super().append(experience)
+
         def broadcast_to_vllm(self) -> None:
             ray = _package("ray")
             folder = ray.get(self._rollouts.staged.remote())
@@ -399,7 +418,7 @@ def policy_actor(theirs: type[Any]) -> type[Any]:
     return PolicyModelActor
 
 
-def _check(args: Any) -> None:
+def _check(args: Any, delivery: Delivery) -> None:
     """Refuse what would give wrong or lost rollouts.
 
     Raises:
@@ -409,4 +428,25 @@ def _check(args: Any) -> None:
         "vllm.enable_sleep": (args.vllm.enable_sleep, "the servers have GPUs of their own"),
         "ds.lora.rank": (args.ds.lora.rank, "the servers load whole models"),
     }
+    if delivery == "samples":
+        algo, reward = args.algo, args.reward
+        if algo.advantage.estimator != "rloo":
+            raise ConfigError(
+                f"algo.advantage.estimator is {algo.advantage.estimator}, and the advantage of a "
+                'single sample is its reward minus the mean of its siblings; set "rloo".'
+            )
+        if algo.kl.init_coef and not algo.kl.use_loss:
+            raise ConfigError(
+                f"algo.kl.init_coef is {algo.kl.init_coef}, and siblings have rewards without the "
+                "penalty; set it to 0, or set algo.kl.use_loss too."
+            )
+        why = "siblings have rewards without it"
+        refused |= {
+            "algo.dynamic_filtering_enable": (algo.dynamic_filtering_enable, "it judges groups"),
+            "reward.overlong_buffer_len": (reward.overlong_buffer_len is not None, why),
+            "reward.stop_properly_penalty_coef": (
+                reward.stop_properly_penalty_coef is not None,
+                why,
+            ),
+        }
     refuse(refused)

@@ -1,7 +1,7 @@
 """Rollouts for trainers that push prompts one by one and wait for each group.
 
 Such a trainer decides how many groups are in flight. The scheduler keeps all of them open, and
-reports for each group whether it was delivered or failed.
+reports for each group whether it was delivered or failed, and each single sample.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Samples, SchedulerConfig
 from aprilsched.errors import RefitError
 from aprilsched.kernel.core.messages.facts import (
     Fact,
     GroupDropped,
     GroupLaunched,
+    MemberLaunched,
     PromptRefused,
 )
 from aprilsched.kernel.core.policies.tail_batching import OnDemand
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import Episode, PromptQueue, RolloutScheduler
 from aprilsched.kernel.shell.listener import AnyListener
-from aprilsched.types import Batch, Prompt
+from aprilsched.types import Batch, Prompt, Sample
 
 NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
 """Token ids of a prompt whose agent loop makes the real ones."""
@@ -40,9 +41,10 @@ class GroupLost(RuntimeError):
 
 
 def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
-    """Return `config` for groups that are launched when pushed and delivered one by one."""
+    """Return `config` for groups that are launched when pushed; units are delivered one by one."""
     return replace(
         config,
+        stop="groups" if config.delivery == "groups" else Samples(1),
         batch_groups=1,
         over_provision=1.0,
         refill=OnDemand(),
@@ -60,7 +62,9 @@ class PushedRollouts:
         config: settings from :func:`as_pushed`.
         listeners: telemetry of the scheduler.
         ended: awaited for each prompt when its group is complete, or with the reason why there is
-            none: :class:`GroupLost`, or the error that stopped the scheduler.
+            none: :class:`GroupLost`, or the error that stopped the scheduler. A group of single
+            samples is complete when each member was delivered or lost.
+        delivered: awaited for each single sample.
 
     Attributes:
         scheduler: the scheduler.
@@ -74,13 +78,17 @@ class PushedRollouts:
         config: SchedulerConfig,
         listeners: Sequence[AnyListener],
         ended: Callable[[Prompt, Exception | None], Awaitable[None]],
+        delivered: Callable[[Sample], Awaitable[None]] | None = None,
     ) -> None:
         self._prompts = PromptQueue()
         self._ended = ended
+        self._delivered = delivered
         self._unlaunched: deque[Prompt] = deque()
         """Facts contain group ids, not prompts. Prompts are launched in the order of the pushes."""
         self._launched: dict[int, Prompt] = {}
         """Prompts whose groups are neither complete nor failed, by group id."""
+        self._members: dict[int, int] = {}
+        """Group ids of the rollouts that may still be delivered as single samples."""
         self._tasks: set[asyncio.Future[None]] = set()
         self._delivery: asyncio.Task[None] | None = None
         self.scheduler = RolloutScheduler(
@@ -131,13 +139,25 @@ class PushedRollouts:
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         """See :class:`~aprilsched.kernel.shell.listener.Listener`."""
+        shrunk = set[int]()
         for fact in facts:
             if isinstance(fact, GroupLaunched) and fact.evaluation_id is None:
                 self._launched[fact.group_id] = self._unlaunched.popleft()
+                if self._delivered is not None:
+                    self._members |= dict.fromkeys(fact.rollout_ids, fact.group_id)
+            elif isinstance(fact, MemberLaunched) and fact.group_id in self._launched:
+                if self._delivered is not None:
+                    self._members[fact.rollout_id] = fact.group_id
+            elif isinstance(fact, GroupDropped) and self._delivered is not None:
+                ids = [self._members.pop(each, None) for each in fact.rollout_ids]
+                shrunk |= {each for each in ids if each is not None}
             elif isinstance(fact, GroupDropped) and fact.group_id in self._launched:
                 self._lose(self._launched.pop(fact.group_id))
             elif isinstance(fact, PromptRefused):
                 self._lose(self._unlaunched.popleft())
+        # A lost member may have been replaced.
+        for group_id in shrunk.difference(self._members.values()):
+            self._lose(self._launched.pop(group_id))
 
     def _lose(self, prompt: Prompt) -> None:
         task = asyncio.ensure_future(self._ended(prompt, GroupLost()))
@@ -147,8 +167,13 @@ class PushedRollouts:
     async def _deliver(self) -> None:
         try:
             while True:
-                for group in (await self._next_batch()).groups:
-                    await self._ended(self._launched.pop(group.group_id), None)
+                for unit in (await self._next_batch()).units:
+                    if isinstance(unit, Sample) and self._delivered is not None:
+                        await self._delivered(unit)
+                        del self._members[unit.unit_id]
+                        if unit.group_id in self._members.values():
+                            continue
+                    await self._ended(self._launched.pop(unit.group_id), None)
         except Exception as error:
             # The trainer would wait forever for a group that is neither complete nor failed.
             for prompt in (*self._launched.values(), *self._unlaunched):

@@ -302,6 +302,11 @@ def _check(cfg: Any, own: SchedulerConfig) -> None:
     Raises:
         ConfigError: if the configuration of SkyRL or the settings have it.
     """
+    if own.delivery == "samples":
+        raise ConfigError(
+            f"delivery is {own.delivery}, and SkyRL's queue takes all trajectories of a prompt at "
+            'once; leave it at "groups".'
+        )
     check_fixed_groups(own, "SkyRL")
     engine = cfg.generator.inference_engine
     if not cfg.trainer.fully_async.enabled:

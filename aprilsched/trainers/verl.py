@@ -11,6 +11,8 @@ trainer ``trainer.v1.trainer_mode=separate_async``.
   paused the servers, and the scheduler labels the weights before the first token under them.
 - Without it, the scheduler learns of new weights only from the trainer's next prompts. Tokens
   sampled in between are attributed to the previous version.
+- With ``delivery="samples"`` verl trains on single rollouts. Its custom sampler is then
+  :func:`sample_buffer`, and its advantage estimator has the name "aprilsched".
 """
 
 # The checker does not know the classes of verl that some classes here are made from.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
@@ -27,7 +30,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.errors import ConfigError
+from aprilsched.errors import ConfigError, MemberLost
 from aprilsched.kernel.engines.sglang.http_engine import SGLangListedFleet
 from aprilsched.kernel.shell import Turn
 from aprilsched.kernel.shell.listener import AnyListener
@@ -41,16 +44,17 @@ from aprilsched.trainers.adapter import (
     package,
     refuse,
     routed_experts,
+    trained_advantages,
 )
 from aprilsched.trainers.pushed import NOT_TOKENIZED, PushedRollouts, as_pushed
-from aprilsched.types import Prompt, SamplingParams, Score
+from aprilsched.types import Prompt, Sample, SamplingParams, Score
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    _Worker = Any
+    _Theirs = Any
 else:
-    _Worker = object
+    _Theirs = object
 
 log = logging.getLogger("aprilsched")
 
@@ -63,6 +67,8 @@ _POLL_S = 1.0
 training."""
 _TURN: ContextVar[Turn] = ContextVar("turn")
 """The turn of the episode that runs."""
+_BASELINES: dict[str, float] = {}
+"""In the trainer's process, the baseline of each rollout that it trains on, by its "uid"."""
 _DECIDED = (
     "batch_groups",
     "follow_weights",
@@ -115,6 +121,11 @@ class AgentLoopManager:
         reward_loop_worker_handles: Any = None,
     ) -> None:
         settings = _settings(config, type(self).scheduler)
+        if settings.delivery == "samples" and reward_loop_worker_handles is None:
+            raise ConfigError(
+                "verl computes rewards after sampling, and a single sample needs those of its "
+                "siblings before; set reward.reward_model.enable_resource_pool=True."
+            )
         ray = self._ray = _package("ray")
         self._scheduler = (
             ray.remote(_scheduler())
@@ -203,6 +214,85 @@ def hold_updates(trainer: Any, manager: AgentLoopManager) -> None:
     trainer.on_step_end = on_step_end
 
 
+def sample_buffer(**given: Any) -> Any:
+    """Make a replay buffer of verl that samples single rollouts.
+
+    .. code-block:: text
+
+        trainer.v1.sampler.custom_sampler.path=pkg://aprilsched.trainers.verl
+        trainer.v1.sampler.custom_sampler.name=sample_buffer
+        algorithm.adv_estimator=aprilsched
+    """
+    _package("verl.trainer.ppo.core_algos").register_adv_est("aprilsched")(_advantages)
+    theirs = _package("verl.trainer.ppo.v1.replay_buffer").ReplayBufferAsync
+    return type("SampleBuffer", (_SampleBuffer, theirs), {})(**given)
+
+
+def _advantages(
+    token_level_rewards: Any, response_mask: Any, index: Sequence[str], **_: Any
+) -> tuple[Any, Any]:
+    """Return the advantages and returns [B, T]: the reward minus the baseline of the siblings."""
+    # verl pads a batch with rows that have no tokens in the loss.
+    baselines = [0.0 if uid.startswith("pad") else _BASELINES[uid] for uid in index]
+    rewards = token_level_rewards.sum(-1)
+    found = (rewards - rewards.new_tensor(baselines))[:, None] * response_mask
+    return found, found
+
+
+class _SampleBuffer(_Theirs):
+    """The methods that the scheduler adds to verl's ReplayBufferAsync."""
+
+    _lost = 0
+    """Number of rollouts for which verl must push further prompts."""
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, Row]:
+        """Sample the oldest delivered rollouts, as many as `batch_size` groups have."""
+        if partition_id == "val":
+            return super().sample(global_steps, partition_id, batch_size)
+        queue, looked = _package("transfer_queue"), time.time()
+        while True:
+            self._sync_metadata_from_transfer_queue()
+            items: dict[str, Row] = (queue.kv_list(partition_id) or {}).get(partition_id, {})
+            size = max((tag.get("size", 0) for tag in items.values()), default=0)
+            steps = {
+                tag["rollout"]: cast("int", tag["global_steps"])
+                for tag in items.values()
+                if "rollout" in tag
+            }
+            stale = self._stale(steps, global_steps)
+            over = {uid: tag["lost"] for uid, tag in items.items() if "lost" in tag}
+            gone = [
+                key
+                for key, tag in items.items()
+                if (tag["rollout"] in stale if "rollout" in tag else key.split("_")[0] in over)
+            ]
+            if gone:
+                queue.kv_clear(keys=gone, partition_id=partition_id)
+            self._lost += len(stale) + sum(over.values())
+            if size and self._lost >= size:
+                prompts, self._lost = divmod(self._lost, size)
+                self.refill_fn(prompts)
+                continue
+            fresh = sorted(steps.keys() - stale, key=steps.__getitem__)
+            count = batch_size * size
+            if size and self._has_enough_samples(global_steps, partition_id, count, set(fresh)):
+                break
+            looked = self._wait_for_next_poll(partition_id, looked)
+        chosen = set(fresh[:count])
+        taken = {key: tag for key, tag in items.items() if tag.get("rollout") in chosen}
+        _BASELINES.clear()
+        _BASELINES.update({tag["rollout"]: tag["baseline"] for tag in taken.values()})
+        tags = list(taken.values())
+        return queue.KVBatchMeta(partition_id=partition_id, keys=list(taken), tags=tags), {}
+
+    def _stale(self, steps: Mapping[str, int], global_steps: int) -> set[str]:
+        """Return the rollouts that verl drops, of those with the `steps` of their prompts."""
+        if self.max_off_policy_threshold is None or self.max_off_policy_strategy != "drop":
+            return set()
+        oldest = global_steps + 1 - self.max_off_policy_threshold
+        return {name for name, step in steps.items() if step < oldest}
+
+
 class _Client:
     """What verl's agent loops generate with: the turn of the episode that they run in."""
 
@@ -274,7 +364,7 @@ def _scheduler() -> type[Any]:
     return type("Scheduler", (_Scheduler, worker), {})
 
 
-class _Scheduler(_Worker):
+class _Scheduler(_Theirs):
     """The methods added to verl's agent-loop worker; its prompts go to a RolloutScheduler."""
 
     def __init__(
@@ -289,6 +379,9 @@ class _Scheduler(_Worker):
         client = _Client(config.actor_rollout_ref.rollout)
         super().__init__(config, client, teacher_client, reward_loop_worker_handles)
         client.processor = self.processor
+        self._samples = settings.delivery == "samples"
+        self._keys: dict[str, list[str]] = {}
+        """Keys of the trajectories of each rollout that is not delivered yet."""
         self._sessions: dict[str, set[asyncio.Task[Any]]] = {}
         """The trajectories of each prompt that are being scored, by its uid."""
         self._paused: AbstractAsyncContextManager[Any] | None = None
@@ -298,6 +391,7 @@ class _Scheduler(_Worker):
             config=settings,
             listeners=listeners(),
             ended=self._ended,
+            delivered=self._delivered if self._samples else None,
         )
 
     async def generate_sequences(self, batch: Any) -> None:
@@ -349,7 +443,8 @@ class _Scheduler(_Worker):
         except Exception:
             # verl does not await this call, so without a failure it would wait forever.
             log.exception("prompt %s was given up", uid)
-            await self._end(uid, validate, failed=True)
+            lost = self.config.actor_rollout_ref.rollout.n
+            await self._end(uid, validate, failed=True, lost=lost)
 
     async def _push(self, uid: str, validate: bool, row: Row, given: Row) -> None:
         rollout = self.config.actor_rollout_ref.rollout
@@ -358,7 +453,10 @@ class _Scheduler(_Worker):
         if not row.pop("__do_sample__", True) and not validate:
             given["sampling"] = {**given["sampling"], "temperature": 0, "top_p": 1.0, "top_k": -1}
         prompt = Prompt(
-            input_ids=NOT_TOKENIZED, key=uid, metadata={"row": row, **given}, group_size=size
+            input_ids=NOT_TOKENIZED,
+            key=uid,
+            metadata={"row": row, "delivered": 0, **given},
+            group_size=size,
         )
         if validate:
             await self._rollouts.evaluate(prompt)
@@ -391,23 +489,57 @@ class _Scheduler(_Worker):
         sessions.add(work)
         await asyncio.shield(work)
         outputs = output if isinstance(output, list) else [output]
+        if self._samples and not validate:
+            if not outputs:
+                raise MemberLost("the agent loop returned no trajectory.")
+            name = f"{kwargs['uid']}_{kwargs['session_id']}"
+            self._keys[name] = [f"{name}_{number}" for number in range(len(outputs))]
         return outputs[-1].reward_score if outputs else None
 
-    async def _ended(self, prompt: Prompt, error: Exception | None) -> None:
-        validate = prompt.metadata["trajectory"]["validate"]
-        await self._end(cast("str", prompt.key), validate, failed=error is not None)
+    async def _delivered(self, sample: Sample) -> None:
+        """Offer a rollout to :class:`_SampleBuffer`, with the baseline of its siblings."""
+        (advantage,) = trained_advantages([sample])
+        name = f"{sample.prompt.key}_{sample.rollout.index}"
+        tag = {
+            "rollout": name,
+            "baseline": cast("float", sample.reward) - float(advantage),
+            "size": self.config.actor_rollout_ref.rollout.n,
+        }
+        keys = self._keys.pop(name)
+        # An estimator of advantages gets the rewards and the "uid" of each row.
+        rows = [{"uid": name} for _ in keys]
+        await _package("transfer_queue").async_kv_batch_put(
+            keys=keys,
+            partition_id="train",
+            fields=_package("verl.utils.tensordict_utils").list_of_dict_to_tensordict(rows),
+            tags=[tag] * len(keys),
+        )
+        given = cast("Row", sample.prompt.metadata)
+        given["delivered"] += 1
 
-    async def _end(self, uid: str, validate: bool, *, failed: bool) -> None:
+    async def _ended(self, prompt: Prompt, error: Exception | None) -> None:
+        given = prompt.metadata
+        uid, validate = cast("str", prompt.key), given["trajectory"]["validate"]
+        if self._samples and not validate:
+            size = cast("int", prompt.group_size)
+            for index in range(size):
+                self._keys.pop(f"{uid}_{index}", None)
+            lost = size - given["delivered"]
+            await self._end(uid, validate, failed=lost > 0, lost=lost)
+        else:
+            await self._end(uid, validate, failed=error is not None)
+
+    async def _end(self, uid: str, validate: bool, *, failed: bool, **tag: int) -> None:
         sessions = self._sessions.pop(uid, None)
         if failed and sessions:
             # verl removes a failed group's trajectories from the queue; later ones would stay.
             await asyncio.wait(sessions)
-        await self._report(uid, validate, "failure" if failed else "finished")
+        await self._report(uid, validate, "failure" if failed else "finished", **tag)
 
-    async def _report(self, uid: str, validate: bool, status: str) -> None:
+    async def _report(self, uid: str, validate: bool, status: str, **tag: int) -> None:
         partition = "val" if validate else "train"
         queue = _package("transfer_queue")
-        await queue.async_kv_put(key=uid, partition_id=partition, tag={"status": status})
+        await queue.async_kv_put(key=uid, partition_id=partition, tag={"status": status, **tag})
 
 
 async def _servers(load_balancer: Any) -> list[str]:
@@ -464,7 +596,9 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
     for name in _DECIDED:
         if getattr(own, name) != getattr(usual, name):
             raise ConfigError(f"{name} of the scheduler is set, and verl decides it; leave it out.")
-    check_fixed_groups(own, "verl")
+    check_fixed_groups(own, "verl", samples=True)
+    if own.delivery == "samples":
+        _check_samples(config)
     return as_pushed(
         own,
         group_size=rollout.n,
@@ -472,6 +606,27 @@ def _settings(config: Any, own: SchedulerConfig) -> SchedulerConfig:
         # verl pauses servers behind the scheduler's back, which must not take them for hanging.
         follow_weights=True,
         sampling=SamplingParams(max_new_tokens=rollout.response_length),
+    )
+
+
+def _check_samples(config: Any) -> None:
+    algorithm, sampler = config.algorithm, config.trainer.v1.sampler
+    custom = sampler.get("custom_sampler") or {}
+    if (algorithm.adv_estimator, custom.get("name")) != ("aprilsched", sample_buffer.__name__):
+        raise ConfigError(
+            'delivery is "samples", and verl\'s own sampler and estimator take whole groups; set '
+            "algorithm.adv_estimator=aprilsched and trainer.v1.sampler.custom_sampler with "
+            "path=pkg://aprilsched.trainers.verl and name=sample_buffer."
+        )
+    filters: Any = algorithm.get("filter_groups") or {}
+    refuse(
+        {
+            "algorithm.filter_groups.enable": (filters.get("enable"), "it judges whole groups"),
+            "algorithm.use_kl_in_reward": (
+                algorithm.use_kl_in_reward,
+                "the penalty is not in the siblings' rewards",
+            ),
+        }
     )
 
 

@@ -1,7 +1,8 @@
 """Runs examples/openrlhf_async.py with a policy that is not trained and needs no GPU.
 
-It is a program: ``python -m tests.support.openrlhf_on_cpu MODEL MODEL FOLDER ARGUMENTS…`` keeps the
-experiences of each step in FOLDER, and the policy's weights are those of the two models in turn.
+It is a program: ``python -m tests.support.openrlhf_on_cpu MODEL MODEL FOLDER DELIVERY ARGUMENTS…``
+keeps the experiences of each step in FOLDER, and the policy's weights are those of the two models
+in turn.
 OpenRLHF imports flash-attn, which is for GPUs only; FOLDER gets modules of that name without
 content.
 """
@@ -14,6 +15,7 @@ import os
 import runpy
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +85,14 @@ def policy(models: list[str], folder: str) -> type[Any]:
 
 
 def main() -> None:
-    first, second, folder, *arguments = sys.argv[1:]
+    first, second, folder, delivery, *arguments = sys.argv[1:]
     import ray
     from openrlhf.trainer.ray import ppo_actor
 
+    from aprilsched.trainers import openrlhf
+
+    run = openrlhf.main
+    openrlhf.main = lambda *given, config: run(*given, config=replace(config, delivery=delivery))
     variables = {name: os.environ[name] for name in ("PYTHONPATH", "OMP_NUM_THREADS")}
     ray.init(num_cpus=8, num_gpus=1, include_dashboard=False, runtime_env={"env_vars": variables})
     made = policy([first, second], folder)

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
-from aprilsched import SchedulerConfig, SGLangFleet, SimFleet
+from aprilsched import Batch, SchedulerConfig, SGLangFleet, SimFleet, advantages
 from aprilsched.config import Dispatch, Staleness
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.kernel.core.messages import commands as do
@@ -30,6 +30,7 @@ from aprilsched.simulation.engine.toy_model import toy_rows, weights_key_of_vers
 from aprilsched.testing.fixtures import StartServer, start_sglang_server
 from aprilsched.testing.threaded import ThreadedServer
 from aprilsched.trainers.areal import RolloutEngine
+from aprilsched.types import NO_VERSION
 from tests.support.areal_parts import Client, areal, saved, why_not
 from tests.support.companions import EXPERTS
 from tests.support.table import each_row
@@ -354,6 +355,144 @@ class Routed(SingleTurn):
         self.started += 1
         self.gconfig.max_new_tokens = 40 + 400 * (self.started % 7 == 0)
         return await super().arun_episode(engine, data)
+
+
+class Varied(SingleTurn):
+    """Its responses have different lengths, and so different rewards."""
+
+    asked = 0
+
+    @property
+    def gconfig(self) -> Any:
+        self.asked += 1
+        return self.parts.Generation(max_new_tokens=10 + self.asked * 61 % 150)
+
+    @gconfig.setter
+    def gconfig(self, usual: Any) -> None: ...
+
+
+class VariedTurns(Varied, MultiTurn):
+    """Three requests, and a reward that depends on the length."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        made = await MultiTurn.arun_episode(self, engine, data)
+        return {**made, "rewards": torch.tensor([float(made["input_ids"].shape[1] % 5)])}
+
+
+class Forgetful(Varied):
+    """It keeps two of three responses, and rewards them highly."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        made = await super().arun_episode(engine, data)
+        return made if len(self.seen) % 3 else None
+
+    async def reward(self, data: dict[str, Any], response: Any) -> float:
+        return 100.0 + len(response.output_tokens) % 7
+
+
+def trainer_config(**changes: Any) -> Any:
+    """AReaL's own configuration of a trainer whose advantages are rewards minus values."""
+    from areal.api import cli_args
+
+    actor: Any = {"kl_ctl": 0.0, "reward_clip": 1000.0, **changes}
+    critic = cli_args.PPOCriticConfig() if actor.pop("critic", False) else None
+    norm = cli_args.NormConfig(mean_level="group", std_level="group", group_size=SIZE)
+    actor = {name: norm if name.endswith("norm") else each for name, each in actor.items()}
+    return cli_args.PPOConfig(actor=cli_args.PPOActorConfig(**actor), critic=critic)
+
+
+def sampling_engine(parts: Any, trainer: Any, **settings: Any) -> RolloutEngine:
+    return RolloutEngine(
+        SimFleet(2, time_scale=0.01),
+        config=config(parts),
+        gconfig=parts.Generation(n_samples=SIZE),
+        settings=SchedulerConfig(
+            **{"over_provision": 2.0, "pace": "asynchronous", "delivery": "samples", **settings}
+        ),
+        trainer=trainer,
+    )
+
+
+@pytest.mark.parametrize("kind", [Varied, VariedTurns, Forgetful])
+def test_areals_advantage_of_a_sample_is_from_its_siblings(
+    parts: SimpleNamespace, tmp_path: Path, kind: Any
+):
+    from areal.trainer.ppo.actor import PPOActor
+
+    trainer = trainer_config(use_decoupled_loss=True)
+    made = sampling_engine(parts, trainer)
+    batches: list[Batch] = []
+    following = made.scheduler.next_batch
+
+    def next_batch(**given: Any) -> Batch:
+        batches.append(following(**given))
+        return batches[-1]
+
+    made.scheduler.next_batch = next_batch
+    loader, workflow, ages = Loader(), kind(parts), set[int]()
+    seen = set[float]()
+    with opening(made):
+        for version in range(6):
+            trajectories = made.prepare_batch(loader, workflow, group_size=SIZE)
+            assert len(trajectories) == GROUPS * SIZE
+            # AReaL computes its own log-probabilities in between.
+            data = [{**each, "prox_logp": each["logprobs"]} for each in trajectories]
+            expected = advantages(batches[-1]).tolist()
+            actor = PPOActor(trainer.actor, None)
+            for each, sample, advantage in zip(
+                actor.compute_advantages(data), batches[-1].samples, expected, strict=True
+            ):
+                assert len(sample.siblings) == SIZE // 2
+                sampled = each["loss_mask"].bool()
+                assert int(sampled.sum()) == int(sample.rollout.loss_mask.sum())
+                assert each["rewards"].tolist() == [sample.reward]
+                assert torch.allclose(each["advantages"][sampled], torch.tensor(advantage))
+                own = sample.rollout.versions
+                assert torch.equal(
+                    each["versions"][each["versions"] >= 0], torch.tensor(own[own != NO_VERSION])
+                )
+                ages |= set((version - own[sample.rollout.loss_mask]).tolist())
+                seen.add(advantage)
+            update(made, parts, tmp_path, version + 1)
+        evaluated = made.rollout_batch(loader.items[:2], SingleTurn(parts), group_size=SIZE)
+    check(evaluated)
+    samples = [sample for batch in batches for sample in batch.samples]
+    assert len({sample.unit_id for sample in samples}) == 6 * GROUPS * SIZE
+    assert ages <= {0, 1, 2}
+    assert len(seen) > 2
+    if kind is Forgetful:
+        rewards = [each.reward for sample in samples for each in (sample, *sample.siblings)]
+        assert all(reward is not None and reward >= 100 for reward in rewards)
+
+
+@each_row(
+    ("changes", "error"),
+    [
+        (None, "set trainer=self.config"),
+        ({"critic": True}, "critic is set, and an advantage is"),
+        ({"reward_norm": True}, "actor.reward_norm is set"),
+        ({"adv_norm": True}, "actor.adv_norm is set"),
+        ({"reward_scaling": 2.0}, "actor.reward_scaling is set"),
+        ({"reward_bias": -0.5}, "actor.reward_bias is set"),
+        ({"overlong_reward_penalty": True}, "actor.overlong_reward_penalty is set"),
+        ({"mask_no_eos_with_zero": True}, "actor.mask_no_eos_with_zero is set"),
+        ({"discount": 0.99}, "actor.discount is set"),
+        ({"gae_lambda": 0.95}, "actor.gae_lambda is set"),
+    ],
+)
+def test_settings_that_change_a_samples_advantage_are_refused(
+    parts: SimpleNamespace, changes: dict[str, Any] | None, error: str
+):
+    with pytest.raises(ConfigError, match=error):
+        sampling_engine(parts, None if changes is None else trainer_config(**changes))
+
+
+def test_a_filter_of_groups_is_refused_with_samples(parts: SimpleNamespace):
+    with (
+        opening(sampling_engine(parts, trainer_config())) as made,
+        pytest.raises(ConfigError, match="should_accept_fn judges whole groups"),
+    ):
+        made.prepare_batch(Loader(), SingleTurn(parts), should_accept_fn=any, group_size=SIZE)
 
 
 def test_routed_experts_and_what_a_workflow_adds_reach_the_trainer(

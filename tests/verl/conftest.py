@@ -84,6 +84,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     (folder / "agents.yaml").write_text(
         "- name: two_turns\n  _target_: tests.verl.on_cpu.TwoTurns\n"
+        "- name: two_outputs\n  _target_: tests.verl.on_cpu.TwoOutputs\n"
     )
     return folder
 

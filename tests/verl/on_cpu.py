@@ -108,10 +108,42 @@ class TwoTurns(AgentLoopBase):
         )
 
 
+class TwoOutputs(AgentLoopBase):
+    """Two turns, each a trajectory of its own."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Any:
+        prompt, made = await self.ct_build_initial_tokens(list(row["raw_prompt"])), list[Any]()
+        for turn in range(2):
+            output = await self.server_manager.generate(
+                request_id=str(turn),
+                prompt_ids=prompt,
+                sampling_params={**sampling_params, "max_tokens": 200},
+            )
+            made.append(
+                AgentLoopOutput(
+                    prompt_ids=prompt,
+                    response_ids=output.token_ids,
+                    response_mask=[1] * len(output.token_ids),
+                    response_logprobs=output.log_probs,
+                    num_turns=2,
+                    metrics={},
+                    extra_fields=dict(output.extra_fields),
+                )
+            )
+            prompt = [*prompt, *output.token_ids, 7, 8]
+        return made
+
+
 class WithExperts(AgentLoopManager):
     """Asks the servers for the experts of each token."""
 
     scheduler = SchedulerConfig(companions=("routed_experts=uint8[3,2]",))
+
+
+class SingleSamples(AgentLoopManager):
+    """Delivers single samples."""
+
+    scheduler = SchedulerConfig(delivery="samples")
 
 
 class NoActors:
@@ -166,6 +198,7 @@ class Trainer(PPOTrainerSeparateAsync):
         super()._compute_metrics(batch, metrics, *args, **given)
         self.logged.append(dict(metrics))
         fields = ["prompts", "responses", "response_mask", "rollout_log_probs", "rm_scores"]
+        fields.append("advantages")
         if self.config.actor_rollout_ref.rollout.enable_rollout_routing_replay:
             fields.append("routed_experts")
         data = tq.kv_batch_get(
@@ -189,6 +222,7 @@ class Trajectory:
     response_mask: np.ndarray[Any, Any]
     rollout_log_probs: np.ndarray[Any, Any]
     rm_scores: np.ndarray[Any, Any]
+    advantages: np.ndarray[Any, Any]
     routed_experts: np.ndarray[Any, Any] | None = None
 
     def versions(self, weights: Path) -> list[int]:

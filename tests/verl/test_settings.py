@@ -39,6 +39,39 @@ def test_what_cannot_be_served_is_refused(
         AgentLoopManager.create(config=configure(change), llm_client=None)
 
 
+SINGLE = (
+    "algorithm.adv_estimator=aprilsched",
+    "trainer.v1.sampler.custom_sampler.path=pkg://aprilsched.trainers.verl",
+    "trainer.v1.sampler.custom_sampler.name=sample_buffer",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (("algorithm.adv_estimator=grpo",), "set algorithm.adv_estimator=aprilsched"),
+        (("trainer.v1.sampler.custom_sampler.name=Other",), "and name=sample_buffer"),
+        (("algorithm.filter_groups.enable=True",), "it judges whole groups"),
+        (("algorithm.use_kl_in_reward=True",), "the penalty is not in the siblings' rewards"),
+    ],
+)
+def test_what_changes_a_samples_advantage_is_refused(
+    configure: Callable[..., Any], changes: tuple[str, ...], sentence: str
+):
+    own = SchedulerConfig(delivery="samples")
+    assert _settings(configure(*SINGLE), own).delivery == "samples"
+    with pytest.raises(ConfigError, match=sentence):
+        _settings(configure(*SINGLE, *changes), own)
+
+
+def test_rewards_computed_after_sampling_are_refused_with_samples(configure: Callable[..., Any]):
+    manager = type(
+        "Single", (AgentLoopManager,), {"scheduler": SchedulerConfig(delivery="samples")}
+    )
+    with pytest.raises(ConfigError, match="computes rewards after sampling"):
+        manager.create(config=configure(*SINGLE), llm_client=None)
+
+
 def test_settings_that_verl_decides_are_refused(configure: Callable[..., Any]):
     for own in (SchedulerConfig(max_staleness=2), SchedulerConfig(over_provision=2.0)):
         with pytest.raises(ConfigError, match="verl decides it"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,59 @@ def test_training_with_updates_that_wait_for_the_scheduler(run: Callable[..., An
     failed = "training/rollout_failure/evicted_samples"
     assert sum(metrics.get(failed, 0) for metrics in logged) == 1
     assert "val-core/words/acc/mean@1" in logged[-1]
+    assert labels == [str(STEPS)] * 2
+
+
+@pytest.mark.parametrize(("loop", "threshold"), [("single_turn_agent", 8), ("two_outputs", 2)])
+def test_single_samples_with_the_advantage_of_their_siblings(
+    run: Callable[..., Any], weights: Path, loop: str, threshold: int
+):
+    """With a threshold of two steps verl drops rollouts of the prompts pushed ahead."""
+    manager = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+    sampler = "trainer.v1.sampler.custom_sampler"
+    trainer, labels = run(
+        adapter._task_runner(),
+        f"{manager}=tests.verl.on_cpu.SingleSamples",
+        f"{sampler}.path=pkg://aprilsched.trainers.verl",
+        f"{sampler}.name=sample_buffer",
+        "algorithm.adv_estimator=aprilsched",
+        f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}",
+        "trainer.val_before_train=True",
+        f"trainer.test_freq={STEPS}",
+        f"trainer.v1.sampler.max_off_policy_threshold={threshold}",
+    )
+    trained = trainer.trained
+    assert len({each.key for each in trained}) == len(trained)
+    outputs = 1 + (loop == "two_outputs")
+    # A rollout is the trajectories of one session, which are trained on together.
+    rollouts = Counter((each.key.rsplit("_", 1)[0], each.step) for each in trained)
+    assert set(rollouts.values()) == {outputs}
+    assert len({name for name, _ in rollouts}) == len(rollouts)
+    assert Counter(step for _, step in rollouts) == dict.fromkeys(
+        range(1, STEPS + 1), PROMPTS * SIZE
+    )
+    groups: dict[str, dict[str, Any]] = {}
+    for each in trained:
+        uid, session, _ = each.key.split("_")
+        groups.setdefault(uid, {})[session] = each
+        assert each.step - each.tag["global_steps"] < threshold
+        versions = each.versions(weights)
+        assert [each.tag["min_global_steps"], each.tag["max_global_steps"]] == [
+            versions[0],
+            versions[-1],
+        ]
+        (advantage,) = set(each.advantages[each.response_mask.astype(bool)].tolist())
+        assert advantage == pytest.approx(each.rm_scores.sum() - each.tag["baseline"], abs=1e-5)
+    compared = 0
+    for whole in (group for group in groups.values() if len(group) == SIZE):
+        for session, each in whole.items():
+            others = [whole[other].rm_scores.sum() for other in whole if other != session]
+            # The siblings are two of the three others.
+            means = [np.mean(pair) for pair in combinations(others, SIZE // 2)]
+            assert any(each.tag["baseline"] == pytest.approx(mean, abs=1e-5) for mean in means)
+            compared += 1
+    assert compared
+    assert "val-core/words/acc/mean@1" in trainer.logged[-1]
     assert labels == [str(STEPS)] * 2
 
 

@@ -263,10 +263,19 @@ def test_what_cannot_be_served_is_refused(
         made.get_inference_client()
 
 
-def test_groups_that_shrink_are_refused(models: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"retries": Retries(member="shrink")}, "SkyRL takes groups of one size"),
+        ({"delivery": "samples"}, "SkyRL's queue takes all trajectories of a prompt at once"),
+    ],
+)
+def test_settings_that_change_groups_are_refused(
+    models: tuple[Path, Path], tmp_path: Path, settings: dict[str, Any], error: str
+) -> None:
     model = with_tokenizer(models[0], tmp_path / "model")
     cfg = configuration("http://127.0.0.1:1", model, tmp_path)
     made = experiment(cfg, models, tmp_path)
-    type(made).scheduler = SchedulerConfig(retries=Retries(member="shrink"))
-    with pytest.raises(ConfigError, match="SkyRL takes groups of one size"):
+    type(made).scheduler = SchedulerConfig(**settings)
+    with pytest.raises(ConfigError, match=error):
         made.get_inference_client()
