@@ -8,10 +8,11 @@ from itertools import permutations, product
 import pytest
 
 from aprilsched.config import Pool, Retries, SchedulerConfig, Staleness, Tokens
-from aprilsched.errors import ConfigError
+from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.steps.snapshot import take_checkpoint
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.simulation import simulate
 from aprilsched.simulation.workload import LongTailWorkload
@@ -244,6 +245,27 @@ def test_a_reward_that_fails_costs_its_member_alone():
     assert driver.state.in_flight.ledger.rollouts == {Reason.REWARD_FAILED: 1}
 
 
+def test_a_prompt_fails_only_if_nothing_of_it_is_left():
+    """A failed reward of each prompt is a quarter of the samples and not all of the prompts."""
+    driver = driver_of(config(siblings=1), supply=3)
+    while not driver.ended:
+        if driver.sends:
+            finish(driver, min(_index(driver, send) for send in driver.sends.values()), reward=None)
+            failed = driver.scores[0].rollout
+            if failed.index == 3:
+                driver.scores.clear()
+                driver.feed(
+                    ev.RewardFailed(
+                        group_id=failed.group_id, cause="a bug", rollout_id=failed.rollout_id
+                    )
+                )
+            else:
+                score(driver, 1.0)
+        driver.request_batch()
+    assert isinstance(driver.end, PromptsExhausted)
+    assert driver.end.failed == 0
+
+
 def test_a_group_that_shrinks_says_that_there_are_fewer_siblings():
     settings = config(siblings=3, retries=Retries(attempts=1, member="shrink"))
     driver = driver_of(settings, reward_scope="rollout")
@@ -373,6 +395,16 @@ def test_only_the_stale_samples_are_evicted():
     assert driver.state.in_flight.groups[second].size == 3
 
 
+def test_a_stale_member_evicts_a_group_that_becomes_too_small():
+    settings = config(group_size=2, siblings=1, max_staleness=Staleness(0, rule="evict"))
+    driver = driver_of(settings)
+    for key in driver.attempts():
+        driver.progress(key, 2)
+    driver.update()
+    counts = {Reason.STALE: 1, Reason.SIBLING_FAILED: 1}
+    assert driver.state.in_flight.ledger.rollouts == counts
+
+
 def test_samples_and_members_that_restart_are_generated_again():
     stale = Staleness(0, rule="restart")
     driver = driver_of(config(siblings=1, max_staleness=stale))
@@ -420,3 +452,45 @@ def test_a_run_continues_only_with_the_same_delivery():
     driver.config = config(delivery="groups", siblings=None)
     with pytest.raises(ConfigError, match='the saved run has delivery="samples"'):
         driver.restart()
+
+
+@each_row("full", [False, True], ids=["changes", "checkpoint"])
+def test_a_group_that_has_no_member_left_survives_a_restart(full: bool):
+    """All of its samples wait for the batch; what restarts is generated again in its place."""
+    stale = Staleness(0, rule="restart")
+    driver = driver_of(config(batch_groups=2, siblings=1, max_staleness=stale), store=MemoryStore())
+    for index in range(4):
+        finish(driver, index)
+    assert ready(driver) == [0, 1, 2, 3]
+    driver.save()
+    if full:
+        assert driver.store is not None
+        driver.store.save(take_checkpoint(driver.state, without=()), durable=True)
+    driver.restart()
+    assert ready(driver) == [0, 1, 2, 3]
+    driver.request_batch()
+    driver.update()
+    assert driver.state.in_flight.ledger.rollouts == {Reason.BEGUN_AGAIN: 4}
+    while not driver.batches:
+        driver.finish(driver.attempts()[0])
+        score(driver, 1.0)
+    assert len(driver.batches[0].samples) == 8
+
+
+def test_a_batch_is_delivered_again_with_all_its_samples():
+    """Also if its members were saved while they were in their group, which has left since."""
+    driver = driver_of(config(), store=MemoryStore())
+    for index in (2, 0):
+        finish(driver, index)
+    driver.save()
+    for index in (3, 1):
+        finish(driver, index)
+    (batch,) = driver.batches
+    driver.save()
+    driver.restart()
+    driver.request_batch()
+    (again,) = driver.redelivered
+    assert siblings(again) == siblings(batch)
+    assert [r.token_ids.tolist() for r in again.rollouts] == [
+        r.token_ids.tolist() for r in batch.rollouts
+    ]
