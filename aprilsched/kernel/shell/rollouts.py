@@ -101,7 +101,8 @@ class RolloutScheduler(AsyncScheduler):
             accepts=accept is not None,
             episodes=episode is not None,
         )
-        if self.config.delivery == "samples" and caller.reward_scope != "rollout" and not episode:
+        alone = caller.reward_scope == "rollout" or (reward is None and episode is not None)
+        if self.config.delivery == "samples" and not alone:
             raise ConfigError(
                 'delivery="samples" needs the reward of each rollout by itself; give a reward '
                 'function with reward_scope="rollout", or episodes that return a Score.'
