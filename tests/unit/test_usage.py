@@ -109,6 +109,16 @@ def test_groups_wait_too(kind: str):
     assert written.parts() == {"rewards": 3, "tail": 1}
 
 
+def test_samples_do_not_count_as_groups_before_the_first_batch():
+    """The verdict on one sample does not keep a batch of three back."""
+    written = WrittenRun()
+    written.tell(*launch(1, size=3), received(10), received(11), received(12))
+    written.tell(*ended(10), *ended(11), of.SampleReady(rollout_id=10, group_id=1, siblings=(11,)))
+    written.tell(of.VerdictRequested(group_id=10))
+    written.after(3)
+    assert written.parts() == {"decode": 1, "tail": 2}
+
+
 def test_a_dropped_group_is_not_waited_for():
     written = WrittenRun()
     written.tell(*launch(), received(0), received(1), *ended(0), *ended(1))

@@ -14,7 +14,8 @@ class TrainerNow(DispatchingListener):
     """Keeps what the trainer waits for.
 
     Args:
-        batch_groups: number of groups per batch; None takes it from the first delivered batch.
+        batch_groups: number of groups per batch; None takes it from the first delivered batch, and
+            so do runs that deliver samples.
 
     Attributes:
         version: policy version of the fleet.
@@ -24,6 +25,7 @@ class TrainerNow(DispatchingListener):
         super().__init__()
         self.version = 0
         self._batch_groups = batch_groups
+        self._delivered = False
         self._waits = False
         self._offered = False
         """Whether the batch that the trainer waits for is complete and offered."""
@@ -41,6 +43,7 @@ class TrainerNow(DispatchingListener):
             of.RunOpened: self._run_opened,
             of.BatchRequested: lambda _: self._wait(True),
             of.PromptsEnded: lambda _: self._wait(False),
+            of.SampleReady: self._sample_ready,
             of.BatchOffered: lambda _: self._offer(True),
             of.OfferWithdrawn: lambda _: self._offer(False),
             of.BatchDelivered: self._batch_delivered,
@@ -96,8 +99,14 @@ class TrainerNow(DispatchingListener):
     def _offer(self, offered: bool) -> None:
         self._offered = offered
 
+    def _sample_ready(self, _: of.SampleReady) -> None:
+        # Its batches have samples, whose number is not known before the first one.
+        if not self._delivered:
+            self._batch_groups = None
+
     def _batch_delivered(self, fact: of.BatchDelivered) -> None:
         self._waits = self._offered = False
+        self._delivered = True
         self._batch_groups = len(of.unit_ids(fact.rollouts))
 
     def _update_wanted(self, fact: of.UpdateWanted) -> None:
