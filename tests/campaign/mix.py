@@ -315,10 +315,6 @@ def _of_samples(settings: dict[str, Any], draw: random.Random) -> dict[str, Any]
             smallest_group=draw.choice([1, 2]),
         ),
     }
-    if settings["pace"] == "auto":
-        changed["pace"] = draw.choice(["synchronous", "asynchronous"])
-    if settings["over_provision"] == "auto":
-        changed["over_provision"] = draw.choice([1.0, 1.5, 2.0])
     if isinstance(settings["refill"], LengthBuckets):
         changed["refill"] = "wave"
     restarts = changed["refill"] == "wave" and changed["pace"] == "synchronous"

@@ -148,7 +148,6 @@ class Interleavings(RuleBasedStateMachine):
         if siblings is not None:
             scope = "rollout" if scope == "group" else scope
             refill = refill if isinstance(refill, Pool) else "wave"
-            automatic, pace = False, "synchronous" if pace == "auto" else pace
         if rolling:
             pace, straggler, adapters, automatic = "asynchronous", "run", False, False
         if pace == "asynchronous" or straggler not in ("retract", "abort"):

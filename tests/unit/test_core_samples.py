@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import permutations, product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aprilsched import Group, Prompt, RolloutScheduler, SimFleet, Turn
 from aprilsched.config import Pool, Retries, SchedulerConfig, Staleness, Tokens
 from aprilsched.errors import ConfigError, PromptsExhausted
 from aprilsched.kernel.core.config import MemberRule
@@ -309,6 +311,25 @@ def test_a_batch_says_what_it_is_made_of():
 def test_settings_that_samples_refuse(changes: dict[str, object], text: str):
     with pytest.raises(ConfigError, match=text):
         config(**changes)  # type: ignore[arg-type]
+
+
+def no_rewards(group: Group) -> list[float]:
+    return []
+
+
+async def no_turns(turn: Turn, prompt: Prompt) -> None:
+    return None
+
+
+@each_row(
+    ("reward", "scope", "episode"),
+    [(None, "rollout", None), (no_rewards, "group", None), (no_rewards, "group", no_turns)],
+    ids=["no reward", "group rewards", "group rewards of episodes"],
+)
+def test_rewards_that_samples_refuse(reward: Any, scope: Any, episode: Any):
+    parts: dict[str, Any] = {"reward": reward, "reward_scope": scope, "episode": episode}
+    with pytest.raises(ConfigError, match="needs the reward of each rollout by itself"):
+        RolloutScheduler(SimFleet(1), (), config=config(), **parts)
 
 
 def test_tokens_may_fill_a_batch_of_samples():
