@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched import Batch, Group, Rollout, SamplingParams
+from aprilsched import Batch, Rollout, SamplingParams
 from aprilsched.errors import InvariantViolation, PromptsExhausted, RunEnded
 from aprilsched.kernel.core.invariants import check as check_invariants
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
+from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched, MemberLaunched
 from aprilsched.kernel.core.state.ledger import FAILURES
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.simulation.engine.toy_model import weights_key_of_version
-from aprilsched.types import NO_VERSION
+from aprilsched.types import NO_VERSION, Sample, Unit
 from tests.campaign.mix import Mix
 from tests.campaign.prompts import prompt_of
 from tests.campaign.truth import TruthModel, is_right, sampling_of, true_versions, wrong_rows
@@ -34,12 +34,24 @@ class Given:
 
     fingerprint: str
     keys: list[Any]
+    """The prompt's key of each group, or of each sample with its index."""
+    units: tuple[Unit, ...]
     secured: bool
     """Whether a healthy store contained it at delivery, or has saved it since."""
     acknowledged: bool = False
     """It may be delivered again, but need not be."""
     version: int = 0
     """The trainer's version at the first delivery."""
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Its samples, if samples are delivered."""
+        return [unit for unit in self.units if isinstance(unit, Sample)]
+
+    @property
+    def rollouts(self) -> list[int]:
+        """The ids of its rollouts."""
+        return [rollout.rollout_id for unit in self.units for rollout in unit.rollouts]
 
 
 @dataclass
@@ -49,8 +61,8 @@ class Records:
     batches: dict[int, Given] = field(default_factory=dict[int, Given])
     expected: set[int] = field(default_factory=set[int])
     """Batches that must be delivered again first."""
-    launched: dict[int, Any] = field(default_factory=dict[int, Any])
-    """The prompt's key of each training group that was launched."""
+    launched: set[int] = field(default_factory=set[int])
+    """The training rollouts that were launched."""
     evaluated: set[int] = field(default_factory=set[int])
     """The groups of evaluations."""
 
@@ -62,7 +74,7 @@ class Records:
     def copy(self) -> Records:
         """Copy the records, for a checkpoint of the trainer."""
         batches = {index: replace(batch) for index, batch in self.batches.items()}
-        return Records(batches, set(self.expected), dict(self.launched), set(self.evaluated))
+        return Records(batches, set(self.expected), set(self.launched), set(self.evaluated))
 
     def killed(self) -> None:
         """Forget batches that were never stored: they may be generated again."""
@@ -104,15 +116,18 @@ class Checks:
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         for fact in facts:
-            if self.state is None or not isinstance(fact, GroupLaunched):
+            if not isinstance(fact, GroupLaunched | MemberLaunched):
                 continue
-            # Unsaved work of a killed process is launched again under the same ids.
-            self.records.evaluated.discard(fact.group_id)
-            group = self.state.in_flight.groups.get(fact.group_id)
+            if isinstance(fact, GroupLaunched):
+                # Unsaved work of a killed process is launched again under the same ids.
+                self.records.evaluated.discard(fact.group_id)
+                launched = fact.rollout_ids
+            else:
+                launched = (fact.rollout_id,)
             if fact.evaluation_id is not None:
                 self.records.evaluated.add(fact.group_id)
-            elif group is not None:
-                self.records.launched[fact.group_id] = group.prompt.key
+            else:
+                self.records.launched.update(launched)
 
     # --- batches ---------------------------------------------------------------------------------
 
@@ -121,7 +136,10 @@ class Checks:
         name = f"batch {batch.index}"
         known = self.records.batches.get(batch.index)
         shown = fingerprint(batch)
-        keys = [group.prompt.key for group in batch.groups]
+        samples = batch.samples if self.mix.samples else ()
+        keys = [unit.prompt.key for unit in batch.units]
+        if samples:
+            keys = [(sample.prompt.key, sample.rollout.index) for sample in samples]
         if known is not None:
             if not batch.redelivered:
                 self._complain(f"{name} was given a second time and does not say so")
@@ -137,19 +155,70 @@ class Checks:
         twice = [key for key in keys if key in delivered]
         if twice or len(set(keys)) != len(keys):
             self._complain(f"prompts {twice or keys} of {name} were delivered before")
+        if samples:
+            self._samples(batch, name)
         if not batch.redelivered and batch.version != version:
             self._complain(f"{name} is of version {batch.version}; the trainer has {version}")
-        for group in batch.groups:
-            sizes = {rollout.index for rollout in group.rollouts}
-            if sizes != set(range(len(group.rollouts))) or not group.rollouts:
-                self._complain(f"group {group.group_id} of {name} is not whole: {sorted(sizes)}")
-            for rollout in group.rollouts:
+        for unit in batch.units:
+            sizes = {rollout.index for rollout in unit.rollouts}
+            whole_group = isinstance(unit, Sample) or sizes == set(range(len(unit.rollouts)))
+            if not whole_group or not unit.rollouts:
+                self._complain(f"group {unit.group_id} of {name} is not whole: {sorted(sizes)}")
+            for rollout in unit.rollouts:
                 self.rollout(rollout, f"rollout {rollout.rollout_id} of {name}")
-                self._content(rollout, group)
+                self._content(rollout, unit)
                 bound = settings["max_staleness"].bound
                 if bound is not None and not batch.redelivered:
                     self._staleness(rollout, version, bound, name)
-        self.records.batches[batch.index] = Given(shown, keys, secured, False, version)
+        self.records.batches[batch.index] = Given(shown, keys, batch.units, secured, False, version)
+
+    def _samples(self, batch: Batch, name: str) -> None:
+        """Check the siblings of new samples, also against those of earlier batches."""
+        assert self.state is not None
+        policies, staleness = self.state.config.policies, self.state.staleness.rule
+        amount, siblings = policies.stop.amount, policies.siblings or 0
+        # A batch that is taken in parts may end early.
+        other = self.mix.has("streams") or staleness == "finish" or batch.redelivered
+        other = other or self.state.prompts.exhausted or policies.stop.name != "samples"
+        if not other and len(batch.samples) != amount:
+            self._complain(f"{name} has {len(batch.samples)} samples; a batch has {amount}")
+        dropped = {entry.rollout_id for entry in self.state.in_flight.ledger.entries}
+        earlier = [s for given in self.records.batches.values() for s in given.samples]
+        for place, sample in enumerate(batch.samples):
+            own, ids = sample.rollout.rollout_id, [each.rollout_id for each in sample.siblings]
+            self.figures["samples"] += 1
+            self.figures["few"] += sample.few
+            if own in ids or len(set(ids)) != len(ids) or len(ids) > siblings:
+                self._complain(f"sample {own} of {name} has the siblings {ids}, of {siblings}")
+            if batch.redelivered or self.mix.has("other_settings"):
+                continue
+            if sample.few != (len(ids) < siblings):
+                self._complain(f"sample {own} of {name} has {len(ids)} siblings, few={sample.few}")
+            for other in (*earlier, *batch.samples[:place]):
+                if other.group_id == sample.group_id:
+                    self._same_group(sample, other, dropped)
+
+    def _same_group(self, sample: Sample, other: Sample, dropped: set[int]) -> None:
+        """Check that two samples show one order of ended members, and the same rewards."""
+        self.figures["pairs"] += 1
+        rewards: dict[int, float | None] = {}
+        for each in (sample, other):
+            known = [(s.rollout_id, s.reward) for s in each.siblings]
+            for rollout_id, reward in [*known, (each.rollout.rollout_id, each.reward)]:
+                if rewards.setdefault(rollout_id, reward) != reward:
+                    self._complain(f"rollout {rollout_id} has rewards {reward} and another one")
+        orders = [
+            [s.rollout_id for s in each.siblings if s.rollout_id != without.rollout.rollout_id]
+            for each, without in ((sample, other), (other, sample))
+        ]
+        # A member that was lost has left the order of its group.
+        if not dropped & {rollout_id for order in orders for rollout_id in order}:
+            shorter, longer = sorted(orders, key=len)
+            if longer[: len(shorter)] != shorter:
+                self._complain(
+                    f"samples {sample.unit_id} and {other.unit_id} of group {sample.group_id} have "
+                    f"siblings of different orders: {orders}"
+                )
 
     def _staleness(self, rollout: Rollout, version: int, bound: int, name: str) -> None:
         counted = rollout.versions[(rollout.versions != NO_VERSION) & rollout.loss_mask]
@@ -219,7 +288,7 @@ class Checks:
         if not self.mix.has("adapters") and (wrong := wrong_rows(rollout, truth, self.weights_key)):
             self._complain(f"{name} {wrong}")
 
-    def _content(self, rollout: Rollout, group: Group) -> None:
+    def _content(self, rollout: Rollout, group: Unit) -> None:
         """Check that each token is the model's sample after the tokens before it."""
         mix = self.mix
         # Weights loaded by another client keep the keys of older ones in the cache. An earlier
@@ -238,7 +307,7 @@ class Checks:
         if not any(is_right(rollout, each, self._model, self.weights_key) for each in asked):
             self._complain(f"rollout {rollout.rollout_id} of {group.prompt.key} has other tokens")
 
-    def asked(self, rollout: Rollout, group: Group) -> list[SamplingParams] | None:
+    def asked(self, rollout: Rollout, group: Unit) -> list[SamplingParams] | None:
         """Return the possible sampling of the rollout, or None if its prompt is a bad one."""
         if self.mix.episodes:
             return [SamplingParams(temperature=0.0)]
@@ -257,10 +326,18 @@ class Checks:
         ledger, prompts = state.in_flight.ledger, state.prompts.cursor
         groups = {entry.group_id for entry in ledger.entries if entry.reason in FAILURES}
         failed = len(groups - self.records.evaluated)
+        # A sample that fails does not fail its prompt, unless nothing else is left of that.
+        if self.mix.samples:
+            failed = min(failed, error.failed)
         if error.failed != failed or sum(error.causes.values()) != failed:
             self._complain(f"{failed} groups failed, and the error has {error.failed}: {error}")
         given = sum(len(batch.keys) for batch in self.records.batches.values())
-        if error.delivered < given:
+        if self.mix.samples:
+            # A prompt counts as delivered with the last of its samples, if that is not dropped.
+            most = len({key for batch in self.records.batches.values() for key, _ in batch.keys})
+            if error.delivered > most:
+                self._complain(f"samples of {most} prompts were given, not of {error.delivered}")
+        elif error.delivered < given:
             self._complain(f"{given} groups were given, and the error has {error.delivered}")
         bad = failed > state.config.retries.failed_share * prompts or (prompts and not given)
         if isinstance(error, PromptsExhausted) is bool(bad):
@@ -278,14 +355,13 @@ class Checks:
             self._complain(f"invariant at the end: {error}")
         self._tokens(state)
         records = self.records
-        there = {key for batch in records.batches.values() for key in batch.keys}
-        there |= {g.prompt.key for g in state.in_flight.groups.values() if g.evaluation_id is None}
+        there = set(state.in_flight.rollouts)
+        there |= {each for given in records.batches.values() for each in given.rollouts}
         for delivered in state.delivery.unacknowledged.values():
-            there |= {group.prompt.key for group in delivered.groups}
-        there |= {records.launched.get(entry.group_id) for entry in state.in_flight.ledger.entries}
-        lost = [(gid, key) for gid, key in records.launched.items() if key not in there]
-        if lost:
-            self._complain(f"launched groups that are nowhere: {lost[:10]}")
+            there |= {m.rollout_id for group in delivered.groups for m in group.members}
+        there |= {entry.rollout_id for entry in state.in_flight.ledger.entries}
+        if lost := records.launched - there:
+            self._complain(f"launched rollouts that are nowhere: {sorted(lost)[:10]}")
 
     def _tokens(self, state: SchedulerState) -> None:
         counters = state.in_flight.counters
@@ -300,12 +376,14 @@ class Checks:
 
 
 def fingerprint(batch: Batch) -> str:
-    """Return a value that is equal for two deliveries of the same batch. Groups that are taken one
+    """Return a value that is equal for two deliveries of the same batch. Units that are taken one
     by one are in the order of acceptance; a batch has them in the order of completion."""
     found = hashlib.blake2b(digest_size=8)
-    for group in sorted(batch.groups, key=lambda group: group.group_id):
-        found.update(f"{group.group_id} {group.prompt.key}".encode())
-        for rollout in group.rollouts:
+    for unit in sorted(batch.units, key=lambda unit: unit.unit_id):
+        found.update(f"{unit.group_id} {unit.prompt.key}".encode())
+        if isinstance(unit, Sample):
+            found.update(f"{unit.siblings} {unit.few}".encode())
+        for rollout in unit.rollouts:
             found.update(f"{rollout.rollout_id} {rollout.index}".encode())
             found.update(rollout.token_ids.tobytes() + rollout.versions.tobytes())
             for companion in rollout.companions.values():

@@ -149,8 +149,7 @@ class Life:
             self._make()
             await self.calls.call("open", self.scheduler.__aenter__())
         # Unsaved launches of a process do not count as launched.
-        launched, groups = trial.records.launched, self.scheduler.state.in_flight.groups
-        trial.records.launched = {gid: key for gid, key in launched.items() if gid in groups}
+        trial.records.launched &= self.scheduler.state.in_flight.rollouts.keys()
         if not self.scheduler.state.resumed and self.number:
             self.note("nothing had been saved: the run starts from the beginning")
             trial.records.__init__()

@@ -91,6 +91,8 @@ TIERED = 0.4
 trainer's process. All engines share it."""
 PAGE = 2
 """Tokens in one of its pages; prompts are short."""
+SAMPLED = 1 / 3
+"""Share of the seeds that deliver single samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +125,11 @@ class Mix:
     companions: bool
     """Whether companion rows are requested with the tokens."""
 
+    @property
+    def samples(self) -> bool:
+        """Whether single samples are delivered."""
+        return self.settings["delivery"] == "samples"
+
     def has(self, kind: str) -> bool:
         return kind in self.kinds
 
@@ -132,7 +139,8 @@ class Mix:
 
     def described(self) -> str:
         """The most important settings, in one line."""
-        names = ("stop", "refill", "over_provision", "straggler", "pace", "max_staleness")
+        names = ("delivery", "stop", "refill", "over_provision", "straggler", "pace")
+        names = (*names, "max_staleness")
         shown = [f"{name} {self.settings[name]}" for name in names]
         shown += [f"{self.engines} engines", f"store {self.store}", f"reward {self.reward}"]
         shown += ["KV tier"] * (self.machine.tier is not None)
@@ -155,6 +163,9 @@ class Mix:
         reward = draw.choice(["none", "rollout", "group"]) if draw.random() < 0.4 else self.reward
         accepts = not self.accepts if draw.random() < 0.2 else self.accepts
         settings = _settings(draw, stops=self.has("stops"))
+        if self.samples:
+            settings = _of_samples(settings, self.draw(f"samples of life {life}"))
+            reward = reward if self.episodes and reward == "none" else "rollout"
         if draw.random() < 0.5:  # only a few differ
             some = draw.sample(_INDEPENDENT, draw.randrange(1, 4))
             settings = self.settings | {name: settings[name] for name in some}
@@ -194,7 +205,7 @@ class Mix:
             tier=KvTier(page=PAGE) if tiered else None,
             model=TruthModel,
         )
-        return Mix(
+        mix = Mix(
             seed=seed,
             kinds=kinds,
             engines=draw.choice([1, 1, 2, 2, 3, 4]),
@@ -221,6 +232,11 @@ class Mix:
             settings=_settings(draw, stops="stops" in kinds),
             companions=companions,
         )
+        draw = random.Random(f"{seed}/samples")
+        if draw.random() >= SAMPLED:
+            return mix
+        reward = "none" if mix.episodes and mix.reward == "none" else "rollout"
+        return replace(mix, settings=_of_samples(mix.settings, draw), reward=reward)
 
 
 def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
@@ -254,6 +270,7 @@ def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
     bound = draw.choice([None, None, 0, 1, 2, 4])
     rule: Any = draw.choice(["mask", "evict", "finish"])
     return {
+        "delivery": "groups",
         "batch_groups": groups,
         "group_size": size,
         "over_provision": "auto" if pace == "auto" else over_provision,
@@ -283,6 +300,28 @@ def _settings(draw: random.Random, *, stops: bool) -> dict[str, Any]:
         ),
         "timeouts": Timeouts(control_s=draw.choice([2.0, 120.0]), refit_s=draw.choice([5.0, 60.0])),
     }
+
+
+def _of_samples(settings: dict[str, Any], draw: random.Random) -> dict[str, Any]:
+    """Return the settings with delivery by samples, without what that refuses."""
+    size = draw.choice([2, 3, 4])
+    changed = settings | {
+        "delivery": "samples",
+        "group_size": size,
+        "siblings": draw.choice([None, *range(1, size)]),
+        "retries": replace(
+            settings["retries"],
+            member=draw.choice(["again", "shrink", "drop_group"]),
+            smallest_group=draw.choice([1, 2]),
+        ),
+    }
+    if isinstance(settings["refill"], LengthBuckets):
+        changed["refill"] = "wave"
+    restarts = changed["refill"] == "wave" and changed["pace"] == "synchronous"
+    if restarts and settings["max_staleness"].bound is not None and draw.random() < 0.4:
+        changed["over_provision"] = 1.0
+        changed["max_staleness"] = Staleness(settings["max_staleness"].bound, rule="restart")
+    return changed
 
 
 _KV = {

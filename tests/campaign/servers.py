@@ -27,7 +27,7 @@ from aprilsched.errors import ConfigError, FleetLost, PromptsExhausted, RefitErr
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.planning.step_times.model import H200_QWEN3_4B
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.types import Group, Rollout, SamplingParams
+from aprilsched.types import Rollout, SamplingParams, Unit
 from tests.campaign.checks import Checks, Records
 from tests.campaign.clockwork import VirtualThreads
 from tests.campaign.history import History, Outcome, recorded
@@ -85,7 +85,7 @@ class _Checks(Checks):
 
     weights_key = staticmethod(file_key)
 
-    def asked(self, rollout: Rollout, group: Group) -> list[SamplingParams]:
+    def asked(self, rollout: Rollout, group: Unit) -> list[SamplingParams]:
         return sampling_of(rollout, group.prompt, len(group.rollouts))
 
 

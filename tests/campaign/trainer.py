@@ -116,8 +116,8 @@ class Trainer:
         if self.parts and self.parts[-1].index != part.index:
             self.end_parts()
         before, self.parts = self.parts, []
-        groups = tuple(group for each in (*before, part) for group in each.groups)
-        whole = replace(part, units=groups, redelivered=_any_redelivered([*before, part]))
+        units = tuple(unit for each in (*before, part) for unit in each.units)
+        whole = replace(part, units=units, redelivered=_any_redelivered([*before, part]))
         if part.complete:
             return whole
         self.parts = [*before, part]
@@ -131,8 +131,8 @@ class Trainer:
         if any(batch.index == parts[-1].index for batch in state.delivery.batches_again):
             return  # more groups will follow
         self.parts = []
-        groups = tuple(group for part in parts for group in part.groups)
-        ended = replace(parts[-1], units=groups, redelivered=_any_redelivered(parts))
+        units = tuple(unit for part in parts for unit in part.units)
+        ended = replace(parts[-1], units=units, redelivered=_any_redelivered(parts))
         self._take(ended, version=ended.version)
         if ended.index not in state.delivery.unacknowledged:
             self.acknowledged([ended.index])
@@ -185,7 +185,8 @@ class Trainer:
         # An evaluation may have started a moment ago; its own call reports whether it hangs.
         waits = any(request.rollout.group.evaluation_id is None for request in requests)
         groups = life.mix.settings["stop"] == "groups"
-        enough = len(list(state.in_flight.ready)) >= life.mix.settings["batch_groups"]
+        stop = life.mix.config().policies.stop
+        enough = len(list(state.in_flight.ready)) >= stop.amount
         if not state.fleet.control.engines:
             return  # they were lost just before
         if state.prompts.stock or waits or (groups and enough and not state.weights.update):

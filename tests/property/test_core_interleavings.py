@@ -7,7 +7,9 @@ the end all rollouts finish, and the conservation law must hold exactly.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -41,6 +43,7 @@ from aprilsched.kernel.core.policies.pool import Pool
 from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.schedule import Pace, Schedule
 from aprilsched.kernel.core.policies.staleness import StalenessRule
+from aprilsched.kernel.core.policies.stop import SingleSamples
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS, StragglerRule
 from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.kernel.core.state.admission import MAX_RETRY_AFTER_S
@@ -52,6 +55,7 @@ from aprilsched.types import (
     EpisodeWait,
     Group,
     Rollout,
+    Sample,
     SamplingParams,
     Score,
     VersionSpan,
@@ -73,6 +77,8 @@ class Interleavings(RuleBasedStateMachine):
     saves = False
     streamed = False
     """Whether a batch was asked for group by group."""
+    sized = 0
+    """Number of batches whose size is checked."""
 
     @initialize(
         straggler=st.sampled_from(list(BEHAVIOURS)),
@@ -142,7 +148,6 @@ class Interleavings(RuleBasedStateMachine):
         if siblings is not None:
             scope = "rollout" if scope == "group" else scope
             refill = refill if isinstance(refill, Pool) else "wave"
-            automatic, pace = False, "synchronous" if pace == "auto" else pace
         if rolling:
             pace, straggler, adapters, automatic = "asynchronous", "run", False, False
         if pace == "asynchronous" or straggler not in ("retract", "abort"):
@@ -688,6 +693,8 @@ class Interleavings(RuleBasedStateMachine):
             dropped_tokens = sum(in_flight.ledger.tokens.values())
             assert counters.tokens_discarded == dropped_tokens
             assert counters.tokens_generated == counters.tokens_delivered + dropped_tokens
+        if self.driver.config.policies.siblings is not None:
+            self._check_siblings([sample for batch in taken.values() for sample in batch.samples])
         for batch in self.driver.batches:
             self._check_units(batch)
             for rollout in batch.rollouts:
@@ -702,6 +709,20 @@ class Interleavings(RuleBasedStateMachine):
                     len(rollout.loss_mask),
                 }
                 assert len(lengths) == 1
+
+    def _check_siblings(self, samples: Sequence[Sample]) -> None:
+        """Each member is delivered once, and the siblings of one group are in one order."""
+        members = [(sample.group_id, sample.rollout.index) for sample in samples]
+        assert len(set(members)) == len(members), "a member is delivered twice"
+        dropped = {entry.rollout_id for entry in self.driver.state.in_flight.ledger.entries}
+        for one, other in combinations(samples, 2):
+            ids = [[each.rollout_id for each in sample.siblings] for sample in (one, other)]
+            # A member that was lost has left the order of its group.
+            if one.group_id == other.group_id and not dropped & {*ids[0], *ids[1]}:
+                first = [each for each in ids[0] if each != other.unit_id]
+                second = [each for each in ids[1] if each != one.unit_id]
+                least = min(len(first), len(second))
+                assert first[:least] == second[:least], "siblings of two orders"
 
     def _check_units(self, batch: Batch) -> None:
         siblings = self.driver.config.policies.siblings
@@ -792,6 +813,16 @@ class Interleavings(RuleBasedStateMachine):
             elif rollout_id in sent:
                 expected = {"engine" if sent[rollout_id].state == "generating" else "paused"}
             assert clock.part in expected
+
+    @invariant()
+    def sizes_agree(self) -> None:
+        """Each batch of samples that is taken at once has the right size."""
+        stop, state = self.driver.config.policies.stop, self.driver.state
+        of_samples = isinstance(stop, SingleSamples) and not self.streamed
+        if of_samples and state.staleness.rule != "finish" and not state.prompts.exhausted:
+            new = self.driver.batches[self.sized :]
+            assert {len(batch.samples) for batch in new} <= {stop.amount}
+        self.sized = len(self.driver.batches)
 
     @invariant()
     def count(self) -> None:

@@ -13,6 +13,7 @@ from aprilsched import Prompt, Rollout
 from aprilsched.config import LengthBuckets
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.engines.base import Fleet
+from aprilsched.types import Sample
 from tests.sglang.recorded import (
     GROUP_SIZE,
     GROUPS,
@@ -30,6 +31,7 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, Any]]] = {
     "in_place": ("in_place", {}),
     "abort": ("abort", {}),
     "buckets": ("retract", {"refill": LengthBuckets(store=3.0), "over_provision": 1.5}),
+    "samples": ("retract", {"delivery": "samples"}),
     "run": ("run", {}),
     "rolling": ("run", {"refit": "rolling", "pace": "asynchronous"}),
 }
@@ -83,6 +85,8 @@ async def run_and_check(
     """
     rule, changes = KINDS[kind]
     rolling = kind == "rolling"
+    if kind == "samples":
+        batches *= 3  # No batch waits for a long response, so one lives through more of them.
 
     async def once(number: int) -> Run:
         for url in site.urls:
@@ -124,14 +128,16 @@ async def run_and_check(
 
 
 def _check_whole(run: Run, batches: int) -> None:
-    """Check that each batch has its version and whole groups, and that nothing is lost."""
+    """Check that each batch has its version and its units, and that nothing is lost."""
     assert [batch.version for batch in run.batches] == list(range(batches))
     for batch in run.batches:
-        assert len(batch.groups) == GROUPS
-        for group in batch.groups:
-            assert [rollout.index for rollout in group.rollouts] == list(range(GROUP_SIZE))
-            assert isinstance(group.prompt.sampling, tuple)
-            for rollout, sampling in zip(group.rollouts, group.prompt.sampling, strict=True):
+        assert sum(1 for _ in batch.rollouts) == GROUPS * GROUP_SIZE
+        for unit in batch.units:
+            whole = [rollout.index for rollout in unit.rollouts] == list(range(GROUP_SIZE))
+            assert whole or (isinstance(unit, Sample) and len(unit.siblings) == GROUP_SIZE // 2)
+            for rollout in unit.rollouts:
+                assert isinstance(unit.prompt.sampling, tuple)
+                sampling = unit.prompt.sampling[rollout.index]
                 arrays = rollout.token_ids, rollout.logprobs, rollout.versions, rollout.loss_mask
                 assert set(map(len, arrays)) == {sampling.max_new_tokens}
                 assert rollout.segments[-1].end == sampling.max_new_tokens

@@ -39,6 +39,7 @@ from aprilsched.testing.contract import until
 from aprilsched.types import Int32Array, VersionSpan
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.server import run_with_server_packages
+from tests.support.small import by_length
 
 T = TypeVar("T")
 
@@ -158,10 +159,12 @@ def scheduled(
         fleet = SGLangFleet(urls, admin_key=ADMIN_KEY, stream_interval=16)
     if prompts is None:
         prompts = long_tail(2_000, longest=400, temperature=0.0, every=2)
+    config = SchedulerConfig(**{**CONFIG, **changes})  # type: ignore[arg-type]
     recorder.scheduler = RolloutScheduler(
         fleet,
         prompts,
-        config=SchedulerConfig(**{**CONFIG, **changes}),  # type: ignore[arg-type]
+        reward=by_length if config.delivery == "samples" else None,
+        config=config,
         listeners=[recorder, *listeners],
     )
     return recorder.scheduler

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from aprilsched.config import SchedulerConfig
+from aprilsched.errors import RunEnded
 from aprilsched.kernel.core.config import Caller, RewardScope
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
@@ -159,6 +160,8 @@ class Driver:
     updates_wanted: list[facts.UpdateWanted] = field(default_factory=list[facts.UpdateWanted])
     given_up: list[do.GiveUp] = field(default_factory=list[do.GiveUp])
     ended: bool = False
+    end: RunEnded | None = None
+    """The error of the end of the prompts."""
     auto_prompts: bool = True
     auto_verify: bool = True
     """Whether engines answer at once that they have the right version."""
@@ -290,7 +293,7 @@ class Driver:
             case facts.EngineLost():
                 self._lose(command)
             case do.EndOfPrompts():
-                self.ended = True
+                self.ended, self.end = True, command.error
             case facts.EngineSlow() | facts.EngineBusy():
                 pass
             case _:

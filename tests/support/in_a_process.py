@@ -35,6 +35,7 @@ from aprilsched import (
 from aprilsched.config import Retries
 from aprilsched.kernel.engines.base import Engine
 from tests.support.companions import EXPERTS, MASK
+from tests.support.small import by_length
 
 __all__ = [
     "Mute",
@@ -50,6 +51,7 @@ __all__ = [
     "pushed_parts",
     "raised_parts",
     "raising",
+    "sample_parts",
     "secretive",
     "served",
     "simple",
@@ -76,6 +78,11 @@ def parts(
         "config": replace(CONFIG, **changes),
         "store": MemoryStore() if stored else None,
     }
+
+
+def sample_parts() -> dict[str, Any]:
+    """They deliver single samples, each with one sibling."""
+    return {**parts(delivery="samples"), "reward": by_length}
 
 
 def pushed_parts(queue: PromptQueue) -> dict[str, Any]:

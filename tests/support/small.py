@@ -8,6 +8,8 @@ from typing import Any
 from aprilsched import (
     Batch,
     LongTailWorkload,
+    Prompt,
+    Rollout,
     RolloutScheduler,
     SchedulerConfig,
     SimFleet,
@@ -27,6 +29,11 @@ def workload(count: int | None = None, **changes: Any) -> LongTailWorkload:
     """Groups of four responses of some 60 tokens, and of at most 600."""
     values: dict[str, Any] = {"median": 60, "sigma": 0.9, "cap": 600, "group_size": 4, "seed": 3}
     return LongTailWorkload(**{**values, **changes}, count=count)
+
+
+async def by_length(rollout: Rollout, prompt: Prompt) -> float:
+    """A reward that two runs agree on."""
+    return len(rollout) / 100
 
 
 def driven(

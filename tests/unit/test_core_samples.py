@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import permutations, product
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from aprilsched import Group, Prompt, RolloutScheduler, SimFleet, Turn
 from aprilsched.config import Pool, Retries, SchedulerConfig, Staleness, Tokens
-from aprilsched.errors import ConfigError
+from aprilsched.errors import ConfigError, PromptsExhausted
+from aprilsched.kernel.core.config import MemberRule
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.steps.snapshot import take_checkpoint
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.simulation import simulate
 from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.types import Batch, Sample, Score
-from tests.support.driver import Driver
+from tests.support.driver import Driver, Key, prompts
 from tests.support.table import each_row
 
 
@@ -56,6 +63,19 @@ def score(driver: Driver, reward: float, place: int = 0) -> None:
     driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, score=Score(reward=reward)))
 
 
+def finish_and_score(driver: Driver, keys: Sequence[Key]) -> None:
+    for key in keys:
+        driver.finish(key)
+        score(driver, 1.0)
+
+
+def accept(driver: Driver) -> None:
+    """Accept everything that waits for its verdict."""
+    verdicts, driver.verdicts = driver.verdicts, []
+    for verdict in verdicts:
+        driver.feed(ev.Filtered(group_id=verdict.unit.unit_id, accepted=True))
+
+
 def ready(driver: Driver) -> list[int]:
     """The indexes of the samples that may be delivered, in order."""
     return [unit.members[0].index for unit in driver.state.in_flight.ready]
@@ -93,17 +113,92 @@ def test_the_order_is_that_of_generation_and_not_of_rewards():
     assert siblings(driver.batches[0]) == {0: (1, 2), 1: (0, 2), 2: (0, 1), 3: (0, 1)}
 
 
-@pytest.mark.parametrize("changed", range(4))
-def test_neither_length_nor_reward_of_a_sample_changes_its_own_siblings(changed: int):
-    """Whenever the member ends, and whatever its reward is, it has the same siblings."""
-    others = [index for index in range(4) if index != changed]
-    seen = set[tuple[int, ...]]()
-    for place, reward in product(range(4), (0.0, 1.0)):
-        driver = driver_of(config())
-        for index in [*others[:place], changed, *others[place:]]:
-            finish(driver, index, length=1 + place, reward=reward if index == changed else 0.5)
-        seen.add(siblings(driver.batches[0])[changed])
-    assert seen == {tuple(others[:2])}
+@dataclass(frozen=True)
+class Story:
+    """What happens to the other members of a group, in order, and to the one that changes."""
+
+    siblings: int
+    member: MemberRule
+    events: list[tuple[int, str]]
+
+    @staticmethod
+    @st.composite
+    def drawn(draw: st.DrawFn) -> Story:
+        ends = st.sampled_from([("end", "score"), ("end", "fail"), ("lose", "end", "score")])
+        lives = {index: list(draw(ends)) for index in range(1, SIZE)}
+        order = draw(st.permutations([i for i, life in lives.items() for _ in life]))
+        events = [(index, lives[index].pop(0)) for index in order]
+        for place in draw(st.lists(st.integers(0, len(events)), max_size=2)):
+            events.insert(place, (0, "restart"))
+        siblings = draw(st.integers(1, SIZE - 1))
+        return Story(siblings, draw(st.sampled_from(["again", "shrink"])), events)
+
+    def siblings_of_the_changed(self, ends: int, scored: int, reward: float) -> list[object]:
+        """Return the siblings of member 0, which ends before event `ends` of the others, and has
+        its reward before event `scored` of them."""
+        retries = Retries(attempts=1, member=self.member, smallest_group=1)
+        settings = config(self.siblings, group_size=SIZE, batch_groups=2, retries=retries)
+        driver = driver_of(settings, store=MemoryStore())
+        for place in range(len(self.events) + 1):
+            if place == ends:
+                finish(driver, 0, 1 + ends, reward=None)
+            if place == max(ends, scored):
+                score_member(driver, 0, reward)
+            for event in self.events[place : place + 1]:
+                tell(driver, *event)
+        (own,) = [unit for unit in driver.state.in_flight.ready if unit.members[0].index == 0]
+        return [(each.index, each.reward) for each in own.siblings]
+
+
+SIZE = 5
+"""Members of a group of a story."""
+
+
+def tell(driver: Driver, index: int, what: str) -> None:
+    """Let something happen to a member of the oldest group, unless it has left."""
+    group_id = min(driver.state.in_flight.groups)
+    keys = [key for key in driver.attempts(group_id) if _index(driver, driver.sends[key]) == index]
+    if what == "restart":
+        driver.save()
+        driver.restart()
+        driver.request_batch()
+    elif what == "end" and keys:
+        driver.finish(keys[0], 3)
+    elif what == "lose":
+        driver.fail(keys[0], cause="HTTP 500")
+    elif what == "score":
+        score_member(driver, index, index / 10)
+    elif what == "fail":
+        score_member(driver, index, None)
+
+
+def score_member(driver: Driver, index: int, reward: float | None) -> None:
+    """Answer the request for the reward of a member of the oldest group, if there is one."""
+    group_id = min(driver.state.in_flight.groups)
+    for place, each in enumerate(driver.scores):
+        rollout = each.rollout
+        if (rollout.group_id, rollout.index) == (group_id, index):
+            del driver.scores[place]
+            if reward is not None:
+                score = Score(reward=reward)
+                driver.feed(ev.Rewarded(rollout_id=rollout.rollout_id, score=score))
+            else:
+                failure = ev.RewardFailed(
+                    group_id=group_id, cause="a bug", rollout_id=rollout.rollout_id
+                )
+                driver.feed(failure)
+            return
+
+
+@settings(max_examples=60, deadline=None)
+@given(story=Story.drawn(), places=st.lists(st.integers(0, 20), min_size=4, max_size=4))
+def test_neither_length_nor_reward_of_a_sample_changes_its_own_siblings(
+    story: Story, places: list[int]
+):
+    """The others' events are replayed: they end, fail, are lost, and the process restarts."""
+    ends, scored, other_ends, other_scored = (place % (len(story.events) + 1) for place in places)
+    siblings = story.siblings_of_the_changed(ends, scored, 0.0)
+    assert siblings == story.siblings_of_the_changed(other_ends, other_scored, 1.0)
 
 
 def test_half_of_the_group_is_the_default():
@@ -218,11 +313,40 @@ def test_settings_that_samples_refuse(changes: dict[str, object], text: str):
         config(**changes)  # type: ignore[arg-type]
 
 
+def no_rewards(group: Group) -> list[float]:
+    return []
+
+
+async def no_turns(turn: Turn, prompt: Prompt) -> None:
+    return None
+
+
+@each_row(
+    ("reward", "scope", "episode"),
+    [(None, "rollout", None), (no_rewards, "group", None), (no_rewards, "group", no_turns)],
+    ids=["no reward", "group rewards", "group rewards of episodes"],
+)
+def test_rewards_that_samples_refuse(reward: Any, scope: Any, episode: Any):
+    parts: dict[str, Any] = {"reward": reward, "reward_scope": scope, "episode": episode}
+    with pytest.raises(ConfigError, match="needs the reward of each rollout by itself"):
+        RolloutScheduler(SimFleet(1), (), config=config(), **parts)
+
+
 def test_tokens_may_fill_a_batch_of_samples():
     driver = driver_of(config(stop=Tokens(10), siblings=1))
     for index in (0, 1, 2):
         finish(driver, index, 4)
     assert [len(batch.samples) for batch in driver.batches] == [3]
+
+
+def test_an_evaluation_returns_whole_groups():
+    driver = driver_of(config())
+    driver.feed(ev.EvaluationRequested(evaluation_id=1, prompts=prompts(1), group_size=3))
+    while 1 not in driver.evaluations:
+        driver.finish(driver.attempts()[0])
+        score(driver, 1.0)
+    (group,) = driver.evaluations[1].groups
+    assert [rollout.index for rollout in group.rollouts] == [0, 1, 2]
 
 
 # --- losses --------------------------------------------------------------------------------------
@@ -242,6 +366,27 @@ def test_a_reward_that_fails_costs_its_member_alone():
     finish(driver, 3)
     assert ready(driver) == [1, 2, 3]
     assert driver.state.in_flight.ledger.rollouts == {Reason.REWARD_FAILED: 1}
+
+
+def test_a_prompt_fails_only_if_nothing_of_it_is_left():
+    """A failed reward of each prompt is a quarter of the samples and not all of the prompts."""
+    driver = driver_of(config(siblings=1), supply=3)
+    while not driver.ended:
+        if driver.sends:
+            finish(driver, min(_index(driver, send) for send in driver.sends.values()), reward=None)
+            failed = driver.scores[0].rollout
+            if failed.index == 3:
+                driver.scores.clear()
+                driver.feed(
+                    ev.RewardFailed(
+                        group_id=failed.group_id, cause="a bug", rollout_id=failed.rollout_id
+                    )
+                )
+            else:
+                score(driver, 1.0)
+        driver.request_batch()
+    assert isinstance(driver.end, PromptsExhausted)
+    assert driver.end.failed == 0
 
 
 def test_a_group_that_shrinks_says_that_there_are_fewer_siblings():
@@ -373,14 +518,30 @@ def test_only_the_stale_samples_are_evicted():
     assert driver.state.in_flight.groups[second].size == 3
 
 
-def test_samples_and_members_that_restart_are_generated_again():
+def test_a_stale_member_evicts_a_group_that_becomes_too_small():
+    settings = config(group_size=2, siblings=1, max_staleness=Staleness(0, rule="evict"))
+    driver = driver_of(settings)
+    for key in driver.attempts():
+        driver.progress(key, 2)
+    driver.update()
+    counts = {Reason.STALE: 1, Reason.SIBLING_FAILED: 1}
+    assert driver.state.in_flight.ledger.rollouts == counts
+
+
+@each_row("killed", [False, True], ids=["", "killed"])
+def test_samples_and_members_that_restart_are_generated_again(killed: bool):
     stale = Staleness(0, rule="restart")
-    driver = driver_of(config(siblings=1, max_staleness=stale))
+    driver = driver_of(config(siblings=1, max_staleness=stale), store=MemoryStore())
     finish(driver, 0)
     finish(driver, 1)
     assert ready(driver) == [0, 1]
     driver.progress(driver.attempts()[0], 2)
+    driver.save()
     driver.update()
+    if killed:
+        driver.save()
+        driver.restart()
+        driver.request_batch()
     assert driver.state.in_flight.ledger.rollouts == {Reason.BEGUN_AGAIN: 3}
     while not driver.batches:
         driver.finish(driver.attempts()[0])
@@ -389,6 +550,28 @@ def test_samples_and_members_that_restart_are_generated_again():
     assert sorted(sample.rollout.index for sample in batch.samples) == [0, 1, 2, 3]
     assert {int(v) for sample in batch.samples for v in sample.rollout.versions} == {1}
     assert driver.state.in_flight.counters.regenerated == 0
+
+
+def test_a_batch_waits_for_the_verdict_on_a_sample_that_is_due():
+    stale = Staleness(1, rule="finish")
+    settings = config(siblings=1, over_provision=2.0, max_staleness=stale)
+    driver = driver_of(settings, accepts=True)
+    first, second = driver.group_ids()
+    due = driver.attempts(second)[:2]
+    driver.progress_each(due, 2)
+    finish_and_score(driver, driver.attempts(first))
+    accept(driver)
+    driver.update()
+    driver.request_batch()
+    finish_and_score(driver, due)
+    late, driver.verdicts = driver.verdicts, []
+    finish_and_score(driver, driver.attempts())
+    accept(driver)
+    assert len(driver.batches) == 1, "the batch is full, and two samples are due"
+    driver.verdicts = late
+    accept(driver)
+    delivered = {sample.unit_id for sample in driver.batches[1].samples}
+    assert {verdict.unit.unit_id for verdict in late} <= delivered
 
 
 # --- restarts ------------------------------------------------------------------------------------
@@ -420,3 +603,45 @@ def test_a_run_continues_only_with_the_same_delivery():
     driver.config = config(delivery="groups", siblings=None)
     with pytest.raises(ConfigError, match='the saved run has delivery="samples"'):
         driver.restart()
+
+
+@each_row("full", [False, True], ids=["changes", "checkpoint"])
+def test_a_group_that_has_no_member_left_survives_a_restart(full: bool):
+    """All of its samples wait for the batch; what restarts is generated again in its place."""
+    stale = Staleness(0, rule="restart")
+    driver = driver_of(config(batch_groups=2, siblings=1, max_staleness=stale), store=MemoryStore())
+    for index in range(4):
+        finish(driver, index)
+    assert ready(driver) == [0, 1, 2, 3]
+    driver.save()
+    if full:
+        assert driver.store is not None
+        driver.store.save(take_checkpoint(driver.state, without=()), durable=True)
+    driver.restart()
+    assert ready(driver) == [0, 1, 2, 3]
+    driver.request_batch()
+    driver.update()
+    assert driver.state.in_flight.ledger.rollouts == {Reason.BEGUN_AGAIN: 4}
+    while not driver.batches:
+        driver.finish(driver.attempts()[0])
+        score(driver, 1.0)
+    assert len(driver.batches[0].samples) == 8
+
+
+def test_a_batch_is_delivered_again_with_all_its_samples():
+    """Also if its members were saved while they were in their group, which has left since."""
+    driver = driver_of(config(), store=MemoryStore())
+    for index in (2, 0):
+        finish(driver, index)
+    driver.save()
+    for index in (3, 1):
+        finish(driver, index)
+    (batch,) = driver.batches
+    driver.save()
+    driver.restart()
+    driver.request_batch()
+    (again,) = driver.redelivered
+    assert siblings(again) == siblings(batch)
+    assert [r.token_ids.tolist() for r in again.rollouts] == [
+        r.token_ids.tolist() for r in batch.rollouts
+    ]

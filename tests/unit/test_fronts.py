@@ -24,7 +24,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import Batch, Handshake, Media, Prompt, PromptQueue, SamplingParams, SimPublisher
+from aprilsched import (
+    Batch,
+    Handshake,
+    Media,
+    Prompt,
+    PromptQueue,
+    SamplingParams,
+    SimPublisher,
+    advantages,
+)
 from aprilsched.errors import ConfigError, PromptsExhausted, RefitError, SchedulerClosed
 from aprilsched.simulation.engine.sequence import MEDIA_TOKENS
 from tests.support import fronts, in_a_process
@@ -200,6 +209,21 @@ def test_streams_are_batches_whose_groups_come_one_by_one(rollouts: Any):
         break
     # A whole batch ends the one that was left in the middle.
     assert rollouts.next_batch().index == whole.index + 4
+
+
+def test_single_samples_come_with_their_siblings(front: Front):
+    with opened(front, in_a_process.sample_parts) as rollouts:
+        whole = rollouts.next_batch()
+        parts = list(rollouts.stream())
+        rollouts.update_weights(SimPublisher())
+        samples = [*whole.samples, *(sample for part in parts for sample in part.samples)]
+    assert [len(part.samples) for part in parts] == [1] * 4
+    assert len({sample.unit_id for sample in samples}) == len(samples) == 8
+    for sample in samples:
+        (sibling,) = sample.siblings
+        assert sibling.index != sample.rollout.index
+    expected = [sample.reward - sample.siblings[0].reward for sample in whole.samples]
+    assert advantages(whole).tolist() == expected
 
 
 def test_the_prompts_end(front: Front):

@@ -25,8 +25,8 @@ CONTINUED = changed("a", "paused", "continuing", "running")
 class WrittenRun:
     """A run with batches of one group of two, written step by step."""
 
-    def __init__(self, *engines: str) -> None:
-        self.run = RunState(batch_units=1)
+    def __init__(self, *engines: str, batch_units: int = 1) -> None:
+        self.run = RunState(batch_units=batch_units)
         self.now = 0.0
         self.tell(opened(*engines or ("a",)), BATCH_ASKED)
 
@@ -107,6 +107,15 @@ def test_groups_wait_too(kind: str):
     written.after(3, ACCEPTED)
     written.after(1)
     assert written.parts() == {"rewards": 3, "tail": 1}
+
+
+def test_a_verdict_on_one_sample_does_not_hold_back_three():
+    written = WrittenRun(batch_units=3)
+    written.tell(*launch(1, size=3), received(10), received(11), received(12))
+    written.tell(*ended(10), *ended(11), of.SampleReady(rollout_id=10, group_id=1, siblings=(11,)))
+    written.tell(of.VerdictRequested(group_id=10))
+    written.after(3)
+    assert written.parts() == {"decode": 1, "tail": 2}
 
 
 def test_a_dropped_group_is_not_waited_for():

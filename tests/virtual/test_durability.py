@@ -48,8 +48,9 @@ from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.saved import Saved, Snapshot
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.store import Store
+from aprilsched.types import Sample, Sibling
 from tests.support import small
-from tests.support.small import config
+from tests.support.small import by_length, config
 
 pytestmark = pytest.mark.virtual_time
 
@@ -78,12 +79,17 @@ def content(rollout: Rollout) -> tuple[Any, ...]:
 def by_key(batches: list[Batch]) -> dict[tuple[Any, int], tuple[Any, ...]]:
     found: dict[tuple[Any, int], tuple[Any, ...]] = {}
     for batch in batches:
-        for group in batch.groups:
-            for rollout in group.rollouts:
-                key = (group.prompt.key, rollout.index)
+        for unit in batch.units:
+            for rollout in unit.rollouts:
+                key = (unit.prompt.key, rollout.index)
                 assert key not in found, f"{key} was delivered twice"
                 found[key] = content(rollout)
     return found
+
+
+def siblings(batch: Batch) -> list[tuple[Sibling, ...]]:
+    """The siblings of each sample; empty if the batch has groups."""
+    return [unit.siblings for unit in batch.units if isinstance(unit, Sample)]
 
 
 async def to_the_end(store: Store | None, **changes: Any) -> list[Batch]:
@@ -110,19 +116,23 @@ def left_behind(store: SqliteStore, to: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pace", "refill"),
+    ("pace", "refill", "delivery"),
     [
-        ("synchronous", "wave"),
-        ("synchronous", "buckets"),
-        ("synchronous", "tail"),
-        ("asynchronous", "pool"),
-        pytest.param("synchronous", "pool", marks=pytest.mark.long),
-        pytest.param("asynchronous", "wave", marks=pytest.mark.long),
+        ("synchronous", "wave", "groups"),
+        ("synchronous", "buckets", "groups"),
+        ("synchronous", "tail", "groups"),
+        ("asynchronous", "pool", "groups"),
+        ("synchronous", "wave", "samples"),
+        pytest.param("asynchronous", "pool", "samples", marks=pytest.mark.long),
+        pytest.param("synchronous", "pool", "groups", marks=pytest.mark.long),
+        pytest.param("asynchronous", "wave", "groups", marks=pytest.mark.long),
     ],
 )
-async def test_a_run_resumes_from_any_moment_of_a_kill(tmp_path: Path, pace: str, refill: str):
-    settings = config(pace=pace, refill=refill, save_interval_s=0.1)
-    expected = await whole_run(config=settings)
+async def test_a_run_resumes_from_any_moment_of_a_kill(
+    tmp_path: Path, pace: str, refill: str, delivery: str
+):
+    settings = config(pace=pace, refill=refill, delivery=delivery, save_interval_s=0.1)
+    expected = await whole_run(config=settings, reward=by_length)
     first = SqliteStore(tmp_path / "first", inline=True)
     moments: list[tuple[Path, list[Batch]]] = []
     got: list[Batch] = []
@@ -134,7 +144,7 @@ async def test_a_run_resumes_from_any_moment_of_a_kill(tmp_path: Path, pace: str
             left_behind(first, copy)
             moments.append((copy, list(got)))
 
-    async with scheduler(first, config=settings) as rollouts:
+    async with scheduler(first, config=settings, reward=by_length) as rollouts:
         watching = asyncio.create_task(watch())
         async for batch in rollouts:
             got.append(batch)
@@ -143,7 +153,8 @@ async def test_a_run_resumes_from_any_moment_of_a_kill(tmp_path: Path, pace: str
         watching.cancel()
     assert len(moments) > 10
     for path, had in moments:
-        again = await to_the_end(SqliteStore(path, inline=True), config=settings)
+        store = SqliteStore(path, inline=True)
+        again = await to_the_end(store, config=settings, reward=by_length)
         known = {batch.index: batch for batch in had}
         assert all(b.index in known or b.index == len(had) for b in again if b.redelivered)
         # A redelivered batch is the same one, and counts once.
@@ -151,6 +162,7 @@ async def test_a_run_resumes_from_any_moment_of_a_kill(tmp_path: Path, pace: str
         for batch in again:
             if batch.index in known:
                 assert by_key([batch]) == by_key([known[batch.index]])
+                assert siblings(batch) == siblings(known[batch.index])
         assert by_key(had + fresh) == expected
     assert any(had for _, had in moments)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -65,13 +66,16 @@ async def two_turns(turn: Turn, prompt: Prompt) -> float:
     return float(len(first.token_ids) + len(second.token_ids))
 
 
-@each_row("straggler", ["retract", "in_place", "abort"])
-async def test_a_two_turn_episode_survives_interrupts_in_each_turn(straggler: str):
+@each_row(
+    ("straggler", "delivery"),
+    [*product(["retract", "in_place", "abort"], ["groups"]), ("retract", "samples")],
+)
+async def test_a_two_turn_episode_survives_interrupts_in_each_turn(straggler: str, delivery: str):
     async with RolloutScheduler(
         SimFleet(2, stream_interval=8),
         prompts(4),
         episode=two_turns,
-        config=config(straggler),
+        config=replace(config(straggler), delivery=delivery),  # type: ignore[arg-type]
     ) as rollouts:
         for _ in range(12):
             # Each turn takes about 1.2 s, so several refits fall into each turn.

@@ -80,10 +80,12 @@ class Timed(SimPublisher):
         return await super().publish(version, engines)
 
 
-async def test_each_rollout_has_one_version_and_engines_refit_alone() -> None:
-    publisher = Timed()
+@pytest.mark.parametrize("delivery", ["groups", "samples"])
+async def test_each_rollout_has_one_version_and_engines_refit_alone(delivery: str) -> None:
+    publisher, settings = Timed(), config(delivery=delivery)
+    fleet = SimFleet(4, refit_seconds=0.5)
     async with RolloutScheduler(
-        SimFleet(4, refit_seconds=0.5), workload(), config=config()
+        fleet, workload(), reward=small.by_length, config=settings
     ) as rollouts:
         batches = await steps(rollouts, 8, publisher)
     assert {len(found) for found in versions_of(batches)} == {1}
@@ -103,9 +105,12 @@ async def test_an_update_ends_while_engines_have_the_old_version() -> None:
     assert set(versions.values()) == {0}
 
 
-async def test_losing_the_last_engine_of_a_version_is_accounted() -> None:
-    fleet = SimFleet(3)
-    async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
+@pytest.mark.parametrize("delivery", ["groups", "samples"])
+async def test_losing_the_last_engine_of_a_version_is_accounted(delivery: str) -> None:
+    fleet, settings = SimFleet(3), config(delivery=delivery)
+    async with RolloutScheduler(
+        fleet, workload(), reward=small.by_length, config=settings
+    ) as rollouts:
         taken = await steps(rollouts, 4, SimPublisher())
         await rollouts.update_weights(SimPublisher())
         versions = rollouts.state.weights.versions
@@ -151,12 +156,15 @@ async def test_evaluations_and_sleep_between_rolling_updates() -> None:
         assert len({v for r in evaluation.rollouts for v in r.versions}) == 1
 
 
-async def test_a_resumed_run_keeps_one_version_for_each_rollout(tmp_path: Path) -> None:
-    store = tmp_path / "store.sqlite"
+@pytest.mark.parametrize("delivery", ["groups", "samples"])
+async def test_a_resumed_run_keeps_one_version_for_each_rollout(
+    tmp_path: Path, delivery: str
+) -> None:
+    store, settings = tmp_path / "store.sqlite", config(delivery=delivery)
 
     async def once(fleet: SimFleet) -> list[Batch]:
         async with RolloutScheduler(
-            fleet, workload(), config=config(), store=SqliteStore(store)
+            fleet, workload(), reward=small.by_length, config=settings, store=SqliteStore(store)
         ) as rollouts:
             return await steps(rollouts, 4, SimPublisher())
 

@@ -200,12 +200,19 @@ async def two_agents(session: Session, prompt: Prompt) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "sampled", "others"), [("last", 25, 120), ("longest", 50, 95), ("all", 145, 0)]
+    ("rule", "sampled", "others", "delivery"),
+    [
+        ("last", 25, 120, "groups"),
+        ("longest", 50, 95, "groups"),
+        ("all", 145, 0, "groups"),
+        ("all", 145, 0, "samples"),
+    ],
 )
 async def test_branches_of_a_session_are_kept_by_the_rule(
-    tokenizer: ModelTokenizer, rule: Any, sampled: int, others: int
+    tokenizer: ModelTokenizer, rule: Any, sampled: int, others: int, delivery: str
 ):
-    async with running(tokenizer, two_agents, branches=rule, count=1, tokens=100) as (_, rollouts):
+    more: Any = {"branches": rule, "count": 1, "tokens": 100, "config": {"delivery": delivery}}
+    async with running(tokenizer, two_agents, **more) as (_, rollouts):
         batch = await rollouts.next_batch()
         ledger = rollouts.state.in_flight.ledger
     for rollout in batch.rollouts:
@@ -252,8 +259,19 @@ async def asks_once(session: Session) -> None:
     await session.chat([by("user", "go")], max_tokens=5)
 
 
-@pytest.mark.parametrize("end", ["lost", "vanishes", "too slow", "no score"])
-async def test_a_harness_that_is_gone_costs_one_member(tokenizer: ModelTokenizer, end: str):
+@pytest.mark.parametrize(
+    ("end", "delivery"),
+    [
+        ("lost", "groups"),
+        ("vanishes", "groups"),
+        ("too slow", "groups"),
+        ("no score", "groups"),
+        ("vanishes", "samples"),
+    ],
+)
+async def test_a_harness_that_is_gone_costs_one_member(
+    tokenizer: ModelTokenizer, end: str, delivery: str
+):
     torn: list[int] = []
 
     async def act(session: Session, number: int) -> None:
@@ -271,7 +289,8 @@ async def test_a_harness_that_is_gone_costs_one_member(tokenizer: ModelTokenizer
             session.done(later=True)
 
     limits = Limits(idle_s=20, time_s=60, score_s=30)
-    batch, rollouts = await launched(act, tokenizer, limits=limits)
+    config = {"delivery": delivery}
+    batch, rollouts = await launched(act, tokenizer, limits=limits, config=config)
     assert sorted(r.reward or 0.0 for r in batch.rollouts) == [1.0, 2.0]
     ledger = rollouts.state.in_flight.ledger
     assert ledger.rollouts == {Reason.MEMBER_LOST: 1}

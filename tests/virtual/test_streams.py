@@ -9,8 +9,9 @@ import pytest
 from aprilsched import Batch, RolloutScheduler, SimFleet, SimPublisher
 from aprilsched.simulation import Costs, Simulation
 from aprilsched.simulation.engine import run_virtual
+from aprilsched.types import Group, Sample
 from tests.support.checking import checked
-from tests.support.small import config, workload
+from tests.support.small import by_length, config, workload
 from tests.support.table import each_row
 
 pytestmark = pytest.mark.virtual_time
@@ -21,21 +22,33 @@ async def streamed(rollouts: RolloutScheduler) -> list[Batch]:
 
 
 @each_row(
-    ("pace", "straggler"),
-    [("synchronous", "retract"), ("asynchronous", "abort"), ("asynchronous", "in_place")],
+    ("pace", "straggler", "delivery"),
+    [
+        ("synchronous", "retract", "groups"),
+        ("asynchronous", "abort", "groups"),
+        ("asynchronous", "in_place", "groups"),
+        ("synchronous", "retract", "samples"),
+        ("asynchronous", "run", "samples"),
+    ],
 )
-def test_streamed_batches_equal_the_batches_of_a_plain_run(pace: str, straggler: str):
-    """The trainer takes no time between groups, so every batch has the same groups and tokens."""
+def test_streamed_batches_equal_the_batches_of_a_plain_run(
+    pace: str, straggler: str, delivery: str
+):
+    """The trainer takes no time between units, so every batch has the same units and tokens."""
 
     async def run(by_group: bool) -> list[dict[int, bytes]]:
-        settings = config(pace=pace, straggler=straggler)
-        scheduler = checked(SimFleet(2, stream_interval=16), workload(), config=settings)
+        settings = config(pace=pace, straggler=straggler, delivery=delivery)
+        fleet = SimFleet(2, stream_interval=16)
+        scheduler = checked(fleet, workload(), reward=by_length, config=settings)
         found: list[dict[int, bytes]] = []
         async with scheduler as rollouts:
             for number in range(5):
                 parts = await streamed(rollouts) if by_group else [await rollouts.next_batch()]
                 assert [part.complete for part in parts] == [False] * (len(parts) - 1) + [True]
                 assert {part.index for part in parts} == {number}
+                assert not by_group or {len(part.units) for part in parts} == {1}
+                units = Sample if delivery == "samples" else Group
+                assert all(isinstance(unit, units) for part in parts for unit in part.units)
                 rolled = [rollout for part in parts for rollout in part.rollouts]
                 found.append({r.rollout_id: r.token_ids.tobytes() for r in rolled})
                 await rollouts.update_weights(SimPublisher())

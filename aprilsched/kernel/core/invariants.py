@@ -76,6 +76,12 @@ def _group(state: SchedulerState, group: GroupRecord) -> Iterator[str]:
         yield f"{name} counts {group.samples} samples in flight, and {len(samples)} are"
     if splits and not group.members and not samples:
         yield f"{name} has nothing in flight"
+    for member in group.members if splits else ():
+        first = [e for e in group.ended.values() if e.rollout_id != member.rollout_id]
+        first = first[: state.in_flight.siblings]
+        known = len(first) == state.in_flight.siblings or group.complete
+        if member.state is State.DONE and known and all(each.scored for each in first):
+            yield f"{name} keeps rollout {member.rollout_id}, whose siblings are known"
     left = [m for m in group.members if m.state in TERMINAL]
     if left:
         yield f"{name} is in flight and {len(left)} of its rollouts have left"

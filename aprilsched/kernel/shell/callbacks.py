@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, TypeAlias, TypeVar, cast
 
 from aprilsched.errors import CallbackError, ConfigError
-from aprilsched.types import Group, Prompt, Rollout, Score
+from aprilsched.types import Group, Prompt, Rollout, Sample, Score
 
 log = logging.getLogger("aprilsched")
 
@@ -30,8 +30,15 @@ GroupReward: TypeAlias = Callable[
     [Group], Sequence[float | Score] | Awaitable[Sequence[float | Score]]
 ]
 """Function that scores a whole group, in the order of its rollouts (``reward_scope="group"``)."""
-Accept: TypeAlias = Callable[[Group], bool | Awaitable[bool]]
-"""Function that keeps or rejects a scored group (dynamic sampling)."""
+_Verdict: TypeAlias = bool | Awaitable[bool]
+Accept: TypeAlias = Callable[[Group], _Verdict] | Callable[[Sample], _Verdict]
+"""Function that keeps or rejects a scored group, or with ``delivery="samples"`` one sample with the
+rewards of its siblings (dynamic sampling).
+
+Dropping samples whose advantage is zero is harmless: their term of the gradient is zero, and they
+stay among the siblings of others. Any other rule, such as one on the length or the reward alone,
+changes which responses are trained on, and so biases the gradient.
+"""
 
 _PACKAGE = f"{Path(__file__).parents[1].as_posix()}/"
 _KINDS = 32

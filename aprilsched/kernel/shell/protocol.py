@@ -62,11 +62,11 @@ class AsyncScheduler(ABC):
         return batch
 
     async def stream(self) -> AsyncGenerator[Batch, None]:
-        """Yield the groups of the next batch, each as soon as it is scored and accepted.
+        """Yield the groups (or samples) of the next batch, each as soon as it is accepted.
 
         The trainer can compute the loss and the gradient of early groups while the last responses
-        of the batch are generated. Each item is a :class:`~aprilsched.Batch` with one group, and
-        ``complete`` is True for the last one::
+        of the batch are generated. Each item is a :class:`~aprilsched.Batch` with one group, or
+        with one sample if samples are delivered, and ``complete`` is True for the last one::
 
             async for group in rollouts.stream():
                 tensors = group.to_torch(packed=True)

@@ -51,7 +51,7 @@ class SchedulerOptions(TypedDict, total=False):
 
 
 class RolloutScheduler(AsyncScheduler):
-    """Keeps a fleet of engines full and delivers batches of whole groups.
+    """Keeps a fleet of engines full and delivers batches of whole groups or single samples.
 
     Use it as ``async with RolloutScheduler(...) as rollouts``. In this block, ``async for batch in
     rollouts`` or :meth:`next_batch` yield batches, :meth:`update_weights` loads a new policy
@@ -66,7 +66,8 @@ class RolloutScheduler(AsyncScheduler):
             Plain functions run in threads, coroutines run on the event loop.
         reward_scope: "rollout" calls ``reward(rollout, prompt)``; "group" calls ``reward(group)``,
             which returns one score for each rollout.
-        accept: ``accept(group)`` keeps or rejects a scored group; a rejected group is replaced.
+        accept: ``accept(group)`` keeps or rejects a scored group, and with ``delivery="samples"``
+            ``accept(sample)`` one sample; others replace what is rejected.
         episode: ``async episode(turn, prompt)`` drives a rollout of several turns.
         config: settings of the scheduler.
         planner: chooses schedules for ``over_provision="auto"`` by a step-time model of the
@@ -101,7 +102,8 @@ class RolloutScheduler(AsyncScheduler):
             accepts=accept is not None,
             episodes=episode is not None,
         )
-        if self.config.delivery == "samples" and caller.reward_scope != "rollout" and not episode:
+        alone = caller.reward_scope == "rollout" or (reward is None and episode is not None)
+        if self.config.delivery == "samples" and not alone:
             raise ConfigError(
                 'delivery="samples" needs the reward of each rollout by itself; give a reward '
                 'function with reward_scope="rollout", or episodes that return a Score.'

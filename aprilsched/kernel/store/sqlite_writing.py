@@ -87,7 +87,8 @@ def _write_rollouts(connection: sqlite3.Connection, snapshot: Snapshot) -> None:
     row = last_row(connection) + 1
     connection.executemany(
         "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?) ON CONFLICT (rollout_id) DO UPDATE SET"
-        " body = excluded.body, crc = excluded.crc, since = max(since, excluded.since)",
+        " group_id = excluded.group_id, body = excluded.body, crc = excluded.crc,"
+        " since = max(since, excluded.since)",
         (
             (state.rollout_id, state.group_id, row if state.rewritten else 0, body, checksum(body))
             for state, body in bodies

@@ -85,6 +85,8 @@ class Expectations:
         Each member of a group counts by itself, because the prompts of episodes may differ.
         """
         prompts, spare = self.prompt_tokens or 0.0, self.spare_tokens
+        if not members:
+            return  # all of them were split off or delivered as single samples
         self._prompts = min(self._prompts + len(members), DEFAULT_WINDOW)
         more = sum(len(member.prompt_ids) - prompts for member in members)
         self.prompt_tokens = prompts + more / self._prompts

@@ -495,7 +495,7 @@ class InFlight:
         del self.groups[sample.group_id]
         self.journal.leave(sample)
         self.training -= bool(group.members)
-        group.members = sorted([*group.members, rollout], key=lambda member: member.index)
+        group.members.append(rollout)
         group.samples -= 1
         rollout.group = group
         return group

@@ -174,15 +174,15 @@ class Outcome:
             causes=self.causes,
         )
 
-    def end(self, prompts: int, share: float) -> RunEnded:
+    def end(self, prompts: int, share: float, *, batches: int) -> RunEnded:
         """Return the error for a trainer that waits for a batch after the last prompt.
 
-        The run had `prompts` prompts, of which the share `share` may fail.
+        The run had `prompts` prompts, of which the share `share` may fail, and `batches` batches.
         """
         kind: type[RunEnded] = RunGivenUp
         failed = self.causes.total()
         why = f"most often because {self.causes.most_common(1)[0][0]}" if failed else ""
-        if prompts and not self.delivered:
+        if prompts and not batches:
             outcome = f"{failed} of {prompts} failed, {why}"
             outcome = outcome if failed else f"all {prompts} were rejected or became too stale"
             outcome = f"no group was delivered: {outcome}; correct that"

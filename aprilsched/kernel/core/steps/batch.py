@@ -246,7 +246,9 @@ def _end_prompts(state: SchedulerState) -> None:
     state.delivery.demand = Demand.NONE
     state.tell(facts.PromptsEnded())
     prompts, share = state.prompts, state.config.retries.failed_share
-    state.commands.append(do.EndOfPrompts(error=prompts.outcome.end(prompts.cursor, share)))
+    batches = state.in_flight.counters.batches
+    error = prompts.outcome.end(prompts.cursor, share, batches=batches)
+    state.commands.append(do.EndOfPrompts(error=error))
 
 
 def _show(state: SchedulerState, offered: Offered) -> None:

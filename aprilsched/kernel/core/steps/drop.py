@@ -46,8 +46,8 @@ def drop(
     alone is dropped, unless the group becomes too small.
     """
     splits = state.in_flight.splits(group) and group.size > state.config.retries.smallest_group
+    rest = group
     if culprit is not None and splits:
-        rest = group
         group, culprit = state.in_flight.lose(group, state.in_flight.rollouts[culprit]), None
         state.in_flight.forget_empty(rest)
     for member in group.members:
@@ -70,7 +70,9 @@ def drop(
             culprit=culprit,
         )
     )
-    if group.evaluation_id is None and reason in FAILURES:
+    # A prompt has not failed if only one of its samples has.
+    is_last = rest is group and not group.samples and group.origin not in state.in_flight.groups
+    if group.evaluation_id is None and reason in FAILURES and is_last:
         state.prompts.outcome.fail(cause)
     if reason in _IN_A_ROW:
         _count_failure(state, cause)

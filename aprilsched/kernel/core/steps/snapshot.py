@@ -84,7 +84,9 @@ def _everything(
     state: SchedulerState, run: RunState, batches: Sequence[DeliveredBatch]
 ) -> Snapshot:
     delivered = {group.group_id for batch in batches for group in batch.groups}
-    groups = [g for g in state.in_flight.training_groups() if g.group_id not in delivered]
+    # Those without members too, which stay for their samples.
+    known = [group for group in state.in_flight.groups.values() if group.evaluation_id is None]
+    groups = [group for group in known if group.group_id not in delivered]
     for batch in batches:
         groups.extend(batch.groups)
     rollouts = [member for group in groups for member in group.members]
