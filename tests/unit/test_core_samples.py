@@ -373,6 +373,18 @@ def test_only_the_stale_samples_are_evicted():
     assert driver.state.in_flight.groups[second].size == 3
 
 
+def test_a_group_with_too_few_fresh_members_is_evicted():
+    """Its second stale member would be dropped twice."""
+    stale = Staleness(0, rule="evict")
+    retries = Retries(smallest_group=3)
+    driver = driver_of(config(siblings=1, max_staleness=stale, retries=retries))
+    for key in driver.attempts():
+        driver.progress(key, 2)
+    driver.update()
+    reasons = {Reason.STALE: 2, Reason.SIBLING_FAILED: 2}
+    assert driver.state.in_flight.ledger.rollouts == reasons
+
+
 def test_samples_and_members_that_restart_are_generated_again():
     stale = Staleness(0, rule="restart")
     driver = driver_of(config(siblings=1, max_staleness=stale))

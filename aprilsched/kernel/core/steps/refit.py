@@ -531,6 +531,8 @@ def _enforce_bound(state: SchedulerState) -> None:
     for group in list(state.in_flight.training_groups()):
         if state.in_flight.siblings is not None:
             for member in list(group.members):
+                if group.dropped is not None:  # it became too small
+                    break
                 if gate.evicts(member.log.oldest_version, version):
                     drop(state, group, Reason.STALE, cause, culprit=member.rollout_id)
                 elif gate.restarts(member.log.oldest_version, version):
