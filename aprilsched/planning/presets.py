@@ -2,7 +2,9 @@
 
 A recipe takes a configuration to change, ``april(SchedulerConfig(batch_groups=64))``, and has a
 name on the command line. None of them changes what happens to stragglers (`straggler`), which is
-"abort" in most of the sources.
+"abort" in most of the sources. None of them sets `delivery` either: those that defer no groups
+combine with both, as ``replace(april(config), delivery="samples")``. What each costs at the age of
+its tokens, compared with single samples, is in docs/scheduling.md.
 """
 
 from __future__ import annotations

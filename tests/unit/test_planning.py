@@ -32,7 +32,7 @@ from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.candidates import Space, candidates, in_words
 from aprilsched.planning.draws import Times, drawn_again
-from aprilsched.planning.halving import Tried, trials
+from aprilsched.planning.halving import Halving, Tried, trials
 from aprilsched.planning.planner import choose
 from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.setting import Outcome, Setting
@@ -925,6 +925,15 @@ def test_the_bound_on_staleness_is_respected(bound: int, delivery: str) -> None:
     # No more than bound + 1 batches are admitted, whatever the schedule asks for.
     free = try_out(schedule(4.0), replace(tried_on, max_staleness=None))
     assert try_out(schedule(4.0), tried_on).mean_age < free.mean_age
+
+
+@pytest.mark.parametrize(("late", "near"), [(0.004, [0]), (0.006, [0]), (0.011, [])])
+def test_a_brief_trial_near_the_bound_is_continued(late: float, near: list[int]) -> None:
+    halving = Halving(setting(), [schedule(1.5)])
+    halving.brief[0] = outcome(0.8, 0.5, late=late)
+    assert halving.near() == near
+    halving.full[0] = outcome(0.8, 0.5, late=0.006)
+    assert halving.near() == []
 
 
 def test_the_bound_on_staleness_changes_no_other_figure() -> None:

@@ -320,6 +320,23 @@ def test_a_preset_runs(name: str) -> None:
     assert simulation.state.in_flight.counters.delivered == 5 * 8 * 4
 
 
+@pytest.mark.parametrize("bound", [None, 2])
+def test_auto_chooses_a_schedule_of_single_samples(bound: int | None) -> None:
+    settings = config(batch_groups=8, delivery="samples", max_staleness=bound, pace="auto")
+    simulation = Simulation(
+        settings,
+        workload(),
+        engine=SimConfig(make_tokens=False),
+        costs=Costs(train_seconds=0.1),
+        batches=5,
+    )
+    simulation.run()
+    assert simulation.state.in_flight.counters.delivered == 5 * 8 * 4
+    schedule = simulation.state.plan.schedule
+    assert schedule.forecast is not None
+    assert schedule.pace is not None
+
+
 @each_row("name", PRESETS)
 def test_a_policy_on_the_command_line_is_its_preset(name: str) -> None:
     (policy,) = chosen(name)
