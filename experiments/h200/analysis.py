@@ -60,8 +60,8 @@ def collected(folder: Path) -> dict[str, Any]:
             cell = Cell.of(line["cell"])
             rows = line.pop("batches")
             counted = rows[cell.burn_in :]
-            if not counted:
-                failed[cell.name] = line["error"] or "no batch was counted"
+            if len(counted) < 2:
+                failed[cell.name] = line["error"] or "fewer than two batches were counted"
                 continue
             since = {}
             if "model" in own:
