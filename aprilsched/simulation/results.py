@@ -140,8 +140,7 @@ def remainder(state: SchedulerState) -> Remainder:
 
 def _members(group: GroupRecord) -> GroupLengths:
     """Return the lengths in a group, without those of the single samples that have left it."""
-    every, count = group_lengths(group), len(group.members)
-    return replace(every, tokens=every.tokens[:count], finished=every.finished[:count])
+    return group_lengths(replace(group, ended={}) if group.ended else group)
 
 
 def simulate(

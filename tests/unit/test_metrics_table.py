@@ -136,6 +136,8 @@ def test_every_metric_that_has_no_panel_is_a_detail_of_one_that_has():
         "aprilsched_engine_slots",
         "aprilsched_engine_state",
         "aprilsched_engine_version",
+        "aprilsched_gateway_request_seconds",
+        "aprilsched_gateway_requests_total",
         "aprilsched_rollouts_delivered_total",
         "aprilsched_rollouts_launched_total",
         "aprilsched_rollouts_regenerated_total",

@@ -294,12 +294,9 @@ _TRAINERS = frozenset(
 
 
 def exposed(name: str, *, gateway: bool) -> bool:
-    """Return whether Prometheus gets the figure from a gateway, or from a run of a trainer."""
-    if not FIGURES[name].exposed:
-        return False
-    if gateway:
-        return name not in _TRAINERS and not name.startswith("batch/")
-    return not name.startswith("gateway/")
+    """Return whether Prometheus gets the figure; a gateway has none that needs a trainer."""
+    of_trainer = name in _TRAINERS or name.startswith("batch/")
+    return FIGURES[name].exposed and not (gateway and of_trainer)
 
 
 FIGURES: dict[str, Figure] = {figure.name: figure for figure in _FIGURES}
