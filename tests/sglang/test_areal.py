@@ -12,12 +12,15 @@ import importlib
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from aprilsched import SchedulerConfig
+from aprilsched.trainers.areal import RolloutEngine
 from tests.sglang.server import CpuServer, free_port
 from tests.support.areal_parts import why_not
 
@@ -90,9 +93,17 @@ class Recording:
         }
 
 
-@pytest.mark.parametrize("weights", ["disk", "xccl"])
+@pytest.mark.parametrize(
+    ("weights", "delivery"), [("disk", "groups"), ("xccl", "groups"), ("disk", "samples")]
+)
 def test_the_trainers_versions_are_those_that_sampled(
-    example: Any, clean_server: CpuServer, model: Path, tmp_path: Path, weights: str
+    example: Any,
+    clean_server: CpuServer,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weights: str,
+    delivery: str,
 ):
     """A wrong version would show in the log-probabilities."""
     options = argparse.Namespace(
@@ -106,6 +117,14 @@ def test_the_trainers_versions_are_those_that_sampled(
     example.name_resolve.reconfigure(config.cluster.name_resolve)
     config.actor.optimizer.lr = 1e-2
     config.actor.optimizer.warmup_steps_proportion = 0.0
+    size = config.train_dataset.batch_size
+    if delivery == "samples":
+        config.actor.reward_norm = None
+        size *= config.gconfig.n_samples
+        monkeypatch.setattr(
+            example, "SchedulerConfig", partial(SchedulerConfig, delivery="samples")
+        )
+        monkeypatch.setattr(example, "RolloutEngine", partial(RolloutEngine, trainer=config))
     workflow = {
         "reward_fn": example.right,
         "gconfig": config.gconfig.new(ignore_eos=True),
@@ -129,7 +148,8 @@ def test_the_trainers_versions_are_those_that_sampled(
     bound = config.rollout.max_head_offpolicyness
     sampled: set[int] = set()
     for version, batch in recorded.batches:
-        assert len(batch) == config.train_dataset.batch_size
+        assert len(batch) == size
+        assert all(("values" in trajectory) == (delivery == "samples") for trajectory in batch)
         for trajectory in batch:
             counted = trajectory["versions"][trajectory["loss_mask"].bool()]
             assert version - bound <= int(counted.min())
