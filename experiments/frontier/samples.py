@@ -13,16 +13,21 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.kernel.core.messages.facts import Fact, ScheduleChanged
+from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact, ScheduleChanged
 from aprilsched.kernel.core.policies.schedule import Forecast
+from aprilsched.observe.figures.figures import Figures
+from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
+from aprilsched.simulation import NEVER, Simulation
+from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.workload import LongTailWorkload
-from experiments.frontier.measured import Figures, mean, run
-from experiments.frontier.results import HERE, rounded, write_section
 
 __all__ = ["MOE"]
 
@@ -38,15 +43,21 @@ MOE = StepTimeModel(
 )
 
 
-class _Forecasts:
-    """Keeps the forecast of the latest schedule, as a listener."""
+class _Meter:
+    """Listens to a run: the generated tokens at each delivery, and the latest forecast."""
 
-    last: Forecast | None = None
+    def __init__(self) -> None:
+        self.engines: list[ModelledEngine] = []
+        self.marks: list[tuple[float, int]] = []
+        self.forecast: Forecast | None = None
 
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         for fact in facts:
             if isinstance(fact, ScheduleChanged):
-                self.last = fact.forecast
+                self.forecast = fact.forecast
+            elif isinstance(fact, BatchDelivered):
+                generated = sum(each.batcher.counters.generated for each in self.engines)
+                self.marks.append((now, generated))
 
 
 def _arms() -> Iterator[tuple[str, StepTimeModel, SchedulerConfig]]:
@@ -65,27 +76,35 @@ def _arms() -> Iterator[tuple[str, StepTimeModel, SchedulerConfig]]:
 
 
 def _measured(model: StepTimeModel, config: SchedulerConfig) -> dict[str, Any]:
-    several: list[Figures] = []
-    forecasts, schedule = _Forecasts(), ""
+    by_seed: list[tuple[float, float]] = []
+    row: dict[str, Any] = {}
     for seed in range(SEEDS):
-        prompts = LongTailWorkload(seed=seed)
-        one = run(
+        meter, summary = _Meter(), Summary(trainer_waits=True)
+        simulation = Simulation(
             config,
-            prompts,
+            LongTailWorkload(seed=seed),
+            engine=SimConfig(
+                timing=model, kv_tokens=KV_TOKENS, make_tokens=False, stream_interval=NEVER
+            ),
             batches=BATCHES,
-            model=model,
-            kv_tokens=KV_TOKENS,
-            listeners=[forecasts],
+            listeners=[summary, meter],
         )
-        several.append(one.figures(BURN_IN))
-        schedule = one.schedule
-    row: dict[str, Any] = dict(rounded(mean(several)))
-    row["by_seed"] = [[round(f.generated_per_s), round(f.staleness, 3)] for f in several]
-    if config.automatic and forecasts.last is not None:
-        row["schedule"] = schedule
-        row["forecast"] = [forecasts.last.step_seconds, forecasts.last.mean_age]
-        row["outcome"] = [several[-1].seconds, several[-1].staleness]
-    return row
+        meter.engines = list(simulation.engines.values())
+        simulation.run()
+        (start, before), (end, after) = meter.marks[BURN_IN - 1], meter.marks[-1]
+        age = Figures.over(summary.batches[BURN_IN:]).staleness_mean or 0.0
+        by_seed.append(((after - before) / (end - start), age))
+        if meter.forecast is not None:
+            row["schedule"] = simulation.state.plan.schedule.why
+            row["forecast"] = [meter.forecast.step_seconds, meter.forecast.mean_age]
+            row["outcome"] = [(end - start) / (BATCHES - BURN_IN), age]
+    speeds, ages = zip(*by_seed, strict=True)
+    figures = {
+        "generated_per_s": float(f"{fmean(speeds):.4g}"),
+        "staleness": float(f"{fmean(ages):.4g}"),
+        "by_seed": [[round(speed), round(age, 3)] for speed, age in by_seed],
+    }
+    return figures | row
 
 
 def _presets() -> Iterator[tuple[str, SchedulerConfig]]:
@@ -98,7 +117,7 @@ def _presets() -> Iterator[tuple[str, SchedulerConfig]]:
 
 
 def _write(part: str, arms: Iterable[tuple[str, StepTimeModel, SchedulerConfig]]) -> None:
-    path = HERE / "samples.json"
+    path = Path(__file__).with_name("samples.json")
     everything: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.exists() else {}
     known: list[dict[str, Any]] = everything.get(part, [])
     rows: list[dict[str, Any]] = []
@@ -112,7 +131,7 @@ def _write(part: str, arms: Iterable[tuple[str, StepTimeModel, SchedulerConfig]]
         same = [row for row in known if all(row[key] == arm[key] for key in arm)]
         rows += same or [arm | _measured(model, config)]
         print(*arm.values(), rows[-1]["by_seed"], flush=True)
-        write_section(part, rows, path)
+        path.write_text(json.dumps(everything | {part: rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
