@@ -221,7 +221,7 @@ class Simulation:
     def _refuse_refill(self) -> None:
         """Raise a ConfigError if the refill rule starts nothing although nothing is in flight."""
         state, refill = self.state, self.state.plan.schedule.refill
-        if not state.in_flight.generating and state.collecting:
+        if not state.in_flight.generating and state.delivery.collecting:
             raise ConfigError(
                 f"refill {refill.name!r} must start a group while the trainer waits and nothing "
                 "generates, got 0 from launches(); return at least 1 then."

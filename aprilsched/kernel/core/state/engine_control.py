@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages import commands as do
@@ -74,8 +74,7 @@ CHANGES: dict[Mode, frozenset[Mode]] = {
 starts in RUNNING when it rejoins."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Goal:
+class Goal(NamedTuple):
     """The state that the engines should reach.
 
     Attributes:
@@ -87,7 +86,7 @@ class Goal:
     away: frozenset[str] = frozenset()
 
 
-RUN = Goal(kind="run")
+RUN, PAUSE = Goal(kind="run"), Goal(kind="pause")
 
 PauseKind: TypeAlias = Literal["retract", "in_place"]
 

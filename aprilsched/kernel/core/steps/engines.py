@@ -120,7 +120,7 @@ def promote(state: SchedulerState, engine: str) -> None:
 def on_paused(state: SchedulerState, event: ev.Paused) -> None:
     state.note_work(event.engine)
     if state.fleet.control.confirm(event.engine, Mode.PAUSING, Mode.PAUSED) is not None:
-        _move_open(state, event.engine, State.RUNNING, Move.HOLD)
+        _move_open(state, event.engine, State.RUNNING, "hold")
 
 
 def on_flushed(state: SchedulerState, event: ev.Flushed) -> None:
@@ -134,7 +134,7 @@ def on_continued(state: SchedulerState, event: ev.Continued) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.CONTINUING, Mode.RUNNING)
     if control is None:
         return
-    _move_open(state, event.engine, State.HELD, Move.CONTINUE)
+    _move_open(state, event.engine, State.HELD, "continue")
     state.fleet.health.of(event.engine).silence = 0.0
     if control.flushed:
         for request in state.in_flight.open_requests(event.engine):
