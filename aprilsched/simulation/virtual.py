@@ -30,7 +30,6 @@ from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
 from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.shell.chunk_buffer import joining
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.loop import EventLoop
 from aprilsched.kernel.values.checks import checked, typed
@@ -206,7 +205,7 @@ class Simulation:
         """
         feed = self._loop.feed
         infos = (
-            joining(name, each.batcher.config.capabilities, 0)
+            ev.EngineInfo(name=name, version=0, able=each.batcher.config.capabilities)
             for name, each in self.engines.items()
         )
         feed(ev.Opened(engines=tuple(infos)))

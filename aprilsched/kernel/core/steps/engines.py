@@ -98,8 +98,8 @@ def on_engine_joined(state: SchedulerState, event: ev.EngineJoined) -> None:
 
 def _join(state: SchedulerState, engine: ev.EngineInfo, *, standby: bool) -> None:
     state.fleet.control.join(engine, standby=standby, now=state.now)
-    state.fleet.health.join(engine.name, engine.max_running, state.now)
-    if engine.stores_kv and state.cached_kv == "recompute" and state.behaviour.waits_inside:
+    state.fleet.health.join(engine.name, engine.able.max_running_requests, state.now)
+    if engine.able.stores_kv and state.cached_kv == "recompute" and state.behaviour.waits_inside:
         # A request that waits inside keeps its cache key, and would find older KV under it.
         state.behaviour = state.behaviour.called_back_first()
 

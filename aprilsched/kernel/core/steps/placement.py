@@ -95,7 +95,7 @@ def _cache_key(state: SchedulerState, engine: str) -> str | None:
     another client may have computed KV with other weights under the same version before this is
     detected.
     """
-    versions, stores = state.weights.versions, state.fleet.control.engines[engine].stores_kv
+    versions, stores = state.weights.versions, state.fleet.control.engines[engine].able.stores_kv
     if state.cached_kv == "apart" or (state.cached_kv == "recompute" and stores):
         return f"{versions.engines[engine]}-{versions.loads[engine]}"
     return "kept" if stores else None

@@ -94,7 +94,7 @@ def _note_mixed_keys(state: SchedulerState, request: RequestRecord) -> None:
     A tier that survives flushes may have received KV of both versions under this key.
     """
     log, control = request.rollout.log, state.fleet.control.engines[request.engine]
-    if control.stores_kv and request.adapter is None and not log.stale_keys:
+    if control.able.stores_kv and request.adapter is None and not log.stale_keys:
         log.stale_keys = True
         state.in_flight.journal.change(request.rollout)
 
