@@ -322,7 +322,9 @@ def phases(figures: LiveFigures) -> dict[str, int]:
     """
     state = figures.state
     generating = [each for each in state.engines.values() if each.state == "generating"]
-    room = any(each.in_flight < (each.info.max_running or math.inf) for each in generating)
+    room = any(
+        each.in_flight < (each.info.able.max_running_requests or math.inf) for each in generating
+    )
     parts = Counter(clock.part for clock in figures.rollouts.values())
     decoding = [state.rollouts[each] for each in state.decoding() if each in state.rollouts]
     carried = sum(rollout.carried for rollout in decoding)
@@ -372,7 +374,7 @@ def _cells(
 ) -> list[RenderableType]:
     """Return the cells of an engine's row. Requests beyond ``max_running`` wait inside the engine,
     and are shown after a plus sign."""
-    limit, pool = engine.info.max_running, engine.info.kv_tokens
+    limit, pool = engine.info.able.max_running_requests, engine.info.able.kv_tokens
     running = engine.in_flight if limit is None else min(engine.in_flight, limit)
     queued = f"+{engine.in_flight - running}" if engine.in_flight > running else ""
     used = engine.context_tokens

@@ -30,7 +30,6 @@ from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
 from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.shell.chunk_buffer import joining
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.loop import EventLoop
 from aprilsched.kernel.values.checks import checked, typed
@@ -206,7 +205,7 @@ class Simulation:
         """
         feed = self._loop.feed
         infos = (
-            joining(name, each.batcher.config.capabilities, 0)
+            ev.EngineInfo(name=name, version=0, able=each.batcher.config.capabilities)
             for name, each in self.engines.items()
         )
         feed(ev.Opened(engines=tuple(infos)))
@@ -221,7 +220,7 @@ class Simulation:
     def _refuse_refill(self) -> None:
         """Raise a ConfigError if the refill rule starts nothing although nothing is in flight."""
         state, refill = self.state, self.state.plan.schedule.refill
-        if not state.in_flight.generating and state.collecting:
+        if not state.in_flight.generating and state.delivery.collecting:
             raise ConfigError(
                 f"refill {refill.name!r} must start a group while the trainer waits and nothing "
                 "generates, got 0 from launches(); return at least 1 then."

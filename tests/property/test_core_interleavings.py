@@ -634,7 +634,7 @@ class Interleavings(RuleBasedStateMachine):
         if driver.controls or driver.refits:
             return
         # After the request, or with an offered batch, the trainer does not wait for tokens.
-        waits = state.delivery.takes_parts and state.collecting
+        waits = state.delivery.takes_parts and state.delivery.collecting
         assert len(driver.updates_wanted) > received or not waits, (
             f"the trainer waits forever: {state.fleet.control.standby}, {driver.verifications}"
         )
@@ -772,7 +772,7 @@ class Interleavings(RuleBasedStateMachine):
             assert rollout.sampled == record.log.sampled_tokens
             assert rollout.finished == (record.state not in GENERATING)
         assert len(run.attempts) == in_flight.open_attempts
-        offered = state.offered_groups
+        offered = state.delivery.offered_groups
         assert run.units_ready == sum(bool(group.accepted) for group in in_flight.ready) + offered
         if not driver.restarts:
             # What an ended process had under way, the core has only as far as it was saved.

@@ -7,7 +7,7 @@ an answer needs no ids.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from aprilsched.observe.figures.rollout_time import RolloutTime
 from aprilsched.observe.figures.run_state import RunState
 from aprilsched.types import Batch, Int32Array, Prompt, RefusedPrompt, SamplingParams, VersionSpan
 from tests.support.dialogues import Dialogues
+from tests.support.facts import ABLE
 
 Key = tuple[int, int]
 Control = do.Pause | do.Flush | do.Continue | do.Release | do.Wake
@@ -210,10 +211,13 @@ class Driver:
         return ev.EngineInfo(
             name=name,
             version=self.version if version == -1 else version,
-            holds_stragglers=self.holds_stragglers,
-            keeps_weights=self.keeps_weights,
-            kv_tokens=self.kv_tokens,
-            stores_kv=self.stores_kv,
+            able=replace(
+                ABLE,
+                release_while_paused=self.holds_stragglers,
+                keeps_released_weights=self.keeps_weights,
+                kv_tokens=self.kv_tokens,
+                kv_tier="keyed" if self.stores_kv else "none",
+            ),
         )
 
     @property

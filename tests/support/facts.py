@@ -12,9 +12,11 @@ import numpy as np
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.events import EngineInfo
 from aprilsched.kernel.core.messages.facts import Fact
+from aprilsched.kernel.values.capabilities import Capabilities
 from aprilsched.types import Batch, Rollout, Segment
 
 __all__ = [
+    "ABLE",
     "changed",
     "delivered",
     "dropped",
@@ -28,9 +30,12 @@ __all__ = [
     "sent",
 ]
 
+ABLE = Capabilities(version_spans=True, flush_while_paused=True)
+"""What an engine can do whose capabilities do not matter."""
+
 
 def opened(*engines: str, version: int = 0, resumed: bool = False) -> of.RunOpened:
-    infos = tuple(EngineInfo(name=name, version=version) for name in engines)
+    infos = tuple(EngineInfo(name=name, version=version, able=ABLE) for name in engines)
     return of.RunOpened(engines=infos, version=version, resumed=resumed)
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from aprilsched.errors import EngineError, EngineRejected
-from aprilsched.kernel.engines.base import Capabilities
 from aprilsched.kernel.engines.refit import RefitGroup, TensorMeta
+from aprilsched.kernel.values.capabilities import Capabilities
 
 T = TypeVar("T")
 

@@ -19,6 +19,7 @@ from aprilsched.kernel.core.messages.events import EngineInfo
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.observe.log import EventLog
+from tests.support.facts import ABLE
 
 __all__ = ["write_long_run"]
 
@@ -68,7 +69,7 @@ def write_long_run(folder: Path, lines: int, *, seed: int = 0) -> int:
     log = EventLog(path, patient=True)
     log.start()
     draws = np.random.default_rng(seed)
-    engines = tuple(EngineInfo(name=name, version=0) for name in NAMES)
+    engines = tuple(EngineInfo(name=name, version=0, able=ABLE) for name in NAMES)
     log.on_facts([of.RunOpened(engines=engines, version=0)], 0.0)
     written, now, batch = 2, 0.0, 0  # the first line is that of the log itself
     while written < lines:

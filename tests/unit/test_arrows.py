@@ -85,10 +85,13 @@ SHARED = (
     "kernel.engines.failures kernel.engines.fleet kernel.engines.generations kernel.engines.http "
     "kernel.engines.load kernel.engines.refit kernel.engines.server kernel.engines.sockets "
     "kernel.engines.sse kernel.engines.stream kernel.engines.transport kernel.values.bounds "
-    "kernel.values.companions types"
+    "kernel.values.capabilities kernel.values.companions types"
 )
 """What adapters of servers share may import."""
-PURE = "errors kernel.values.bounds kernel.values.checks kernel.values.companions"
+PURE = (
+    "errors kernel.values.bounds kernel.values.capabilities kernel.values.checks "
+    "kernel.values.companions"
+)
 
 _RULES: dict[str, Rule] = {
     # The vocabulary.

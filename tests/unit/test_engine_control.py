@@ -12,6 +12,7 @@ from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages.events import EngineInfo
 from aprilsched.kernel.core.messages.facts import EngineModeChanged, Fact
 from aprilsched.kernel.core.state.engine_control import CHANGES, EngineControl, FleetControl, Mode
+from tests.support.facts import ABLE
 from tests.support.table import each_row
 
 README = Path(aprilsched.kernel.core.__file__).with_name("README.md")
@@ -19,7 +20,7 @@ README = Path(aprilsched.kernel.core.__file__).with_name("README.md")
 
 def an_engine(mode: Mode, received: list[Fact]) -> tuple[FleetControl, EngineControl]:
     fleet = FleetControl(pause_mode="retract", flushes=True, tell=received.append)
-    control = fleet.join(EngineInfo(name="a", version=0), standby=False, now=0.0)
+    control = fleet.join(EngineInfo(name="a", version=0, able=ABLE), standby=False, now=0.0)
     control.mode = mode
     return fleet, control
 

@@ -21,6 +21,7 @@ from aprilsched.observe.log.line_format import KINDS, LogBegun, LogResumed
 from aprilsched.observe.log.reading import read_facts
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from tests.support.driver import Driver
+from tests.support.facts import ABLE
 from tests.support.table import each_row
 
 SECRET = 31_337
@@ -52,7 +53,7 @@ def delivered(*, tokens: bool = False) -> of.BatchDelivered:
 
 
 FACTS: list[Fact] = [
-    of.RunOpened(engines=(ev.EngineInfo(name="a", version=0),), version=0),
+    of.RunOpened(engines=(ev.EngineInfo(name="a", version=0, able=ABLE),), version=0),
     of.GroupLaunched(group_id=1, rollout_ids=(2,), prompt_tokens=5),
     of.GroupLaunched(
         group_id=4,
@@ -63,7 +64,7 @@ FACTS: list[Fact] = [
     of.TokensReceived(request_id=3, tokens=5),
     of.TokensReceived(request_id=3, tokens=5, recomputed=9, dropped="stale"),
     of.AttemptEnded(request_id=3, outcome="finished", spans=((0, 0, 3), (1, 3, 5))),
-    of.EngineJoined(info=ev.EngineInfo(name="a", version=None)),
+    of.EngineJoined(info=ev.EngineInfo(name="a", version=None, able=ABLE)),
     of.EngineRefitted(engine="a", version=None, cause="half of it is missing"),
     of.EngineLost(engine="a", cause="gone", standby=True),
     of.GroupDropped(

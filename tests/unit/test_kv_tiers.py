@@ -9,11 +9,11 @@ import pytest
 
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.engines.base import Capabilities
 from aprilsched.kernel.engines.sglang import probe
 from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo
 from aprilsched.kernel.engines.vllm import server_info
 from aprilsched.kernel.shell import opening
+from aprilsched.kernel.values.capabilities import Capabilities
 from aprilsched.simulation.engine import SimConfig, SimEngine
 from aprilsched.simulation.engine.toy_model import KvTier
 from aprilsched.types import VersionSpan

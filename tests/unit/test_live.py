@@ -27,7 +27,7 @@ from aprilsched.observe.live import (
 )
 from aprilsched.types import Batch, Group, Prompt
 from tests.support import facts
-from tests.support.facts import changed
+from tests.support.facts import ABLE, changed
 
 PROMPT = Prompt(input_ids=np.zeros(10, dtype=np.int32))
 RUN = RunFacts(title="run", where="runs/x", batches=4, batch_units=1)
@@ -44,7 +44,8 @@ class Shown:
         self.view = LiveView(Console(file=io.StringIO()), run, self.figures)
         self._engines = engines
         self._listeners = (meter, *self.view.listeners)
-        infos = [ev.EngineInfo(name=e, version=0, kv_tokens=100, max_running=1) for e in engines]
+        able = replace(ABLE, kv_tokens=100, max_running_requests=1)
+        infos = [ev.EngineInfo(name=e, version=0, able=able) for e in engines]
         self.add(of.RunOpened(engines=tuple(infos), version=0), of.BatchRequested())
 
     def add(self, *recorded: Fact, after: float = 0.0) -> None:

@@ -156,7 +156,7 @@ def test_a_plan_has_all_that_is_known() -> None:
     assert driver.state.expectations.spare_tokens == pytest.approx(spare)
     assert plan.spare_tokens is None  # These engines keep no room.
     for control in driver.state.fleet.control.engines.values():
-        control.reserves = True
+        control.able = replace(control.able, reserves=True)
     assert driver.state.fleet.control.reserves
     assert plan.current == driver.state.plan.schedule
 

@@ -29,8 +29,9 @@ from aprilsched.kernel.core.policies.refill import PoolView
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.policies.stop import Groups, Samples, Stop, Tokens
 from aprilsched.kernel.core.policies.straggler import CachedKV, StragglerRule
-from aprilsched.kernel.engines.base import Capabilities, Engine, PauseMode
+from aprilsched.kernel.engines.base import Engine, PauseMode
 from aprilsched.kernel.shell.opening import check_engines, examine
+from aprilsched.kernel.values.capabilities import Capabilities
 from tests.support.driver import Driver
 from tests.support.table import each_row
 

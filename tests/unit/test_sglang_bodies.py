@@ -12,10 +12,11 @@ from msgspec.structs import replace
 from aprilsched.errors import EngineRejected
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.policies.placement import rank_of
-from aprilsched.kernel.engines.base import Capabilities, GenerationRequest
+from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.kernel.engines.sglang import probe
 from aprilsched.kernel.engines.sglang.http_engine import SGLangEngine
 from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, generate_body
+from aprilsched.kernel.values.capabilities import Capabilities
 from aprilsched.types import Media, SamplingParams
 from tests.support.driver import Driver, config
 from tests.support.table import each_row

@@ -14,7 +14,7 @@ from aprilsched.observe.figures.engine_time import (
 from aprilsched.observe.figures.run_state import RunState
 from tests.support import facts
 from tests.support.driver import Driver, config
-from tests.support.facts import changed, ended, opened, received, refitted, sent
+from tests.support.facts import ABLE, changed, ended, opened, received, refitted, sent
 from tests.support.table import each_row
 
 BATCH_ASKED = of.BatchRequested()
@@ -189,7 +189,7 @@ def test_an_engine_that_is_lost_and_comes_back():
     written.tell(*launch(), received(0), received(1))
     written.after(2, *facts.lost("a", "burnt", 0, 1))
     assert written.engines["a"].in_flight == 0
-    written.after(3, of.EngineJoined(info=ev.EngineInfo(name="a", version=0)))
+    written.after(3, of.EngineJoined(info=ev.EngineInfo(name="a", version=0, able=ABLE)))
     written.after(1, of.EngineAdmitted(engine="a", version=0))
     written.after(1, sent(0, attempt=2), sent(1, attempt=2))
     written.after(1)
@@ -198,7 +198,7 @@ def test_an_engine_that_is_lost_and_comes_back():
 
 def test_an_engine_that_joins_late_is_counted_from_then_on():
     written = WrittenRun()
-    written.after(5, of.EngineJoined(info=ev.EngineInfo(name="b", version=0)))
+    written.after(5, of.EngineJoined(info=ev.EngineInfo(name="b", version=0, able=ABLE)))
     written.after(1, of.EngineAdmitted(engine="b", version=0))
     written.after(2)
     written.parts("a")

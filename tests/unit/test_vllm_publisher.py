@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from aprilsched.errors import ConfigError, EngineRejected
-from aprilsched.kernel.engines.base import Capabilities, Engine
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.values.capabilities import Capabilities
 from aprilsched.kernel.weights import vllm_transfer
 from aprilsched.kernel.weights.vllm_transfer import VLLMPublisher
 

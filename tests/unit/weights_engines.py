@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from aprilsched.errors import EngineRejected
-from aprilsched.kernel.engines.base import Capabilities, Engine
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.values.capabilities import Capabilities
 
 __all__ = ["SocketEngine", "TensorEngine", "as_engines"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,7 +87,7 @@ async def test_missing_weights_are_an_error_until_the_next_update(
     async with RolloutScheduler(fleet, workload(), config=config()) as rollouts:
         await rollouts.next_batch()
         for control in rollouts.state.fleet.control.engines.values():
-            control.keeps_weights = False
+            control.able = replace(control.able, keeps_released_weights=False)
         with pytest.raises(RefitError, match="call update_weights"):
             async with rollouts.asleep():
                 pass

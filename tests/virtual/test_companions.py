@@ -38,7 +38,8 @@ from aprilsched.cli.runs.settings_tables import config_of, table_of
 from aprilsched.config import Retries
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
-from aprilsched.kernel.engines.base import Capabilities, Chunk, GenerationRequest
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.kernel.values.capabilities import Capabilities
 from aprilsched.kernel.values.companions import Companion, routed_experts, top_logprobs
 from aprilsched.simulation.engine import SimEngine
 from aprilsched.simulation.engine import fleet as sim_fleet

@@ -19,8 +19,9 @@ from aprilsched.cli.commands.doctor import REACHED
 from aprilsched.cli.doctor import ROWS, Finding, Row, checks, examine
 from aprilsched.cli.doctor.server import MAX_ATTEMPTS, Server, kept
 from aprilsched.errors import EngineRejected, EngineUnreachable
-from aprilsched.kernel.engines.base import Capabilities, Chunk
+from aprilsched.kernel.engines.base import Chunk
 from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.kernel.values.capabilities import Capabilities
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import CHECKS, PROMPT, EndedTooSoon, OtherTokens, Subject, until
 from aprilsched.testing.generate_answers import Answer

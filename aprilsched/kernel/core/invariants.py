@@ -129,11 +129,11 @@ def _batches(state: SchedulerState) -> Iterator[str]:
     if unknown:
         yield f"batches {unknown} wait to be delivered again and are not kept"
     offered = [group for group in state.in_flight.groups.values() if group.offered]
-    if set(offered) != set(() if state.delivery.offer is None else state.delivery.offer.groups):
-        yield (
-            f"{len(offered)} groups in flight are marked as offered, and {state.offered_groups} are"
-        )
-    if state.weights.update is not None and (state.delivery.offer or state.delivery.fresh.taken):
+    delivery = state.delivery
+    if set(offered) != set(() if delivery.offer is None else delivery.offer.groups):
+        count = delivery.offered_groups
+        yield f"{len(offered)} groups in flight are marked as offered, and {count} are"
+    if state.weights.update is not None and (delivery.offer or delivery.fresh.taken):
         yield ("a batch is offered while a version is on its way")
     ready = {group.group_id for group in (*state.in_flight.ready, *offered)}
     if state.delivery.fresh.taken.keys() - ready:

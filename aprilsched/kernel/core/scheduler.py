@@ -245,13 +245,14 @@ def _decides(state: SchedulerState, event: ev.Event) -> bool:
     if kind is ev.Progress:
         # A label that removes an engine from use emits a command, and so does one that starts an
         # update. A run has sixteen Progress events per rollout, so the others are skipped.
+        if state.commands or state.fleet.crowded:
+            return True
         update = state.weights.update
-        asks = (
+        return (
             update is not None
             and update.kind is UpdateKind.FOLLOWED
             and update.phase is UpdatePhase.PREPARING
         )
-        return bool(state.commands or state.fleet.crowded) or asks
     if kind is ev.VersionSeen:
         return bool(state.facts)
     if kind is ev.LoadSeen:

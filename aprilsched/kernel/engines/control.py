@@ -16,12 +16,13 @@ from aprilsched.errors import (
     EngineUnreachable,
     InconsistentWeights,
 )
-from aprilsched.kernel.engines.base import Capabilities, GenerationRequest, PauseMode
+from aprilsched.kernel.engines.base import GenerationRequest, PauseMode
 from aprilsched.kernel.engines.failures import UNREADABLE, Answer, quote
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.stream import version_number
 from aprilsched.kernel.engines.transport import Transport
 from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
+from aprilsched.kernel.values.capabilities import Capabilities
 
 T = TypeVar("T")
 

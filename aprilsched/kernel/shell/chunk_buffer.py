@@ -2,24 +2,8 @@
 
 from __future__ import annotations
 
-from aprilsched.kernel.core.messages.events import EngineInfo, Finished, Interrupted, Progress
-from aprilsched.kernel.engines.base import Capabilities, Chunk
-
-
-def joining(name: str, able: Capabilities, version: int | None) -> EngineInfo:
-    """Return the core's view of an engine that joins.
-
-    Simulations use it too. Otherwise their trials would lack the room that engines reserve."""
-    return EngineInfo(
-        name=name,
-        version=version,
-        holds_stragglers=able.release_while_paused,
-        keeps_weights=able.keeps_released_weights,
-        kv_tokens=able.kv_tokens,
-        reserves=able.reserves,
-        max_running=able.max_running_requests,
-        stores_kv=able.kv_tier != "none",
-    )
+from aprilsched.kernel.core.messages.events import Finished, Interrupted, Progress
+from aprilsched.kernel.engines.base import Chunk
 
 
 def progress(chunk: Chunk, request_id: int, attempt: int) -> Progress | None:

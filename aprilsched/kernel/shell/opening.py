@@ -17,7 +17,6 @@ from aprilsched.errors import ConfigError, InconsistentWeights
 from aprilsched.kernel.core.messages.events import EngineInfo, Opened
 from aprilsched.kernel.engines.base import Engine, HasLabel
 from aprilsched.kernel.engines.self_check import check, pause_during
-from aprilsched.kernel.shell.chunk_buffer import joining
 from aprilsched.kernel.shell.sharing import SHOWN, claim, log_pause, say_who_is_there
 from aprilsched.kernel.values.companions import TOP
 
@@ -84,7 +83,7 @@ async def check_engines(
             raise failure
     return Opened(
         engines=tuple(
-            joining(engine.name, engine.capabilities, version)
+            EngineInfo(name=engine.name, version=version, able=engine.capabilities)
             for engine, version in zip(engines, versions, strict=True)
         )
     )
@@ -100,7 +99,7 @@ async def examine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engin
     _check_engine(engine, config, fleet)
     version = await check(engine)
     await _flush(engine, config)
-    return joining(engine.name, engine.capabilities, version)
+    return EngineInfo(name=engine.name, version=version, able=engine.capabilities)
 
 
 async def _flush(engine: Engine, config: SchedulerConfig) -> None:

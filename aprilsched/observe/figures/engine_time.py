@@ -392,8 +392,8 @@ class EngineTime(DispatchingListener):
             self.engines[info.name] = engine
             self._in_use += 1
         engine.info, engine.version = info, info.version
-        if info.max_running is not None:
-            engine.capacity = info.max_running
+        if info.able.max_running_requests is not None:
+            engine.capacity = info.able.max_running_requests
         return engine
 
     def _enter(self, engine: EngineUsage, state: EngineState) -> None:
@@ -484,7 +484,7 @@ class EngineTime(DispatchingListener):
         engine.count(attempt.phase, 1)
         engine.beyond += attempt.context
         engine.timed += attempt.timed
-        if engine.info.max_running is None:
+        if engine.info.able.max_running_requests is None:
             engine.capacity = max(engine.capacity, engine.in_flight)
 
     def _close(self, request_id: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from aprilsched.kernel.engines.base import Capabilities
 from aprilsched.kernel.values.bounds import AT_LEAST_1, Bound, check_range
+from aprilsched.kernel.values.capabilities import Capabilities
 from aprilsched.kernel.values.companions import KINDS
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, RESERVE_CLIP, StepTimeModel
 from aprilsched.simulation.engine.toy_model import KvTier, ToyModel

@@ -28,10 +28,11 @@ from aprilsched.errors import (
     EngineRestarted,
     InconsistentWeights,
 )
-from aprilsched.kernel.engines.base import Capabilities, Chunk, GenerationRequest, PauseMode
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest, PauseMode
 from aprilsched.kernel.engines.load import EngineLoad
 from aprilsched.kernel.engines.stream import empty_chunk
 from aprilsched.kernel.values.bounds import AT_LEAST_0, check_range
+from aprilsched.kernel.values.capabilities import Capabilities
 from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.clock import Pacer
 from aprilsched.simulation.engine.settings import Counters, SimConfig

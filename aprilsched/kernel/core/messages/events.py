@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from aprilsched.kernel.core.policies.schedule import Schedule
+from aprilsched.kernel.values.capabilities import Capabilities
 from aprilsched.kernel.values.companions import Rows
 from aprilsched.types import (
     Answer,
@@ -44,23 +45,12 @@ class EngineInfo:
 
     Attributes:
         version: the version of its weights; None if they are inconsistent.
-        holds_stragglers: it can release memory while requests wait in a pause.
-        keeps_weights: released weights are unchanged when it wakes.
-        kv_tokens: the size of its KV pool in tokens; None if it does not report it.
-        reserves: a request waits until there is room for all that it may still generate.
-        max_running: the largest number of requests that it runs at once; None if it does not report
-            it.
-        stores_kv: cached KV may survive a flush.
+        able: what it reported when it was opened.
     """
 
     name: str
     version: int | None
-    holds_stragglers: bool = False
-    keeps_weights: bool = False
-    kv_tokens: int | None = None
-    reserves: bool = False
-    max_running: int | None = None
-    stores_kv: bool = False
+    able: Capabilities
 
 
 # --- the trainer -----------------------------------------------------------------------------

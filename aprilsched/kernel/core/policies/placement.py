@@ -12,8 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 _LEFT_OVER = 4
 """Entries of the heap for each engine, from which on it is rebuilt."""
@@ -83,8 +82,7 @@ class EngineLoads:
         return min(others, key=lambda other: (self.loads[other], other), default=top[1])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Preference:
+class Preference(NamedTuple):
     """The engine that a request should go to."""
 
     engine: str

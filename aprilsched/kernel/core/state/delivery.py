@@ -5,25 +5,23 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from typing import Literal, TypeAlias
 
 from aprilsched.kernel.core.policies.parts import Part
 from aprilsched.kernel.core.state.queues import MustDeliver
 from aprilsched.kernel.core.state.records import DeliveredBatch, GroupRecord
 from aprilsched.types import Batch, Unit
 
+Demand: TypeAlias = Literal["none", "left", "waiting", "between_parts"]
+"""The trainer's demand for the batch in work.
 
-class Demand(Enum):
-    """The trainer's demand for the batch in work."""
-
-    NONE = auto()
-    """No batch is requested."""
-    LEFT = auto()
-    """The call for a batch was cancelled. The next call continues with the same batch."""
-    WAITING = auto()
-    """A call waits for the next part."""
-    BETWEEN_PARTS = auto()
-    """The trainer has taken a part that is not the last, and has not requested the next yet."""
+=============  ====================================================================================
+none           no batch is requested
+left           the call for a batch was cancelled; the next call continues with the same batch
+waiting        a call waits for the next part
+between_parts  the trainer has taken a part that is not the last, and has not requested the next yet
+=============  ====================================================================================
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,8 +57,6 @@ class BatchInWork:
     """The batch, if it is a redelivery after a restart; None if it is made of new ready groups."""
     taken: dict[int, Unit] = field(default_factory=dict[int, Unit])
     """Units of the parts that the trainer has taken, by their id, in the order of the parts."""
-    offer: Offered | None = None
-    """The part on offer; None without one."""
     seen: frozenset[int] = frozenset()
     """Ids of units that the trainer may have taken before a restart. They come first."""
 
@@ -72,11 +68,6 @@ class BatchInWork:
         """Return those of `units` that the trainer has not taken."""
         return tuple(unit for unit in units if unit.unit_id not in self.taken)
 
-    def involves(self, unit_id: int) -> bool:
-        """Return whether the trainer has taken the unit, or may take it now."""
-        offered = () if self.offer is None else self.offer.part.units
-        return unit_id in self.taken or any(unit.unit_id == unit_id for unit in offered)
-
 
 @dataclass(slots=True)
 class Delivery:
@@ -84,10 +75,12 @@ class Delivery:
 
     must_deliver: MustDeliver
     """Groups that the next batch must contain (staleness rule "finish")."""
-    demand: Demand = Demand.NONE
+    demand: Demand = "none"
     """The trainer's demand for the batch in work."""
     by_group: bool = False
     """Whether the trainer takes the batch unit by unit."""
+    offer: Offered | None = None
+    """The part of the batch in work that the trainer may take now; None without one."""
     fresh: BatchInWork = field(default_factory=BatchInWork)
     """The batch made of new ready groups."""
     redelivery: deque[BatchInWork] = field(default_factory=deque[BatchInWork])
@@ -110,21 +103,33 @@ class Delivery:
         return [work.known for work in self.redelivery if work.known is not None]
 
     @property
-    def offer(self) -> Offered | None:
-        """The part on offer; None without one."""
-        return self.work.offer
+    def collecting(self) -> bool:
+        """Whether the batch in work is requested and not yet offered as a whole."""
+        if self.demand == "none":
+            return False
+        return self.offer is None or not self.offer.part.last
+
+    @property
+    def offered_groups(self) -> int:
+        """Number of groups in the offered batch."""
+        return 0 if self.offer is None else len(self.offer.groups)
+
+    def involves(self, unit_id: int) -> bool:
+        """Return whether the trainer has taken a unit in flight, or may take it now."""
+        offered = () if self.offer is None else self.offer.part.units
+        return unit_id in self.fresh.taken or any(unit.unit_id == unit_id for unit in offered)
 
     @property
     def batch_requested(self) -> bool:
         """Whether the trainer has requested the batch in work."""
-        return self.demand is not Demand.NONE
+        return self.demand != "none"
 
     @property
     def trainer_waits(self) -> bool:
         """Whether a call of the trainer waits for the next part."""
-        return self.demand is Demand.WAITING
+        return self.demand == "waiting"
 
     @property
     def takes_parts(self) -> bool:
         """Whether the trainer waits for the next part, or is between two parts."""
-        return self.demand in (Demand.WAITING, Demand.BETWEEN_PARTS)
+        return self.demand in ("waiting", "between_parts")

@@ -21,12 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.values.capabilities import Capabilities
 
 WEIGHTS = "weights"
 CUDA_GRAPH = "cuda_graph"
@@ -74,8 +75,7 @@ CHANGES: dict[Mode, frozenset[Mode]] = {
 starts in RUNNING when it rejoins."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Goal:
+class Goal(NamedTuple):
     """The state that the engines should reach.
 
     Attributes:
@@ -87,7 +87,7 @@ class Goal:
     away: frozenset[str] = frozenset()
 
 
-RUN = Goal(kind="run")
+RUN, PAUSE = Goal(kind="run"), Goal(kind="pause")
 
 PauseKind: TypeAlias = Literal["retract", "in_place"]
 
@@ -97,6 +97,7 @@ class EngineControl:
     """The control state of one engine."""
 
     name: str
+    able: Capabilities
     mode: Mode = Mode.RUNNING
     consecutive_failures: int = 0
     """Number of consecutive failures. Failures of attempts open at the same time count as one."""
@@ -112,18 +113,8 @@ class EngineControl:
     """Tags of the memory that the trainer has."""
     inconsistent: bool = False
     """Whether the weights are neither old nor new, or were released and not preserved."""
-    keeps_weights: bool = False
-    """Whether released weights are unchanged when the engine wakes."""
-    holds_stragglers: bool = False
-    """Whether the engine can release memory while requests wait in a pause."""
     base: int = 0
     """Version of the full model, to which any adapter belongs."""
-    kv_tokens: int | None = None
-    """Size of the KV pool in tokens; None if the engine does not report it."""
-    reserves: bool = False
-    """Whether a request waits until there is room for all that it may still generate."""
-    stores_kv: bool = False
-    """Whether cached KV may survive a flush."""
     catching_up: bool = False
     """Whether the engine is refitted separately to the fleet's version: it is on standby, or it is
     in use with an older version and gets no more requests (rolling refits)."""
@@ -178,13 +169,9 @@ class FleetControl:
         """Add a connected engine, which must have the fleet's version unless on `standby`."""
         control = EngineControl(
             name=engine.name,
+            able=engine.able,
             inconsistent=engine.version is None,
-            keeps_weights=engine.keeps_weights,
-            holds_stragglers=engine.holds_stragglers,
             base=engine.version or 0,
-            kv_tokens=engine.kv_tokens,
-            reserves=engine.reserves,
-            stores_kv=engine.stores_kv,
             version_seen_at=now,
         )
         (self.standby if standby else self.engines)[engine.name] = control
@@ -239,15 +226,15 @@ class FleetControl:
         """Tokens that fit into the KV pools of all engines in use; None if one is unknown."""
         total = 0
         for control in self.engines.values():
-            if control.kv_tokens is None:
+            if control.able.kv_tokens is None:
                 return None
-            total += control.kv_tokens
+            total += control.able.kv_tokens
         return total or None
 
     @property
     def reserves(self) -> bool:
         """Whether any engine in use reserves room for all tokens of a request's limit."""
-        return any(control.reserves for control in self.engines.values())
+        return any(control.able.reserves for control in self.engines.values())
 
     def runs(self, engine: str) -> bool:
         """Return whether a request may be sent to the engine now."""

@@ -20,7 +20,6 @@ from aprilsched.kernel.core.state.records import (
     GENERATING,
     Ended,
     GroupRecord,
-    Move,
     RequestRecord,
     RolloutRecord,
     State,
@@ -241,10 +240,10 @@ class InFlight:
         )
         rollout.request = request
         self.requests[request.request_id] = request
-        rollout.move(Move.NEXT_TURN)
+        rollout.move("next_turn")
         if rollout.eligible:
             self.queue.add(request)
-        if not self._is_plain(rollout, input_ids, sampling):
+        if self.journal.active and not self._is_plain(rollout, input_ids, sampling):
             self.journal.change(rollout)
         return request
 
@@ -289,7 +288,7 @@ class InFlight:
         """Start an attempt: the request is sent to `engine`, and sampled under `version`."""
         self.queue.discard(request)
         rollout = request.rollout
-        rollout.move(Move.SEND)
+        rollout.move("send")
         rollout.engine = rollout.group.engine = engine
         self._note_affinity_engine(rollout.group.prompt.affinity, engine)
         request.media_tokens = max(request.media_tokens, rollout.group.media_tokens)
@@ -416,7 +415,7 @@ class InFlight:
 
     def requeue(self, request: RequestRecord) -> None:
         """Queue the rest of a request, with all tokens known so far."""
-        request.rollout.move(Move.INTERRUPT)
+        request.rollout.move("interrupt")
         if request.rollout.eligible:
             self.queue.add(request)
 
@@ -435,7 +434,7 @@ class InFlight:
 
     def finish(self, rollout: RolloutRecord, now: float) -> None:
         """Mark the rollout as finished; a complete training group becomes ready."""
-        rollout.move(Move.FINISH)
+        rollout.move("finish")
         self.journal.finish(rollout)
         group = rollout.group
         group.unfinished -= 1
@@ -464,7 +463,7 @@ class InFlight:
 
     def score(self, rollout: RolloutRecord) -> None:
         """Mark the rollout as scored."""
-        rollout.move(Move.SCORE)
+        rollout.move("score")
         self.journal.finish(rollout)
         ended = rollout.group.ended.get(rollout.rollout_id)
         if ended is not None:
@@ -549,7 +548,7 @@ class InFlight:
     def deliver(self, group: GroupRecord) -> None:
         """Remove a delivered group from flight."""
         for member in group.members:
-            member.move(Move.DELIVER)
+            member.move("deliver")
             self.counters.delivered += 1
             self.counters.tokens_delivered += member.log.sampled_tokens
         self._remove(group)
@@ -574,7 +573,7 @@ class InFlight:
         group.dropped = reason
         entries: list[Entry] = []
         for member in group.members:
-            member.move(Move.DROP)
+            member.move("drop")
             is_sibling = culprit is not None and member.rollout_id != culprit
             why = Reason.SIBLING_FAILED if is_sibling else reason
             tokens = member.log.sampled_tokens
@@ -614,7 +613,9 @@ def _seeded(sampling: SamplingParams, prompt: Prompt, *path: int, size: int) -> 
 
     With one seed, engines would sample the same response for the whole group, and in each epoch.
     """
+    if sampling.sampling_seed is None:
+        return sampling
     own = isinstance(prompt.sampling, tuple) or (size == 1 and prompt.sampling is not None)
-    if sampling.sampling_seed is None or own:
+    if own:
         return sampling
     return replace(sampling, sampling_seed=derived_seed(sampling.sampling_seed, *path))

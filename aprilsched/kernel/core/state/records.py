@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,46 +53,45 @@ class State(StrEnum):
     """It is in the ledger, with the reason."""
 
 
-class Move(StrEnum):
-    """A transition of a rollout's state."""
-
-    SEND = "send"
-    HOLD = "hold"
-    CONTINUE = "continue"
-    INTERRUPT = "interrupt"
-    WITHDRAW = "withdraw"
-    END_TURN = "end_turn"
-    NEXT_TURN = "next_turn"
-    FINISH = "finish"
-    SCORE = "score"
-    DELIVER = "deliver"
-    DROP = "drop"
-
+Move: TypeAlias = Literal[
+    "send",
+    "hold",
+    "continue",
+    "interrupt",
+    "withdraw",
+    "end_turn",
+    "next_turn",
+    "finish",
+    "score",
+    "deliver",
+    "drop",
+]
+"""A transition of a rollout's state."""
 
 GENERATING = frozenset({State.QUEUED, State.RUNNING, State.HELD, State.RETURNING, State.THINKING})
 TERMINAL = frozenset({State.DELIVERED, State.DROPPED})
 
 MOVES: dict[tuple[State, Move], State] = {
-    (State.QUEUED, Move.SEND): State.RUNNING,
-    (State.RUNNING, Move.HOLD): State.HELD,
-    (State.HELD, Move.CONTINUE): State.RUNNING,
+    (State.QUEUED, "send"): State.RUNNING,
+    (State.RUNNING, "hold"): State.HELD,
+    (State.HELD, "continue"): State.RUNNING,
     # An aborted or failed request, or one whose engine is lost, is requeued with its tokens.
-    (State.RUNNING, Move.INTERRUPT): State.QUEUED,
-    (State.HELD, Move.INTERRUPT): State.QUEUED,
+    (State.RUNNING, "interrupt"): State.QUEUED,
+    (State.HELD, "interrupt"): State.QUEUED,
     # The last tokens of a request may still be in transit when the pause is confirmed.
-    (State.RUNNING, Move.END_TURN): State.THINKING,
-    (State.HELD, Move.END_TURN): State.THINKING,
+    (State.RUNNING, "end_turn"): State.THINKING,
+    (State.HELD, "end_turn"): State.THINKING,
     # A waiting request leaves the queue at once. One on an engine must first be aborted there.
-    (State.QUEUED, Move.WITHDRAW): State.THINKING,
-    (State.RUNNING, Move.WITHDRAW): State.RETURNING,
-    (State.HELD, Move.WITHDRAW): State.RETURNING,
-    (State.RETURNING, Move.END_TURN): State.THINKING,
-    (State.THINKING, Move.NEXT_TURN): State.QUEUED,
-    (State.THINKING, Move.FINISH): State.SCORING,
-    (State.SCORING, Move.SCORE): State.DONE,
-    (State.DONE, Move.DELIVER): State.DELIVERED,
+    (State.QUEUED, "withdraw"): State.THINKING,
+    (State.RUNNING, "withdraw"): State.RETURNING,
+    (State.HELD, "withdraw"): State.RETURNING,
+    (State.RETURNING, "end_turn"): State.THINKING,
+    (State.THINKING, "next_turn"): State.QUEUED,
+    (State.THINKING, "finish"): State.SCORING,
+    (State.SCORING, "score"): State.DONE,
+    (State.DONE, "deliver"): State.DELIVERED,
     # From every state but the two terminal ones.
-    **{(state, Move.DROP): State.DROPPED for state in State if state not in TERMINAL},
+    **{(state, "drop"): State.DROPPED for state in State if state not in TERMINAL},
 }
 
 

@@ -385,30 +385,19 @@ class SchedulerState:
         return self.plan.schedule.placement or "prefix" if configured == "auto" else configured
 
     @property
-    def collecting(self) -> bool:
-        """Whether the batch in work is requested and not yet offered as a whole."""
-        offer = self.delivery.offer
-        return self.delivery.batch_requested and (offer is None or not offer.part.last)
-
-    @property
-    def offered_groups(self) -> int:
-        """Number of groups in the offered batch."""
-        return 0 if self.delivery.offer is None else len(self.delivery.offer.groups)
-
-    @property
     def open_groups(self) -> int:
         """Number of incomplete training groups; if samples are delivered, the number of groups of
         the usual size that the samples which are not ready make, rounded up."""
         in_flight = self.in_flight
         if in_flight.siblings is None:
-            return in_flight.training - len(in_flight.ready) - self.offered_groups
-        left = in_flight.training_rollouts - in_flight.ready.samples - self.offered_groups
+            return in_flight.training - len(in_flight.ready) - self.delivery.offered_groups
+        left = in_flight.training_rollouts - in_flight.ready.samples - self.delivery.offered_groups
         return math.ceil(left / self.prompts.usual_size)
 
     @property
     def batch_number(self) -> int:
         """Number of batches before the one in work: the taken batches and the offered one."""
-        return self.in_flight.counters.batches + (self.offered_groups > 0)
+        return self.in_flight.counters.batches + (self.delivery.offered_groups > 0)
 
     @property
     def batch_groups(self) -> int:

@@ -23,7 +23,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.parts import Part, Supply, next_part
 from aprilsched.kernel.core.state.assembly import batch_again, batch_of
-from aprilsched.kernel.core.state.delivery import BatchInWork, Demand, Offered
+from aprilsched.kernel.core.state.delivery import BatchInWork, Offered
 from aprilsched.kernel.core.state.records import DeliveredBatch, GroupRecord
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.target import retarget
@@ -46,7 +46,7 @@ def _request(state: SchedulerState) -> None:
     if not delivery.batch_requested and not state.asynchronous:
         state.plan.wave_pending = True
         state.plan.choice_pending = True
-    delivery.demand = Demand.WAITING
+    delivery.demand = "waiting"
 
 
 def on_batch_withdrawn(state: SchedulerState, _: ev.BatchWithdrawn) -> None:
@@ -57,7 +57,7 @@ def on_batch_withdrawn(state: SchedulerState, _: ev.BatchWithdrawn) -> None:
     """
     state.tell(facts.BatchRequestWithdrawn())
     if state.delivery.batch_requested:
-        state.delivery.demand = Demand.LEFT
+        state.delivery.demand = "left"
 
 
 def on_batches_acknowledged(state: SchedulerState, event: ev.BatchesAcknowledged) -> None:
@@ -157,7 +157,7 @@ def training_runs(state: SchedulerState) -> bool:
         return False
     if state.asynchronous:
         return True
-    return state.collecting and (not full(state) or awaits_scores(state))
+    return state.delivery.collecting and (not full(state) or awaits_scores(state))
 
 
 def deliver_evaluations(state: SchedulerState) -> None:
@@ -166,10 +166,10 @@ def deliver_evaluations(state: SchedulerState) -> None:
     This waits while an external update is open: until every engine has reported its version, the
     tokens may come from two versions.
     """
-    update = state.weights.update
-    if update is not None and update.external:
+    running, update = state.evaluations.running, state.weights.update
+    if not running or (update is not None and update.external):
         return
-    for evaluation_id in list(state.evaluations.running):
+    for evaluation_id in list(running):
         _deliver_evaluation(state, evaluation_id)
 
 
@@ -243,7 +243,7 @@ def _supply(state: SchedulerState, work: BatchInWork) -> Supply[GroupRecord]:
 
 
 def _end_prompts(state: SchedulerState) -> None:
-    state.delivery.demand = Demand.NONE
+    state.delivery.demand = "none"
     state.tell(facts.PromptsEnded())
     prompts, share = state.prompts, state.config.retries.failed_share
     batches = state.in_flight.counters.batches
@@ -252,7 +252,7 @@ def _end_prompts(state: SchedulerState) -> None:
 
 
 def _show(state: SchedulerState, offered: Offered) -> None:
-    state.delivery.work.offer = offered
+    state.delivery.offer = offered
     if offered.part.last:
         state.tell(facts.BatchOffered(batch=offered.batch.index, version=offered.batch.version))
     state.commands.append(do.Offer(offered=offered.given))
@@ -308,7 +308,7 @@ def _close(state: SchedulerState, last: Sequence[GroupRecord]) -> Offered:
     )
     state.in_flight.journal.deliver(record)
     rest = work.rest(batch.units)
-    work.offer = Offered(
+    offered = state.delivery.offer = Offered(
         part=Part(units=rest, last=True),
         given=replace(batch, units=rest) if work.taken else batch,
         batch=batch,
@@ -319,7 +319,7 @@ def _close(state: SchedulerState, last: Sequence[GroupRecord]) -> Offered:
     state.expectations.renew()
     retarget(state)
     state.plan.wave_pending = state.plan.wave_pending or state.asynchronous
-    return work.offer
+    return offered
 
 
 def withdraw_offer(state: SchedulerState) -> None:
@@ -328,11 +328,9 @@ def withdraw_offer(state: SchedulerState) -> None:
     A batch names the version that consumes it, and its masks follow from that version. A new
     version makes the batch wrong.
     """
-    work = state.delivery.work
-    offered = work.offer
+    offered, state.delivery.offer = state.delivery.offer, None
     if offered is None:
         return
-    work.offer = None
     if offered.record is not None:
         for group in offered.groups:
             group.offered = False
@@ -346,20 +344,20 @@ def withdraw_offer(state: SchedulerState) -> None:
 
 def on_batch_taken(state: SchedulerState, event: ev.BatchTaken) -> None:
     delivery, work = state.delivery, state.delivery.work
-    offered = work.offer
+    offered = delivery.offer
     if offered is None or offered.batch.index != event.index:
         raise InvariantViolation(f"batch {event.index} was taken and not offered")
+    delivery.offer = None
     state.times.take()
     if not offered.part.last:
-        work.offer = None
         work.take(offered.part)
         if delivery.takes_parts:
-            delivery.demand = Demand.BETWEEN_PARTS
+            delivery.demand = "between_parts"
         if work.known is None:
             for unit in offered.part.units:
                 state.tell(facts.GroupStreamed(batch=event.index, group_id=unit.unit_id))
     elif work.known is not None:
-        delivery.demand = Demand.NONE
+        delivery.demand = "none"
         delivery.redelivery.popleft()
         _tell_delivery(state, offered.batch, again=True)
     else:
@@ -367,8 +365,8 @@ def on_batch_taken(state: SchedulerState, event: ev.BatchTaken) -> None:
 
 
 def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) -> None:
-    batch = offered.batch
-    state.delivery.demand, state.delivery.fresh = Demand.NONE, BatchInWork()
+    batch, delivery = offered.batch, state.delivery
+    delivery.demand, delivery.fresh, delivery.offer = "none", BatchInWork(), None
     # This must precede the removal of the groups from flight, which releases their lengths.
     prompts_of = ended_prompts(state, offered.groups)
     distances = state.expectations.distances(
@@ -379,10 +377,10 @@ def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) 
     for group in offered.groups:
         state.in_flight.deliver(group)
     if state.in_flight.journal.active and offered.record is not None:
-        state.delivery.unacknowledged[batch.index] = offered.record
+        delivery.unacknowledged[batch.index] = offered.record
     state.in_flight.counters.batches += 1
     state.prompts.outcome.delivered += prompts_of
-    state.delivery.batches_since_update += 1
+    delivery.batches_since_update += 1
     delivered = _tell_delivery(state, batch, again=False, distances=distances)
     state.in_flight.counters.tokens_masked += sum([r.masked for r in delivered])
     state.commands.append(do.Deliver(batch=batch, unsaved=unsaved))

@@ -105,7 +105,7 @@ def on_group_withdrawn(state: SchedulerState, group: GroupRecord, event: ev.Grou
         return
     own = [each for each in state.in_flight.training_groups() if each.source == group.group_id]
     for unit in (*own, *([group] if group.members else ())):
-        if not unit.offered and not state.delivery.fresh.involves(unit.group_id):
+        if not unit.offered and not state.delivery.involves(unit.group_id):
             drop(state, unit, Reason.WITHDRAWN, event.cause)
 
 

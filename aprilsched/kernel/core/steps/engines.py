@@ -98,8 +98,8 @@ def on_engine_joined(state: SchedulerState, event: ev.EngineJoined) -> None:
 
 def _join(state: SchedulerState, engine: ev.EngineInfo, *, standby: bool) -> None:
     state.fleet.control.join(engine, standby=standby, now=state.now)
-    state.fleet.health.join(engine.name, engine.max_running, state.now)
-    if engine.stores_kv and state.cached_kv == "recompute" and state.behaviour.waits_inside:
+    state.fleet.health.join(engine.name, engine.able.max_running_requests, state.now)
+    if engine.able.stores_kv and state.cached_kv == "recompute" and state.behaviour.waits_inside:
         # A request that waits inside keeps its cache key, and would find older KV under it.
         state.behaviour = state.behaviour.called_back_first()
 
@@ -120,7 +120,7 @@ def promote(state: SchedulerState, engine: str) -> None:
 def on_paused(state: SchedulerState, event: ev.Paused) -> None:
     state.note_work(event.engine)
     if state.fleet.control.confirm(event.engine, Mode.PAUSING, Mode.PAUSED) is not None:
-        _move_open(state, event.engine, State.RUNNING, Move.HOLD)
+        _move_open(state, event.engine, State.RUNNING, "hold")
 
 
 def on_flushed(state: SchedulerState, event: ev.Flushed) -> None:
@@ -134,7 +134,7 @@ def on_continued(state: SchedulerState, event: ev.Continued) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.CONTINUING, Mode.RUNNING)
     if control is None:
         return
-    _move_open(state, event.engine, State.HELD, Move.CONTINUE)
+    _move_open(state, event.engine, State.HELD, "continue")
     state.fleet.health.of(event.engine).silence = 0.0
     if control.flushed:
         for request in state.in_flight.open_requests(event.engine):

@@ -133,7 +133,7 @@ def launch(state: SchedulerState) -> None:
 
 
 def _may_launch(state: SchedulerState) -> bool:
-    collecting = state.collecting
+    collecting = state.delivery.collecting
     if not (state.asynchronous or (collecting and awaits_scores(state))):
         return collecting
     return not state.stop.enough(state.in_flight.ready, batches=state.config.ready_batches)
@@ -156,8 +156,9 @@ def _count(state: SchedulerState) -> int:
         view,
         count,
         # An offered batch counts as taken.
-        batches_since_update=state.delivery.batches_since_update + (state.offered_groups > 0),
-        wanted=state.collecting,
+        batches_since_update=state.delivery.batches_since_update
+        + (state.delivery.offered_groups > 0),
+        wanted=state.delivery.collecting,
     )
 
 

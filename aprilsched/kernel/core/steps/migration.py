@@ -52,12 +52,12 @@ def on_load_seen(state: SchedulerState, event: ev.LoadSeen) -> None:
 def note_crowding(state: SchedulerState, engine: str) -> None:
     """Check the pool of an engine that has received tokens."""
     control = state.fleet.control.engines.get(engine)
-    if control is None or control.kv_tokens is None:
+    if control is None or control.able.kv_tokens is None:
         return
     looked = state.fleet.looked_at.get(engine, -_LOOK_S)
     report = _report(state, engine)
     waits = report is not None and report.queued > 0
-    full = waits or _filled(state, engine) > _CROWDED * control.kv_tokens
+    full = waits or _filled(state, engine) > _CROWDED * control.able.kv_tokens
     if full and state.now - looked >= _LOOK_S:
         state.fleet.looked_at[engine] = state.now
         state.fleet.crowded.add(engine)
@@ -71,9 +71,9 @@ def migrate(state: SchedulerState) -> None:
     prices, rooms = state.config.prices, None
     for engine in sorted(crowded):
         control = state.fleet.control.engines.get(engine)
-        if control is None or control.kv_tokens is None:
+        if control is None or control.able.kv_tokens is None:
             continue
-        surplus = _filled(state, engine) - control.kv_tokens
+        surplus = _filled(state, engine) - control.able.kv_tokens
         requests = [r for r in state.in_flight.open_requests(engine) if not r.aborting]
         # Requests that are already aborted will free their room soon.
         surplus -= sum(
@@ -125,14 +125,14 @@ def _rooms(state: SchedulerState) -> dict[str, float]:
     rooms: dict[str, float] = {}
     in_flight = state.in_flight
     for name, control in state.fleet.control.engines.items():
-        if control.kv_tokens is None:
+        if control.able.kv_tokens is None:
             continue
         if name not in state.fleet.pools:
-            rooms[name] = _FULL * control.kv_tokens - in_flight.held_on[name]
+            rooms[name] = _FULL * control.able.kv_tokens - in_flight.held_on[name]
             continue
         report = _report(state, name)
         if report is None or not report.queued:
-            rooms[name] = _FULL * control.kv_tokens - _filled(state, name)
+            rooms[name] = _FULL * control.able.kv_tokens - _filled(state, name)
     for request_id in sorted(state.fleet.moving):
         request = in_flight.requests.get(request_id)
         if request is None or not request.destination:

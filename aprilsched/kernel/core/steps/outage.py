@@ -16,7 +16,6 @@ evaluation is abandoned. Otherwise the evaluation and the update would wait for 
 from __future__ import annotations
 
 from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.state.delivery import Demand
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.state import Outage, SchedulerState
 from aprilsched.kernel.core.state.weights import UpdatePhase
@@ -87,7 +86,7 @@ def _await(state: SchedulerState, outage: Outage) -> None:
 
 
 def _want_update(state: SchedulerState) -> None:
-    batch = state.delivery.takes_parts and state.collecting and stranded(state)
+    batch = state.delivery.takes_parts and state.delivery.collecting and stranded(state)
     update = state.weights.update
     started = update is not None and update.phase is not UpdatePhase.WAITING
     abandoned = () if started else tuple(state.evaluations.running)
@@ -100,7 +99,7 @@ def _want_update(state: SchedulerState) -> None:
             if group.dropped is None:
                 drop(state, group, Reason.ABANDONED, cause)
     if batch:
-        state.delivery.demand = Demand.LEFT
+        state.delivery.demand = "left"
     state.announce(
         facts.UpdateWanted(
             engines=engines,

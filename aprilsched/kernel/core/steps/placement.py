@@ -6,6 +6,8 @@ among those that are running, verified and not full.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.placement import (
@@ -33,7 +35,7 @@ def place(state: SchedulerState) -> None:
     if queue.first(training=training, versions=versions) is None:
         fleet.verifying_since = None
         return
-    full = _full(state)
+    full = _full(state, fleet.admissions)
     unverified = verify(state, full=full)
     if awaits_answers(state):
         return
@@ -51,7 +53,7 @@ def place(state: SchedulerState) -> None:
         if engine is not None:
             loads.add_request(engine)
             _send(state, request, engine)
-            if engine in _full(state, engine):
+            if engine in fleet.admissions and _full(state, [engine]):
                 loads.put(engine, None)
         elif versions is None:
             return
@@ -80,12 +82,10 @@ def _preference(state: SchedulerState, request: RequestRecord) -> Preference | N
     )
 
 
-def _full(state: SchedulerState, engine: str | None = None) -> set[str]:
-    """Return the engines, or only `engine`, that would refuse a request now."""
-    admissions = state.fleet.admissions
-    names = admissions if engine is None else admissions.keys() & {engine}
-    opened = state.in_flight.open
-    return {name for name in names if admissions[name].is_full(state.now, opened[name])}
+def _full(state: SchedulerState, engines: Iterable[str]) -> set[str]:
+    """Return those of the busy `engines` that would refuse a request now."""
+    admissions, opened = state.fleet.admissions, state.in_flight.open
+    return {name for name in engines if admissions[name].is_full(state.now, opened[name])}
 
 
 def _cache_key(state: SchedulerState, engine: str) -> str | None:
@@ -95,7 +95,7 @@ def _cache_key(state: SchedulerState, engine: str) -> str | None:
     another client may have computed KV with other weights under the same version before this is
     detected.
     """
-    versions, stores = state.weights.versions, state.fleet.control.engines[engine].stores_kv
+    versions, stores = state.weights.versions, state.fleet.control.engines[engine].able.stores_kv
     if state.cached_kv == "apart" or (state.cached_kv == "recompute" and stores):
         return f"{versions.engines[engine]}-{versions.loads[engine]}"
     return "kept" if stores else None

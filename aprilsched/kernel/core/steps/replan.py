@@ -194,7 +194,7 @@ def _put_into_force(state: SchedulerState, schedule: Schedule) -> None:
     kept = schedule.same_as(state.plan.schedule)
     waited = not state.asynchronous
     state.plan.schedule = schedule
-    if waited and state.asynchronous and not state.collecting:
+    if waited and state.asynchronous and not state.delivery.collecting:
         # The batch in work started with the offer of the previous one. On the synchronous pace it
         # would start with the trainer's request.
         state.plan.wave_pending = True

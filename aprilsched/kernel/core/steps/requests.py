@@ -94,7 +94,7 @@ def _note_mixed_keys(state: SchedulerState, request: RequestRecord) -> None:
     A tier that survives flushes may have received KV of both versions under this key.
     """
     log, control = request.rollout.log, state.fleet.control.engines[request.engine]
-    if control.stores_kv and request.adapter is None and not log.stale_keys:
+    if control.able.stores_kv and request.adapter is None and not log.stale_keys:
         log.stale_keys = True
         state.in_flight.journal.change(request.rollout)
 
@@ -196,7 +196,8 @@ def _close(
     A version is impossible if the attempt cannot have been sampled under it. None if there is none.
     """
     spans = event.spans
-    if any(span.version != request.sent_version for span in spans or ()):
+    versions = [] if spans is None else [span.version for span in spans]
+    if versions.count(request.sent_version) < len(versions):
         _note_mixed_keys(state, request)
     state.note_work(request.engine)
     state.in_flight.close_attempt(request, spans, event.rows, event.answer)
@@ -212,7 +213,7 @@ def _close(
         )
     )
     state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
-    return foreign_version(state, request, [span.version for span in spans or ()])
+    return foreign_version(state, request, versions)
 
 
 def on_failed(state: SchedulerState, request: RequestRecord, event: ev.Failed) -> None:

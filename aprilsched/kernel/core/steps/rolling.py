@@ -182,7 +182,7 @@ def _load(state: SchedulerState, control: EngineControl) -> Load:
         engine=control.name,
         requests=in_flight.open[control.name],
         room=state.fleet.health.of(control.name).max_running,
-        kv_tokens=control.kv_tokens,
+        kv_tokens=control.able.kv_tokens,
         contexts=lambda: in_flight.held_on[control.name],
         remaining=remaining,
     )

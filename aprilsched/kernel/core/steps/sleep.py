@@ -23,7 +23,9 @@ def on_sleep_requested(state: SchedulerState, event: ev.SleepRequested) -> None:
     if state.fleet.sleep is not None or state.weights.update is not None:
         raise InvariantViolation("sleep was asked for during a sleep or an update")
     state.tell(facts.SleepRequested(tags=event.tags))
-    holds = all(control.holds_stragglers for control in state.fleet.control.engines.values())
+    holds = all(
+        control.able.release_while_paused for control in state.fleet.control.engines.values()
+    )
     inside = state.behaviour.waits_asleep and holds
     stay_synchronous(state)
     state.fleet.sleep = Sleep(tags=frozenset(event.tags), inside=inside)
@@ -41,7 +43,7 @@ def on_released(state: SchedulerState, event: ev.Released) -> None:
     if control is not None:
         control.released |= set(event.tags)
         control.inconsistent = control.inconsistent or (
-            WEIGHTS in event.tags and not control.keeps_weights
+            WEIGHTS in event.tags and not control.able.keeps_released_weights
         )
 
 

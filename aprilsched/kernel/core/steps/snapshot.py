@@ -335,10 +335,11 @@ def _seen_groups(state: SchedulerState) -> tuple[int, ...]:
 
     Once its last part is offered, the whole batch is saved.
     """
-    work = state.delivery.fresh
-    if work.offer is not None and work.offer.part.last:
+    delivery, work = state.delivery, state.delivery.fresh
+    offer = None if delivery.redelivery else delivery.offer
+    if offer is not None and offer.part.last:
         return ()
-    offered = () if work.offer is None else work.offer.part.units
+    offered = () if offer is None else offer.part.units
     return (*work.seen, *work.taken, *(unit.unit_id for unit in offered))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from aprilsched.kernel.core.state.engine_control import RUN, Goal
+from aprilsched.kernel.core.state.engine_control import PAUSE, RUN, Goal
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.state.weights import UpdatePhase
 from aprilsched.kernel.core.steps.batch import training_runs
@@ -56,4 +56,4 @@ def goal(state: SchedulerState) -> Goal:
         return Goal(kind="pause", away=sleep.away) if sleep.may_pause else RUN
     if not state.behaviour.waits_inside or state.evaluations.running or training_runs(state):
         return RUN
-    return Goal(kind="pause")
+    return PAUSE

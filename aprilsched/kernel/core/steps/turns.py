@@ -14,7 +14,6 @@ from aprilsched.kernel.core.state.durations import Durations
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import (
     GENERATING,
-    Move,
     RequestRecord,
     RolloutRecord,
     State,
@@ -61,7 +60,7 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
     """End the turn of a finished request."""
     rollout = request.rollout
     withdrawn = rollout.state is State.RETURNING
-    rollout.move(Move.END_TURN)
+    rollout.move("end_turn")
     state.in_flight.forget(request)
     if withdrawn:
         _hand_back(state, rollout, request.output_start)
@@ -84,7 +83,7 @@ def _note_answered(rollout: RolloutRecord, start: int) -> None:
 def refuse_turn(state: SchedulerState, request: RequestRecord, cause: str) -> None:
     """End the turn of a refused request; its episode continues after the previous turn."""
     rollout = request.rollout
-    rollout.move(Move.END_TURN)
+    rollout.move("end_turn")
     state.in_flight.forget(request)
     state.in_flight.journal.change(rollout)
     rollout.undecided = request.output_start
@@ -162,7 +161,7 @@ def on_turn_withdrawn(state: SchedulerState, rollout: RolloutRecord, _: ev.TurnW
     request = rollout.request
     if request is None or rollout.state not in GENERATING:
         return
-    rollout.move(Move.WITHDRAW)
+    rollout.move("withdraw")
     if request.open:
         abort(state, request)
         return

@@ -26,17 +26,19 @@ def verify(state: SchedulerState, *, full: Set[str]) -> set[str]:
         full: names of the engines that get no requests now, which are not queried.
     """
     unverified = [control for control in _unverified(state) if control.name not in full]
+    if not unverified:
+        return set()
     for control in _needed(state, unverified, full):
         if state.fleet.verifying_since is None:
             state.fleet.verifying_since = state.now
         state.fleet.control.enter(control, Mode.VERIFYING)
         state.commands.append(do.Verify(engine=control.name, generates=control.suspect))
+    state.fleet.index.refresh()
     return {control.name for control in unverified}
 
 
 def awaits_answers(state: SchedulerState) -> bool:
     """Return whether nothing is sent before some engine has replied."""
-    state.fleet.index.refresh()
     modes = {kind.mode for kind in state.fleet.index.kinds if not kind.leaves}
     update = state.weights.update
     if state.rolling and (update is None or update.kind is UpdateKind.ROLLING):
@@ -44,7 +46,7 @@ def awaits_answers(state: SchedulerState) -> bool:
         return Mode.VERIFYING in modes
     # Otherwise the first engine that continues after a pause would get the whole wave, or, if it
     # took only its share, all carried requests, which have the longest contexts.
-    return any(mode is not Mode.RUNNING for mode in modes)
+    return bool(modes - {Mode.RUNNING})
 
 
 def _unverified(state: SchedulerState) -> list[EngineControl]:

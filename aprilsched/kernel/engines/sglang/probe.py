@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aprilsched.errors import EngineProtocolError, EngineRejected
-from aprilsched.kernel.engines.base import Capabilities
 from aprilsched.kernel.engines.control import Facts, Questions
 from aprilsched.kernel.engines.server import release
 from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, ServerProcess
+from aprilsched.kernel.values.capabilities import Capabilities
 
 SPANS_SINCE = (0, 5, 19)
 """First release that reports `weight_versions`."""

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from aprilsched.errors import EngineProtocolError
-from aprilsched.kernel.engines.base import Capabilities
 from aprilsched.kernel.engines.control import Facts, Questions
 from aprilsched.kernel.engines.server import release
 from aprilsched.kernel.engines.stream import Count, Name
+from aprilsched.kernel.values.capabilities import Capabilities
 from aprilsched.types import MEDIA
 
 SINCE = (0, 32, 0)
