@@ -49,7 +49,7 @@ nitpick_ignore_regex = [
     # Not ours, or of the standard library, whose pages cannot be fetched.
     (
         r"py:.*",
-        r"(aiohttp|asyncio|collections|concurrent|contextlib|np|numpy|os|pathlib|time|torch)\..*",
+        r"(aiohttp|asyncio|collections|concurrent|contextlib|matplotlib|np|numpy|os|pathlib|time|torch)\..*",
     ),
     (r"py:.*", r"(types\.TracebackType|NDArray|Tensor|MsgspecError)"),
     # Inner workings that a signature or a sentence names, and the decisions describe.

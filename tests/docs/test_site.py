@@ -80,7 +80,6 @@ def page(site: Path, name: str) -> str:
     return unescape((site / f"{name}.html").read_text(encoding="utf-8"))
 
 
-@pytest.mark.long
 def test_every_page_is_in_the_site(site: Path):
     pages = {
         path.relative_to(ROOT / "docs").with_suffix("").as_posix()
