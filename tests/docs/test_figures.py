@@ -27,11 +27,6 @@ def result(path: str) -> Any:
     return msgspec.json.decode((ROOT / "experiments" / path).read_bytes())
 
 
-def h200(cell: str, figure: str) -> float:
-    cells = result("h200/result.json")["cells"]
-    return next(own for own in cells if own["cell"] == cell)[figure]
-
-
 def step_ratios(*, whole: bool) -> list[float]:
     """Simulated over measured mean steps of the cells in full size, or of the others."""
     cells = [cell for cell in result("h200/result.json")["cells"]
@@ -80,6 +75,15 @@ def waves_as_fast_as(arm: str) -> list[str]:
     ratios = [float(row["arm"].removeprefix("wave@")) for row in waves]
     ages = [row["age"] for row in waves]
     return [f"{np.interp(wanted, speeds, values):.1f}" for values in (ratios, ages)]
+
+
+def measured(cell: str) -> Any:
+    return result("h200/frontier.json")["cells"][cell]
+
+
+def gain() -> list[str]:
+    samples, groups = measured("samples@2.0:s0"), measured("wave@2.0:s0")
+    return [f"{samples[key] / groups[key]:.2f}" for key in ("generated_s", "age")]
 
 
 def learning(arm: str) -> str:
@@ -156,26 +160,30 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     ),
     *(
         (
+            page,
+            r"generated ([\d.]+) times the tokens of [^|]* at ([\d.]+) of (?:its|their) age",
+            gain,
+        )
+        for page in ("docs/index.md", "docs/frontier.md")
+    ),
+    *(
+        (
             "README.md",
-            rf"\n\| {words} \| ([\d,]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d,]+)[^|]* "
-            r"\| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|",
-            lambda schedule=schedule: [
-                shown
-                for cell in (f"{schedule}:0:1:moe", f"{schedule}:0:1")
-                for shown in (
-                    f"{h200(cell, 'tokens_s'):,.0f}",
-                    f"{h200(cell, 'step_s'):.1f}",
-                    f"{h200(cell, 'off_policy'):.2f}",
-                    f"{h200(cell, 'age'):.1f}",
-                )
+            rf"\n\| {words} \| ([\d,]+) \| ([\d.]+) \| (\d+) \|",
+            lambda cell=cell: [
+                f"{measured(cell)['generated_s']:,.0f}",
+                f"{measured(cell)['age']:.2f}",
+                measured(cell)["oldest"],
             ],
         )
-        for schedule, words in (
-            ("waiting", "waiting"),
-            ("april", "APRIL, recompute"),
-            ("auto-default", "auto, recompute"),
-            ("april-kept", "APRIL, KV kept"),
-            ("auto-kept-default", "auto, KV kept"),
+        for words, cell in (
+            ("waiting for every response", "sync:s0"),
+            (r"whole groups, ratio 2.0 \(APRIL\)", "wave@2.0:s0"),
+            ("whole groups, ratio 3.5", "wave@3.5:s0"),
+            ("whole groups, auto", "auto:s0"),
+            ("single samples, ratio 1.5", "samples@1.5:s0"),
+            ("single samples, ratio 2.0", "samples@2.0:s0"),
+            ("single samples, auto", "auto-samples:s0"),
         )
     ),
     (
