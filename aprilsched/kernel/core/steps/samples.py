@@ -26,6 +26,8 @@ def settle(state: SchedulerState) -> None:
 
 
 def _settle(state: SchedulerState, group: GroupRecord) -> None:
+    if group.unfinished and len(group.ended) <= (state.in_flight.siblings or 0):
+        return  # no member has enough siblings yet
     for rollout in list(group.members):
         siblings = _siblings(state, group, rollout)
         if siblings is None:
