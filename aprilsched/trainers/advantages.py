@@ -91,7 +91,11 @@ def _deviations(batch: Batch, others: list[NDArray[np.float64]]) -> NDArray[np.f
     variances = np.array([each.var(ddof=1) if len(each) > 1 else 0.0 for each in others])
     groups = np.array([rollout.group_id for rollout in batch.rollouts])
     _, place = np.unique(groups, return_inverse=True)
-    total, count = np.bincount(place, variances)[place], np.bincount(place)[place]
-    left = len(others) - count
-    mean = np.divide(variances.sum() - total, left, out=np.zeros(len(others)), where=left > 0)
-    return np.where(mean > 0, np.sqrt(np.maximum(mean, 0.0)), 1.0)
+    totals, counts = np.bincount(place, variances), np.bincount(place)
+    # Sums of the groups before and after. The total minus the own sum could leave a rounding error,
+    # by which the advantages would be divided if no other group has a variance.
+    before = np.cumsum([0.0, *totals[:-1]])
+    after = np.cumsum([0.0, *totals[:0:-1]])[::-1]
+    left = len(others) - counts
+    mean = np.divide(before + after, left, out=np.zeros(len(totals)), where=left > 0)[place]
+    return np.where(mean > 0, np.sqrt(mean), 1.0)

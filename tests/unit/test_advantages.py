@@ -70,6 +70,14 @@ def test_siblings_that_agree_do_not_explode():
     assert found == pytest.approx([1.0, -1.0])
 
 
+def test_one_group_with_variance_in_a_large_batch_is_not_divided():
+    rng = np.random.default_rng(0)
+    alike = [group(number, *[1.0] * 8) for number in range(40)]
+    for _ in range(20):
+        units = batch(*alike[:7], group(7, *rng.random(8)), *alike[8:])
+        assert (advantages(units, scale="std")[56:64] == advantages(units)[56:64]).all()
+
+
 def test_a_rollout_without_siblings_has_no_advantage():
     assert np.isnan(advantages(batch(sample(1, 1.0)))).all()
 
