@@ -212,19 +212,9 @@ class Simulation:
         self.trainer.start()
         while not self.trainer.done and self._failure is None:
             if not self.agenda.step():
-                self._refuse_refill()
                 raise AssertionError("nothing is due and the trainer still waits")
         if self._failure is not None:
             raise self._failure
-
-    def _refuse_refill(self) -> None:
-        """Raise a ConfigError if the refill rule starts nothing although nothing is in flight."""
-        state, refill = self.state, self.state.plan.schedule.refill
-        if not state.in_flight.generating and state.delivery.collecting:
-            raise ConfigError(
-                f"refill {refill.name!r} must start a group while the trainer waits and nothing "
-                "generates, got 0 from launches(); return at least 1 then."
-            )
 
     def _wire(self) -> None:
         engines, trainer = self.engines, self.trainer

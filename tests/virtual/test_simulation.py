@@ -253,7 +253,7 @@ class Never(Refill):
 
 
 def test_a_refill_rule_that_starts_nothing_is_named() -> None:
-    with pytest.raises(ConfigError, match="refill 'never' must start a group"):
+    with pytest.raises(ConfigError, match="refill 'never' must be at least 1"):
         simulated(config=SchedulerConfig(refill=Never()))
 
 

@@ -15,13 +15,14 @@ import copy
 import functools
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 
 from aprilsched import Prompt, RolloutScheduler, SamplingParams, SimFleet, SimPublisher, Turn
-from aprilsched.config import Retries
+from aprilsched.config import Refill, Retries
 from aprilsched.errors import (
     CallbackError,
     ConfigError,
@@ -34,6 +35,7 @@ from aprilsched.errors import (
 )
 from aprilsched.fronts import blocking
 from aprilsched.fronts.process import Raised
+from aprilsched.kernel.core.policies.refill import PoolView
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.tasks import Tasks
@@ -586,6 +588,38 @@ def test_a_function_of_a_wrong_signature_is_refused_at_once(
 )
 def test_a_function_that_may_be_callable_is_taken(reward: Any):
     RolloutScheduler(SimFleet(1), workload(), reward=reward)
+
+
+@dataclass(frozen=True)
+class Stingy(Refill):
+    """A rule that starts `groups` groups in all, at the first batch."""
+
+    name: ClassVar[str] = "stingy"
+
+    groups: int
+
+    def launches(self, view: PoolView) -> int:
+        return self.groups if view.wave_due else 0
+
+    def describe(self, ratio: str) -> str:
+        return f"{self.groups} groups of {ratio} batches"
+
+
+@each_row("delivery", ["groups", "samples"])
+@each_row(("groups", "accept"), [(0, None), (1, None), (3, lambda unit: unit.prompt.key == 0)])
+async def test_a_refill_rule_that_starts_too_little_is_named(
+    groups: int, accept: Any, delivery: Any
+):
+    async def reward(*_: Any) -> float:
+        await asyncio.sleep(5)
+        return 1.0
+
+    settings = config(refill=Stingy(groups), delivery=delivery, over_provision=2.0)
+    rollouts = opened(config=settings, reward=reward, accept=accept)
+    async with rollouts, asyncio.timeout(LONG_S):
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=r"of refill 'stingy' must be .*, got 0\."):
+                await rollouts.next_batch()
 
 
 async def ended(count: int = 9, **arguments: Any) -> RunEnded:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from aprilsched.errors import EngineTaken, SchedulerClosed, closed_meanwhile
+from aprilsched.errors import ConfigError, EngineTaken, SchedulerClosed, closed_meanwhile
 from aprilsched.kernel.core.config import Caller, SchedulerConfig
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
@@ -412,7 +412,8 @@ class Session:
         self.durability.finish_update(command)
 
     def _give_up(self, command: do.GiveUp) -> None:
-        self.waits.fail(self._work.explain(command.error))
+        error = command.error
+        self.waits.fail(error if isinstance(error, ConfigError) else self._work.explain(error))
 
     def _end_prompts(self, command: do.EndOfPrompts) -> None:
         self.waits.refuse(self._work.explain(command.error), batch=True, evaluations=())

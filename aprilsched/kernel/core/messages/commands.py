@@ -11,7 +11,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from aprilsched.errors import RunEnded, RunGivenUp
+from aprilsched.errors import ConfigError, RunEnded, RunGivenUp
 from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.policies.schedule import Pace, Schedule
 from aprilsched.kernel.values.companions import Companion, CompanionRows
@@ -191,9 +191,9 @@ class Filter(Command, frozen=True, eq=False):
 
 
 class GiveUp(Command, frozen=True):
-    """Report to the caller that the run is given up, because too many groups failed in a row."""
+    """End the run: too many units failed in a row, or the refill rule starts too little."""
 
-    error: RunGivenUp
+    error: RunGivenUp | ConfigError
 
 
 class Plan(Command, frozen=True, eq=False):

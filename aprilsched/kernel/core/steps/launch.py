@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.refill import PoolView
@@ -144,6 +146,13 @@ def _count(state: SchedulerState) -> int:
         retarget(state)
     view = _pool_view(state)
     count = state.plan.schedule.refill.launches(view)
+    if not count and _starves(state):
+        name = state.plan.schedule.refill.name
+        error = ConfigError(
+            f"launches() of refill {name!r} must be at least 1 while the trainer waits and nothing "
+            "generates, got 0."
+        )
+        state.commands.append(do.GiveUp(error=error))
     if count and state.stop.learns:
         # The number of groups per batch can be estimated better now than at the start of the batch.
         retarget(state)
@@ -159,6 +168,18 @@ def _count(state: SchedulerState) -> int:
         batches_since_update=state.delivery.batches_since_update
         + (state.delivery.offered_groups > 0),
         wanted=state.delivery.collecting,
+    )
+
+
+def _starves(state: SchedulerState) -> bool:
+    """Return whether the trainer waits for more than all that is in flight, which is accepted."""
+    ready, prompts = state.in_flight.ready, state.prompts
+    return (
+        state.delivery.trainer_waits
+        and state.delivery.offer is None
+        and state.in_flight.training_rollouts == ready.accepted.samples
+        and not state.stop.enough(ready)
+        and not (prompts.exhausted and not prompts.stock)
     )
 
 
