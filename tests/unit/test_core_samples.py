@@ -518,6 +518,26 @@ def test_only_the_stale_samples_are_evicted():
     assert driver.state.in_flight.groups[second].size == 3
 
 
+def test_a_scored_member_that_is_evicted_stays_a_sibling():
+    stale = Staleness(0, rule="evict")
+    driver = driver_of(config(siblings=2, max_staleness=stale), store=MemoryStore())
+    keys = driver.attempts()
+    for key in keys[:2]:
+        driver.progress(key, 2)
+        driver.finish(key)
+        score(driver, 1.0)
+    driver.save()
+    driver.update()
+    assert driver.state.in_flight.ledger.rollouts == {Reason.STALE: 2}
+    driver.save()
+    driver.restart()
+    driver.request_batch()
+    for index in (2, 3):
+        finish(driver, index)
+    found = [[each.index for each in unit.siblings] for unit in driver.state.in_flight.ready]
+    assert found == [[0, 1], [0, 1]]
+
+
 def test_a_stale_member_evicts_a_group_that_becomes_too_small():
     settings = config(group_size=2, siblings=1, max_staleness=Staleness(0, rule="evict"))
     driver = driver_of(settings)

@@ -22,7 +22,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.engine_control import EngineControl, Mode
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.kernel.core.state.records import RequestRecord
+from aprilsched.kernel.core.state.records import RequestRecord, State
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.state.weights import Update, UpdateKind, UpdatePhase
 from aprilsched.kernel.core.steps.batch import acknowledge, end_stream, withdraw_offer
@@ -30,6 +30,7 @@ from aprilsched.kernel.core.steps.drop import drop
 from aprilsched.kernel.core.steps.engines import demote, promote
 from aprilsched.kernel.core.steps.launch import begin_again, launch_again
 from aprilsched.kernel.core.steps.members import restart_member
+from aprilsched.kernel.core.steps.samples import split
 
 
 def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> None:
@@ -533,7 +534,12 @@ def _enforce_bound(state: SchedulerState) -> None:
             for member in list(group.members):
                 if group.dropped is not None:
                     break  # without the previous member it was too small
-                if gate.evicts(member.log.oldest_version, version):
+                evicts = gate.evicts(member.log.oldest_version, version)
+                if evicts and member.state is State.DONE:
+                    # Otherwise the siblings of a member would depend on when it ends itself.
+                    unit = group if group.source is not None else split(state, member)
+                    drop(state, unit, Reason.STALE, cause)
+                elif evicts:
                     drop(state, group, Reason.STALE, cause, culprit=member.rollout_id)
                 elif gate.restarts(member.log.oldest_version, version):
                     restart_member(state, member, cause)

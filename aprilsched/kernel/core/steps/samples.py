@@ -32,16 +32,20 @@ def _settle(state: SchedulerState, group: GroupRecord) -> None:
         siblings = _siblings(state, group, rollout)
         if siblings is None:
             continue
-        sample = state.in_flight.split(rollout, siblings)
+        sample = split(state, rollout, siblings)
         state.delivery.must_deliver.note(sample, state.weights.versions.trainer)
-        state.tell(
-            facts.SampleReady(
-                rollout_id=rollout.rollout_id,
-                group_id=group.group_id,
-                siblings=tuple([each.rollout_id for each in siblings]),
-            )
-        )
         filter_or_accept(state, sample)
+
+
+def split(
+    state: SchedulerState, rollout: RolloutRecord, siblings: tuple[Sibling, ...] = ()
+) -> GroupRecord:
+    """Split a scored rollout from its group, where it stays among the siblings of others."""
+    group_id = rollout.group.group_id
+    sample = state.in_flight.split(rollout, siblings)
+    known = tuple([each.rollout_id for each in siblings])
+    state.tell(facts.SampleReady(rollout_id=rollout.rollout_id, group_id=group_id, siblings=known))
+    return sample
 
 
 def _siblings(
