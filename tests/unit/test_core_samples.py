@@ -368,6 +368,18 @@ def test_a_reward_that_fails_costs_its_member_alone():
     assert driver.state.in_flight.ledger.rollouts == {Reason.REWARD_FAILED: 1}
 
 
+def test_a_run_is_given_up_after_as_many_samples():
+    driver = driver_of(config(retries=Retries(failed_groups=2)))
+    for index in (0, 1):
+        finish(driver, index, reward=None)
+        failed = driver.scores.pop().rollout
+        driver.feed(
+            ev.RewardFailed(group_id=failed.group_id, cause="a bug", rollout_id=failed.rollout_id)
+        )
+    (given_up,) = driver.given_up
+    assert "2 samples in a row failed" in str(given_up.error)
+
+
 def test_a_prompt_fails_only_if_nothing_of_it_is_left():
     """A failed reward of each prompt is a quarter of the samples and not all of the prompts."""
     driver = driver_of(config(siblings=1), supply=3)

@@ -801,13 +801,14 @@ async def test_an_accept_function_that_rejects_all_is_logged(caplog: pytest.LogC
     error = await ended(150, accept=never)
     assert "all 150 were rejected" in str(error)
     (warning,) = [
-        r.getMessage() for r in caplog.records if "has accepted no group" in r.getMessage()
+        r.getMessage() for r in caplog.records if "has accepted nothing" in r.getMessage()
     ]
     assert "rejected_in_a_row=100" in warning
     assert "never (" in warning
 
 
-async def test_a_filter_that_rejects_endless_prompts_ends_the_run():
-    settings = config(retries=Retries(rejected_groups=20))
-    error = await ended(10_000, accept=never, config=settings)
-    assert "accept rejected 20 groups in a row" in str(error)
+@each_row("delivery", ["groups", "samples"])
+async def test_a_filter_that_rejects_endless_prompts_ends_the_run(delivery: Any):
+    settings = config(retries=Retries(rejected_groups=20), delivery=delivery)
+    error = await ended(10_000, accept=never, config=settings, reward=lambda *_: 1.0)
+    assert f"accept rejected 20 {delivery} in a row" in str(error)

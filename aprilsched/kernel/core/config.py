@@ -110,11 +110,11 @@ class Retries:
     """Smallest number of rollouts to which a group may shrink. A smaller group is dropped, because
     a single reward has no advantage. A group of an evaluation may shrink to one rollout."""
     failed_groups: Annotated[int, AT_LEAST_1] = 64
-    """Number of groups that may fail without an accepted one between them. After that the run is
-    given up."""
+    """Number of groups, or of single samples, that may fail without an accepted one between them.
+    After that the run is given up."""
     rejected_groups: Annotated[int, AT_LEAST_1] = 1_000
-    """Number of consecutive groups that `accept` may reject. After that the run is given up;
-    otherwise the trainer would wait forever."""
+    """Number of consecutive groups, or single samples, that `accept` may reject. After that the run
+    is given up; otherwise the trainer would wait forever."""
     failed_share: Annotated[float, _SHARE_FROM_0] = 0.5
     """Share of all prompts whose groups may fail. If more have failed when the prompts end, the run
     ends with an error; 1 allows any number, if at least one group was delivered."""

@@ -52,7 +52,7 @@ class AsyncScheduler(ABC):
                 `health.fleet_wait_s`.
             RefitError: when the remaining engines do not have the fleet's weights; an update
                 repairs this.
-            RunGivenUp: when `retries.failed_groups` groups in a row failed or
+            RunGivenUp: when `retries.failed_groups` groups or single samples in a row failed or
                 `retries.rejected_groups` were refused by `accept`, and when the prompts
                 have ended and no group was delivered, or more than `retries.failed_share` failed.
             SchedulerClosed: outside of the ``async with`` block.

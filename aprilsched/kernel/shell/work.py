@@ -193,7 +193,7 @@ class Work:
         """Warn of a function that rejects everything: the trainer would wait forever."""
         if self._rejections() + 1 == _WARN_AT:
             log.warning(
-                "%s has accepted no group, rejected_in_a_row=%d; correct %s, the reward or the "
+                "%s has accepted nothing, rejected_in_a_row=%d; correct %s, the reward or the "
                 "prompts",
                 _ACCEPT,
                 _WARN_AT,

@@ -390,7 +390,7 @@ class PromptRefused(Order, frozen=True):
 
 
 class GroupsFailed(Fact, frozen=True):
-    """`groups` groups failed in a row, so nothing more is launched."""
+    """`groups` groups, or single samples, failed in a row, so nothing more is launched."""
 
     groups: int
     cause: str

@@ -155,20 +155,20 @@ class Outcome:
         known = cause in self.causes or len(self.causes) < _CAUSES
         self.causes[cause if known else "of other causes"] += 1
 
-    def given_up(self, groups: int, cause: str) -> RunGivenUp:
-        """Return the error for `groups` failed groups in a row, the last one for `cause`."""
+    def given_up(self, failed: str, cause: str) -> RunGivenUp:
+        """Return the error for units that `failed` in a row ("64 groups"), the last for `cause`."""
         return RunGivenUp(
-            f"{groups} groups in a row failed and none was accepted, the last because {cause}; "
+            f"{failed} in a row failed and none was accepted, the last because {cause}; "
             f"correct that, or raise retries.failed_groups (in all {self.delivered} groups were "
             f"delivered and {self.causes.total()} failed).",
             delivered=self.delivered,
             causes=self.causes,
         )
 
-    def all_rejected(self, groups: int) -> RunGivenUp:
-        """Return the error for `groups` groups in a row rejected by `accept`."""
+    def all_rejected(self, rejected: str) -> RunGivenUp:
+        """Return the error for units that `accept` rejected in a row ("1000 groups")."""
         return RunGivenUp(
-            f"accept rejected {groups} groups in a row; correct it, the reward or the prompts, or "
+            f"accept rejected {rejected} in a row; correct it, the reward or the prompts, or "
             f"raise retries.rejected_groups (in all {self.delivered} groups were delivered).",
             delivered=self.delivered,
             causes=self.causes,

@@ -54,9 +54,9 @@ class PromptSupply:
     exhausted: bool = False
     """Whether the source has ended."""
     consecutive_failures: int = 0
-    """Number of failed groups since a group was last accepted."""
+    """Number of failed groups, or single samples, since one was last accepted."""
     consecutive_rejections: int = 0
-    """Number of groups rejected by `accept` since a group was last accepted."""
+    """Number of groups, or single samples, rejected by `accept` since one was last accepted."""
     outcome: Outcome = field(default_factory=Outcome)
     """Outcome of the launched prompts."""
     usual_size: float
@@ -411,7 +411,7 @@ class SchedulerState:
 
     @property
     def given_up(self) -> bool:
-        """Whether too many groups in a row failed or were rejected to launch more."""
+        """Whether too many units in a row failed or were rejected to launch more."""
         retries = self.config.retries
         return (
             self.prompts.consecutive_failures >= retries.failed_groups

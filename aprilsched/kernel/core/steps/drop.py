@@ -123,23 +123,25 @@ def refuse(state: SchedulerState, cause: str) -> None:
 
 
 def _count_failure(state: SchedulerState, cause: str) -> None:
-    """Count a failed group, and give up the run after too many in a row.
+    """Count a failed group or single sample, and give up the run after too many in a row.
 
     Otherwise a reward function that always raises would use up every prompt, while the trainer
     waits forever.
     """
     state.prompts.consecutive_failures += 1
-    groups = state.prompts.consecutive_failures
-    if groups == state.config.retries.failed_groups:
-        state.tell(facts.GroupsFailed(groups=groups, cause=cause))
-        state.commands.append(do.GiveUp(error=state.prompts.outcome.given_up(groups, cause)))
+    count = state.prompts.consecutive_failures
+    if count == state.config.retries.failed_groups:
+        state.tell(facts.GroupsFailed(groups=count, cause=cause))
+        error = state.prompts.outcome.given_up(f"{count} {state.config.delivery}", cause)
+        state.commands.append(do.GiveUp(error=error))
 
 
 def count_rejection(state: SchedulerState) -> None:
-    """Count a group that `accept` rejected, and give up the run after too many in a row."""
+    """Count a unit that `accept` rejected, and give up the run after too many in a row."""
     state.prompts.consecutive_rejections += 1
-    if state.prompts.consecutive_rejections == state.config.retries.rejected_groups:
-        error = state.prompts.outcome.all_rejected(state.prompts.consecutive_rejections)
+    count = state.prompts.consecutive_rejections
+    if count == state.config.retries.rejected_groups:
+        error = state.prompts.outcome.all_rejected(f"{count} {state.config.delivery}")
         state.commands.append(do.GiveUp(error=error))
 
 
