@@ -484,6 +484,21 @@ def test_a_plan_has_each_response_once_in_the_order_of_its_group():
     assert driver.state.expectations.spare_tokens == pytest.approx(spare)
 
 
+def test_a_plan_has_a_complete_group_in_flight_once():
+    settings = config(None, delivery="groups", over_provision="auto", straggler="in_place")
+    driver = driver_of(settings)
+    launched = driver.group_ids()[:2]
+    for group_id in launched:
+        for key in driver.attempts(group_id):
+            driver.finish(key)
+    for _ in range(4):
+        score(driver, 1.0)
+    assert len(driver.batches) == 1
+    driver.request_batch()
+    (plan,) = driver.plans
+    assert [group.launched for group in plan.ended] == launched
+
+
 def test_a_random_batch_of_samples_has_whole_groups():
     """Without over-provisioning both deliveries put the same responses into a batch."""
     found: dict[str, list[tuple[float, float]]] = {}

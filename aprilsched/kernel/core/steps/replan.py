@@ -245,12 +245,9 @@ def _places(state: SchedulerState) -> bool:
 
 def _begun(state: SchedulerState) -> list[GroupLengths]:
     """Return the lengths of the groups with a started member, in the order of their launch."""
-    in_flight = state.in_flight.training_groups()
-    if state.in_flight.siblings is not None:
-        # A single sample is a part of a group here or of an observed one.
-        in_flight = (group for group in in_flight if not group.complete)
-    groups = [group_lengths(group) for group in in_flight]
-    groups = [*state.expectations.observed.cohort(), *groups]
+    # A complete group is among the observed ones, and a single sample is a part of its group.
+    in_flight = (group for group in state.in_flight.training_groups() if not group.complete)
+    groups = [*state.expectations.observed.cohort(), *map(group_lengths, in_flight)]
     return sorted((g for g in groups if g.tokens.any()), key=lambda group: group.launched)
 
 
