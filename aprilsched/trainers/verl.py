@@ -443,8 +443,8 @@ class _Scheduler(_Theirs):
         except Exception:
             # verl does not await this call, so without a failure it would wait forever.
             log.exception("prompt %s was given up", uid)
-            lost = self.config.actor_rollout_ref.rollout.n
-            await self._end(uid, validate, failed=True, lost=lost)
+            size = self.config.actor_rollout_ref.rollout.n
+            await self._end(uid, validate, failed=True, lost=size, size=size)
 
     async def _push(self, uid: str, validate: bool, row: Row, given: Row) -> None:
         rollout = self.config.actor_rollout_ref.rollout
@@ -525,7 +525,7 @@ class _Scheduler(_Theirs):
             for index in range(size):
                 self._keys.pop(f"{uid}_{index}", None)
             lost = size - given["delivered"]
-            await self._end(uid, validate, failed=lost > 0, lost=lost)
+            await self._end(uid, validate, failed=lost > 0, lost=lost, size=size)
         else:
             await self._end(uid, validate, failed=error is not None)
 
