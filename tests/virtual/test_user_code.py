@@ -606,7 +606,9 @@ class Stingy(Refill):
 
 
 @each_row("delivery", ["groups", "samples"])
-@each_row(("groups", "accept"), [(0, None), (1, None), (3, lambda unit: unit.prompt.key == 0)])
+@each_row(
+    ("groups", "accept"), [(-1, None), (0, None), (1, None), (3, lambda unit: unit.prompt.key == 0)]
+)
 async def test_a_refill_rule_that_starts_too_little_is_named(
     groups: int, accept: Any, delivery: Any
 ):
@@ -618,7 +620,7 @@ async def test_a_refill_rule_that_starts_too_little_is_named(
     rollouts = opened(config=settings, reward=reward, accept=accept)
     async with rollouts, asyncio.timeout(LONG_S):
         for _ in range(2):
-            with pytest.raises(ConfigError, match=r"of refill 'stingy' must be .*, got 0\."):
+            with pytest.raises(ConfigError, match=r"of refill 'stingy' must be .*, got (0|-1)\."):
                 await rollouts.next_batch()
 
 

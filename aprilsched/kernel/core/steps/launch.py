@@ -145,12 +145,12 @@ def _count(state: SchedulerState) -> int:
     if not state.plan.target_groups:
         retarget(state)
     view = _pool_view(state)
-    count = state.plan.schedule.refill.launches(view)
+    count = max(0, launches := state.plan.schedule.refill.launches(view))
     if not count and _starves(state):
         name = state.plan.schedule.refill.name
         error = ConfigError(
             f"launches() of refill {name!r} must be at least 1 while the trainer waits and nothing "
-            "generates, got 0."
+            f"generates, got {launches}."
         )
         state.commands.append(do.GiveUp(error=error))
     if count and state.stop.learns:
