@@ -1,7 +1,8 @@
 """The whole state of a scheduler, in one record per subject.
 
-The steps (:mod:`aprilsched.kernel.core.steps`) are functions on :class:`SchedulerState`. Only the
-few steps that deal with a subject change its record.
+Handlers, decisions and steps that need most of it take the whole :class:`SchedulerState`; the
+others take the records that they use. Only the few steps that deal with a subject change its
+record.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from aprilsched.kernel.core.config import Caller, SchedulerConfig
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.messages.facts import Fact, Order
 from aprilsched.kernel.core.policies.placement import Place, Placement, place_of
 from aprilsched.kernel.core.policies.schedule import Schedule, first_schedule
 from aprilsched.kernel.core.policies.straggler import CachedKV
@@ -242,8 +243,27 @@ class Fleet:
     """Time until which, while no engine is in use, one with the fleet's version may rejoin."""
 
 
+@dataclass(slots=True)
+class Outbox:
+    """The commands and facts of the event that is being handled."""
+
+    commands: list[do.Command] = field(default_factory=list[do.Command])
+    """Commands to the shell, in order."""
+    facts: list[Fact] = field(default_factory=list[Fact])
+    """Facts that follow from the event, in order."""
+
+    def tell(self, fact: Fact) -> None:
+        """Emit a fact to listeners."""
+        self.facts.append(fact)
+
+    def announce(self, fact: Order) -> None:
+        """Emit a fact to listeners that is also a command to the shell."""
+        self.facts.append(fact)
+        self.commands.append(fact)
+
+
 class SchedulerState:
-    """The state of one scheduler, with the commands and facts of the event that is being handled.
+    """The state of one scheduler, with the commands and facts of the current event.
 
     Attributes:
         config: the settings; they never change.
@@ -253,8 +273,7 @@ class SchedulerState:
         rolling: whether each engine takes a new version alone, so that engines in use may have
             different versions, and a rollout has one.
         now: the time of the event that is being handled, in seconds.
-        commands: the commands to the shell, in order.
-        facts: the facts that follow from the event, in order.
+        out: its commands and facts.
         tells_tokens: facts contain the tokens themselves, not only their number.
         resumed: the run continues a saved one.
     """
@@ -269,8 +288,7 @@ class SchedulerState:
         self.cached_kv: CachedKV = config.cached_kv
         self.rolling = config.refit == "rolling"
         self.now = 0.0
-        self.commands: list[do.Command] = []
-        self.facts: list[facts.Fact] = []
+        self.out = Outbox()
         self.tells_tokens = False
         self.resumed = False
         changed: dict[str, None] = {}
@@ -307,7 +325,7 @@ class SchedulerState:
         control = FleetControl(
             pause_mode=self.behaviour.pause_mode(self.cached_kv),
             flushes=self.cached_kv == "recompute",
-            tell=self.tell,
+            tell=self.out.tell,
             changed=changed,
         )
         index = EngineIndex(
@@ -341,15 +359,6 @@ class SchedulerState:
         if not self.rolling:
             return None
         return NO_VERSION if log.mixed else log.oldest_version
-
-    def tell(self, fact: facts.Fact) -> None:
-        """Emit a fact to listeners."""
-        self.facts.append(fact)
-
-    def announce(self, fact: facts.Order) -> None:
-        """Emit a fact to listeners that is also a command to the shell."""
-        self.facts.append(fact)
-        self.commands.append(fact)
 
     def note_lengths(self, group: GroupRecord) -> None:
         """Add the lengths of a complete or dropped group to the evidence."""

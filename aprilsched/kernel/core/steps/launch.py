@@ -24,7 +24,7 @@ from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
 
 
 def on_evaluation_requested(state: SchedulerState, event: ev.EvaluationRequested) -> None:
-    state.tell(
+    state.out.tell(
         facts.EvaluationRequested(
             evaluation_id=event.evaluation_id,
             prompts=len(event.prompts),
@@ -35,7 +35,7 @@ def on_evaluation_requested(state: SchedulerState, event: ev.EvaluationRequested
 
 
 def on_evaluation_withdrawn(state: SchedulerState, event: ev.EvaluationWithdrawn) -> None:
-    state.tell(facts.EvaluationWithdrawn(evaluation_id=event.evaluation_id))
+    state.out.tell(facts.EvaluationWithdrawn(evaluation_id=event.evaluation_id))
     state.evaluations.waiting = [
         waiting
         for waiting in state.evaluations.waiting
@@ -90,7 +90,7 @@ def begin_again(state: SchedulerState, group: GroupRecord, cause: str) -> None:
 
 
 def on_prompts_arrived(state: SchedulerState, event: ev.PromptsArrived) -> None:
-    state.tell(
+    state.out.tell(
         facts.PromptsReceived(
             prompts=len(event.prompts),
             last=event.last,
@@ -113,7 +113,7 @@ def launch(state: SchedulerState) -> None:
     if missing:
         if not state.prompts.fetching:
             state.prompts.fetching = True
-            state.announce(facts.PromptsRequested(count=missing))
+            state.out.announce(facts.PromptsRequested(count=missing))
         if state.prompts.waits:
             return
     while state.prompts.stock and not state.given_up:
@@ -235,9 +235,9 @@ def _launch_group(
         group.again, group.first_run = before.group_id, before.first_run
         state.in_flight.journal.change_group(group)
     state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
-    state.tell(launched(group, tokens=state.tells_tokens))
+    state.out.tell(launched(group, tokens=state.tells_tokens))
     for member in group.members if episodes else ():
-        start_episode(state, member)
+        start_episode(state.out, member)
     return group
 
 

@@ -34,7 +34,7 @@ def _settle(state: SchedulerState, group: GroupRecord) -> None:
             continue
         sample = state.in_flight.split(rollout, siblings)
         state.delivery.must_deliver.note(sample, state.weights.versions.trainer)
-        state.tell(
+        state.out.tell(
             facts.SampleReady(
                 rollout_id=rollout.rollout_id,
                 group_id=group.group_id,
