@@ -246,7 +246,7 @@ def _decides(state: SchedulerState, event: ev.Event) -> bool:
     if kind is ev.Progress:
         # A label that removes an engine from use emits a command, and so does one that starts an
         # update. A run has sixteen Progress events per rollout, so the others are skipped.
-        if state.out.commands or state.fleet.crowded:
+        if state.out.commands or state.fleet.crowded_engines:
             return True
         update = state.weights.update
         return (
@@ -257,7 +257,7 @@ def _decides(state: SchedulerState, event: ev.Event) -> bool:
     if kind is ev.VersionSeen:
         return bool(state.out.facts)
     if kind is ev.LoadSeen:
-        return bool(state.fleet.crowded)
+        return bool(state.fleet.crowded_engines)
     # A tick matters if it shows that an engine is lost, during an outage, and if it may end the
     # backoff of a busy engine.
     fleet = state.fleet

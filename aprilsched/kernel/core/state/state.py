@@ -102,13 +102,13 @@ class Plan:
     """The schedule in force."""
     usual_group: float
     """Expected share of one group in a batch, in the unit of the stop rule."""
-    wave_pending: bool
+    wave_due: bool
     """Whether the next wave of groups may be launched."""
     target_groups: int = 0
     """Number of groups to keep open for the current batch."""
-    choice_pending: bool = False
+    groups_unchosen: bool = False
     """Whether the open groups to run in the next batch are still to be chosen (length buckets)."""
-    tail_below: int = -1
+    tail_threshold: int = -1
     """Number of generating rollouts, deferred ones included, at which the tail of the batch in work
     starts; -1 if the refill rule does not need to know, or already knows."""
     requested: bool = False
@@ -122,7 +122,7 @@ class Plan:
     resumed run."""
     planned_times: tuple[float, float] = (0.0, 0.0)
     """At that request: the mean reward time, and a response's mean time in gaps, in seconds."""
-    checked_at: int = 0
+    checked_at_batch: int = 0
     """Number of delivered batches at the last check whether to request a schedule."""
 
 
@@ -135,7 +135,7 @@ class Stragglers:
     buckets). The last one has not ended; others may have."""
     deferred: bool = True
     """Whether the stragglers of the current stop are deferred (length buckets)."""
-    looked: dict[int, float] = field(default_factory=dict[int, float])
+    rejected_surplus: dict[int, float] = field(default_factory=dict[int, float])
     """Surplus engines of each older version when gathering their requests was last found not worth
     its cost (rolling refits)."""
 
@@ -197,7 +197,7 @@ class PoolReport:
     """Number of tokens in the pool."""
     queued: int
     """Number of requests that wait for room."""
-    held: int
+    attempt_tokens: int
     """Number of tokens of all open attempts on the engine at that time, by our own count."""
     at: float
 
@@ -218,19 +218,19 @@ class Fleet:
     """Time of the first version check on behalf of the requests that wait now; None without one."""
     sleep: Sleep | None = None
     """The current sleep, in which the trainer has the engines' memory; None without one."""
-    lent: bool = False
+    memory_lent_to_trainer: bool = False
     """Whether the trainer has used the engines' memory in this run, so nothing may be generated
     while it trains."""
-    held: bool = False
+    paused_by_trainer: bool = False
     """Whether the trainer wants the engines paused, with the requests inside them. Unknown in a
     resumed run."""
     outage: Outage | None = None
     """The outage, while no engine is in use."""
-    crowded: set[str] = field(default_factory=set[str])
+    crowded_engines: set[str] = field(default_factory=set[str])
     """Engines with a nearly full KV pool that are due for a check. Steps: ``migration``."""
     moving: set[int] = field(default_factory=set[int])
     """Requests that are moving to another engine; some may have arrived."""
-    looked_at: dict[str, float] = field(default_factory=dict[str, float])
+    examined_at: dict[str, float] = field(default_factory=dict[str, float])
     """Time of the last check of each crowded engine."""
     pools: dict[str, PoolReport] = field(default_factory=dict[str, PoolReport])
     """The latest KV pool report of each engine."""
@@ -298,7 +298,7 @@ class SchedulerState:
         self.expectations = Expectations(self._trainer_version)
         self.in_flight = InFlight(
             self._place,
-            self.booked,
+            self.pinned_version,
             changed,
             policies.companions,
             policies.siblings,
@@ -316,7 +316,7 @@ class SchedulerState:
                 else Schedule(over_provision=policies.over_provision, refill=policies.refill)
             ),
             usual_group=self.stop.amount / config.batch_groups,
-            wave_pending=not config.trainer_waits,
+            wave_due=not config.trainer_waits,
         )
         self.times = TrainerTimes()
         self.calls = CallerTimes()
@@ -349,7 +349,7 @@ class SchedulerState:
             index=rollout.index,
         )
 
-    def booked(self, request: RequestRecord) -> int | None:
+    def pinned_version(self, request: RequestRecord) -> int | None:
         """Return the only version that may generate the request, with rolling refits.
 
         It is the version of its rollout's tokens. None without tokens or without rolling refits; -1

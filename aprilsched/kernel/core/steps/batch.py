@@ -45,8 +45,8 @@ def _request(state: SchedulerState) -> None:
     if not delivery.takes_parts:
         state.out.tell(facts.BatchRequested())
     if not delivery.batch_requested and not state.asynchronous:
-        state.plan.wave_pending = True
-        state.plan.choice_pending = True
+        state.plan.wave_due = True
+        state.plan.groups_unchosen = True
     delivery.demand = "waiting"
 
 
@@ -154,7 +154,7 @@ def awaits_scores(state: SchedulerState) -> bool:
 def training_runs(state: SchedulerState) -> bool:
     """Return whether training rollouts should be generated now."""
     refits = state.weights.update is not None and state.weights.update.pauses
-    if refits or state.fleet.sleep is not None or state.fleet.held:
+    if refits or state.fleet.sleep is not None or state.fleet.paused_by_trainer:
         return False
     if state.asynchronous:
         return True
@@ -185,8 +185,8 @@ def offer(state: SchedulerState) -> None:
         again = Supply(units=left, measure=lambda _: 1, lacking=len(left), exact=True, ends=True)
         part = next_part(again, whole=not delivery.by_group)
         if part is not None:
-            given = replace(work.known, units=part.units, complete=part.last)
-            _show(state, Offered(part=part, given=given, batch=work.known))
+            content = replace(work.known, units=part.units, complete=part.last)
+            _show(state, Offered(part=part, content=content, batch=work.known))
         return
     if not _may_offer(state):
         return
@@ -199,8 +199,9 @@ def offer(state: SchedulerState) -> None:
         _show(state, _close(state, chosen.units))
     else:
         batch = _batch_of(state, chosen.units, redelivered=_may_have(state, chosen.units))
-        given = replace(batch, complete=False)
-        _show(state, Offered(part=Part(units=given.units, last=False), given=given, batch=given))
+        batch = replace(batch, complete=False)
+        part = Part(units=batch.units, last=False)
+        _show(state, Offered(part=part, content=batch, batch=batch))
 
 
 def _may_offer(state: SchedulerState) -> bool:
@@ -256,7 +257,7 @@ def _show(state: SchedulerState, offered: Offered) -> None:
     state.delivery.offer = offered
     if offered.part.last:
         state.out.tell(facts.BatchOffered(batch=offered.batch.index, version=offered.batch.version))
-    state.out.commands.append(do.Offer(offered=offered.given))
+    state.out.commands.append(do.Offer(offered=offered.content))
 
 
 def end_stream(state: SchedulerState) -> None:
@@ -311,7 +312,7 @@ def _close(state: SchedulerState, last: Sequence[GroupRecord]) -> Offered:
     rest = work.rest(batch.units)
     offered = state.delivery.offer = Offered(
         part=Part(units=rest, last=True),
-        given=replace(batch, units=rest) if work.taken else batch,
+        content=replace(batch, units=rest) if work.taken else batch,
         batch=batch,
         record=record,
         target_groups=state.plan.target_groups,
@@ -319,7 +320,7 @@ def _close(state: SchedulerState, last: Sequence[GroupRecord]) -> Offered:
     # The next batch starts after this one and counts it as an earlier batch.
     state.expectations.renew()
     retarget(state)
-    state.plan.wave_pending = state.plan.wave_pending or state.asynchronous
+    state.plan.wave_due = state.plan.wave_due or state.asynchronous
     return offered
 
 

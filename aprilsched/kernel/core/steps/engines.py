@@ -145,7 +145,7 @@ def on_continued(state: SchedulerState, event: ev.Continued) -> None:
 
 
 def on_hold_changed(state: SchedulerState, event: ev.HoldChanged) -> None:
-    state.fleet.held = event.held
+    state.fleet.paused_by_trainer = event.held
 
 
 def on_control_failed(state: SchedulerState, event: ev.ControlFailed) -> None:

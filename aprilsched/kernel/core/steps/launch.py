@@ -183,7 +183,7 @@ def admitted(
         if admissible is not None and count > admissible:
             # A wave that the gate cuts short stays pending: the next update admits the rest.
             return admissible
-    plan.wave_pending = plan.wave_pending and count > prompts.usable and not prompts.exhausted
+    plan.wave_due = plan.wave_due and count > prompts.usable and not prompts.exhausted
     return count
 
 
@@ -197,14 +197,14 @@ def _pool_view(state: SchedulerState) -> PoolView:
         ready_groups=state.ready_groups,
         in_flight=in_flight.generating,
         put_aside=_put_aside(state),
-        wave_due=state.plan.wave_pending,
+        wave_due=state.plan.wave_due,
         batch_open=not full(state),
         asynchronous=state.asynchronous or awaits_scores(state),
     )
 
 
 def _put_aside(state: SchedulerState) -> int:
-    if not (state.plan.wave_pending and state.plan.schedule.refill.defers):
+    if not (state.plan.wave_due and state.plan.schedule.refill.defers):
         return 0
     groups = state.in_flight.training_groups()
     return sum(

@@ -28,7 +28,7 @@ from aprilsched.kernel.core.steps.drop import abort
 _CROWDED = 0.8
 """Pool share from which an engine may queue requests. SGLang reserves room for the future tokens of
 running requests."""
-_LOOK_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks of an engine. A pool takes many seconds to fill, and a check on every
 chunk of a full engine would take more time than everything else."""
 _FULL = 0.95
@@ -43,7 +43,7 @@ def on_load_seen(state: SchedulerState, event: ev.LoadSeen) -> None:
         state.fleet.pools[event.engine] = PoolReport(
             used=event.used,
             queued=event.queued,
-            held=state.in_flight.held_on[event.engine],
+            attempt_tokens=state.in_flight.held_on[event.engine],
             at=state.now,
         )
         if event.queued:
@@ -55,22 +55,22 @@ def note_crowding(in_flight: InFlight, fleet: Fleet, now: float, engine: str) ->
     control = fleet.control.engines.get(engine)
     if control is None or control.able.kv_tokens is None:
         return
-    looked = fleet.looked_at.get(engine, -_LOOK_S)
+    examined_at = fleet.examined_at.get(engine, -_CHECK_INTERVAL_S)
     report = _report(fleet, now, engine)
     waits = report is not None and report.queued > 0
     full = waits or _filled(in_flight, fleet, now, engine) > _CROWDED * control.able.kv_tokens
-    if full and now - looked >= _LOOK_S:
-        fleet.looked_at[engine] = now
-        fleet.crowded.add(engine)
+    if full and now - examined_at >= _CHECK_INTERVAL_S:
+        fleet.examined_at[engine] = now
+        fleet.crowded_engines.add(engine)
 
 
 def migrate(state: SchedulerState) -> None:
     """Abort requests on crowded engines, each to be sent to an engine with room."""
-    crowded, state.fleet.crowded = state.fleet.crowded, set()
-    if not crowded or not training_runs(state):
+    crowded_engines, state.fleet.crowded_engines = state.fleet.crowded_engines, set()
+    if not crowded_engines or not training_runs(state):
         return
     prices, rooms = state.config.prices, None
-    for engine in sorted(crowded):
+    for engine in sorted(crowded_engines):
         control = state.fleet.control.engines.get(engine)
         if control is None or control.able.kv_tokens is None:
             continue
@@ -118,7 +118,7 @@ def _report(fleet: Fleet, now: float, engine: str) -> PoolReport | None:
 def _filled(in_flight: InFlight, fleet: Fleet, now: float, engine: str) -> int:
     """Return the number of tokens in the engine's pool: its last report plus changes since."""
     held, report = in_flight.held_on[engine], _report(fleet, now, engine)
-    return held if report is None else report.used + held - report.held
+    return held if report is None else report.used + held - report.attempt_tokens
 
 
 def _rooms(in_flight: InFlight, fleet: Fleet, now: float) -> dict[str, float]:

@@ -392,7 +392,7 @@ def _roll_over(state: SchedulerState, update: Update) -> None:
     state.weights.base, state.weights.republishable = update.version, update.republishable
     if changes:
         state.delivery.batches_since_update = 0
-    state.stragglers.looked.clear()
+    state.stragglers.rejected_surplus.clear()
     # `in_parts` stays as it is: from now on, parts are loaded into one engine after the other.
     state.in_flight.counters.updates += 1
     acknowledge(state, update.acknowledges)

@@ -60,7 +60,7 @@ def measure(state: SchedulerState) -> None:
         or (update is not None and update.kind is not UpdateKind.FOLLOWED)
         or state.evaluations.running
         or state.evaluations.waiting
-        or state.fleet.held
+        or state.fleet.paused_by_trainer
         or (sleep is not None and (sleep.waking or not sleep.asleep))
     )
     times.follow(trains=trains, now=state.now)
@@ -71,12 +71,12 @@ def measure(state: SchedulerState) -> None:
 def plan(state: SchedulerState) -> None:
     """Request a new schedule if there is enough new evidence."""
     batches = state.in_flight.counters.batches
-    if not state.config.automatic or state.plan.requested or batches == state.plan.checked_at:
+    if not state.config.automatic or state.plan.requested or batches == state.plan.checked_at_batch:
         return
     prompt_tokens, control = state.expectations.prompt_tokens, state.fleet.control
     if not control.engines or prompt_tokens is None:
         return
-    state.plan.checked_at = batches
+    state.plan.checked_at_batch = batches
     groups = _begun(state)
     recent = groups[-_RECENT_BATCHES * state.batch_groups :]
     drifted = batches >= state.plan.planned_at + _RECENT_BATCHES and _drifted(state.plan, recent)
@@ -162,7 +162,7 @@ def fitting(state: SchedulerState, schedule: Schedule) -> Schedule | str:
             f"{config.dispatch.placement}, or episodes, affinities or rolling refits need their own"
         )
     asynchronous = (schedule.pace or config.pace) == "asynchronous"
-    if asynchronous and state.fleet.lent:
+    if asynchronous and state.fleet.memory_lent_to_trainer:
         return "its pace is asynchronous, and the engines lend their memory to the trainer"
     if state.staleness.rule == "restart" and (asynchronous or not config.settles(schedule)):
         return (
@@ -183,7 +183,7 @@ def stay_synchronous(state: SchedulerState) -> None:
 
     Otherwise a trainer that borrows the engines' memory would wait for engines that generate.
     """
-    state.fleet.lent = True
+    state.fleet.memory_lent_to_trainer = True
     if state.config.pace == "auto" and state.asynchronous:
         why = "synchronous from now on: the engines lend their memory to the trainer"
         _put_into_force(state, replace(state.plan.schedule, pace="synchronous", why=why))
@@ -198,7 +198,7 @@ def _put_into_force(state: SchedulerState, schedule: Schedule) -> None:
     if waited and state.asynchronous and not state.delivery.collecting:
         # The batch in work started with the offer of the previous one. On the synchronous pace it
         # would start with the trainer's request.
-        state.plan.wave_pending = True
+        state.plan.wave_due = True
     tell_schedule(state.plan, state.out, kept=kept)
     retarget(state)
 
@@ -226,7 +226,7 @@ def _paces(state: SchedulerState) -> tuple[Pace, ...]:
     """
     if state.config.pace != "auto":
         return ()
-    if state.fleet.lent:
+    if state.fleet.memory_lent_to_trainer:
         return ("synchronous",)
     if state.times.training.mean is None and state.staleness.bound != 0:
         return ("asynchronous",)
@@ -295,7 +295,7 @@ def _takes_otherwise(state: SchedulerState, training: float | None) -> bool:
         return False
     now = [*_other_times(state.calls)]
     planned_for = [*state.plan.planned_times]
-    if state.config.pace == "auto" and not state.fleet.lent:
+    if state.config.pace == "auto" and not state.fleet.memory_lent_to_trainer:
         if state.plan.planned_training is None:
             return True
         now.append(training)

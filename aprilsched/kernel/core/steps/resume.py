@@ -176,12 +176,12 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.weights.in_parts = run.in_parts
     state.delivery.batches_since_update = run.batches_since_update
     state.delivery.fresh.seen = frozenset(run.seen_groups)
-    state.plan.wave_pending = run.wave_pending
+    state.plan.wave_due = run.wave_due
     state.plan.target_groups = run.target_groups
     _restore_schedule(state, saved.schedule)
     # The schedule was the best under the settings and engines of the previous run, so check it at
     # once.
-    state.plan.checked_at = -1
+    state.plan.checked_at_batch = -1
     state.expectations.note_limit(run.longest)
     for group in saved.lengths:
         state.expectations.observed.add_group(group)

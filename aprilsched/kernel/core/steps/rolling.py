@@ -1,6 +1,6 @@
 """Frees engines of older versions, so that each takes the newest one alone (rolling refits).
 
-A rollout is booked for one version, which is that of its first token. A request with tokens is sent
+A rollout is pinned to one version, which is that of its first token. A request with tokens is sent
 only to an engine of this version, and a rollout without tokens only to an engine of the trainer's
 version. So an engine of an older version gets no new rollouts. It becomes free when its last
 response has ended, or when its requests are moved to other engines of its version
@@ -130,16 +130,17 @@ def _is_needed(state: SchedulerState, version: int) -> bool:
 
 def _gather(state: SchedulerState, version: int, busy: int) -> None:
     """Move the requests of one `busy` engine to others of its version, if that pays off."""
-    in_flight, looked, index = state.in_flight, state.stragglers.looked, state.fleet.index
+    in_flight, index = state.in_flight, state.fleet.index
+    rejected = state.stragglers.rejected_surplus
     fleet = state.fleet.control.engines
     requests = index.requests[version, False] + index.requests[version, True]
     requests += in_flight.queue.count_of(version)
     share = (in_flight.open_attempts + len(in_flight.queue)) / len(fleet)
     needed = _wants_newest(state)
     over = surplus(engines=busy, requests=requests, share=share)
-    if not needed and over < looked.get(version, 0.0) + LOOK_AGAIN:
+    if not needed and over < rejected.get(version, 0.0) + LOOK_AGAIN:
         return
-    looked[version] = over
+    rejected[version] = over
     least = index.busy(version).least()
     if least is None or busy < 2:
         return
@@ -152,7 +153,7 @@ def _gather(state: SchedulerState, version: int, busy: int) -> None:
         prices=state.config.prices,
         needed=needed,
     ):
-        looked[version] = 0.0
+        rejected[version] = 0.0
         _go(state, fleet[least])
         for request in in_flight.open_requests(least):
             abort(state.in_flight, state.out, request)

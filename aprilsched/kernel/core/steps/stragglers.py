@@ -66,13 +66,13 @@ def choose_groups(state: SchedulerState) -> None:
         return
     if state.prompts.fetching and not state.prompts.dry:
         return
-    starts = state.plan.choice_pending or _idle(state.in_flight)
-    tail = not starts and state.in_flight.generating <= state.plan.tail_below
+    starts = state.plan.groups_unchosen or _idle(state.in_flight)
+    tail = not starts and state.in_flight.generating <= state.plan.tail_threshold
     if not (starts or tail):
         return
     # Once an exhausted source yields prompts again, the choice is repeated among more groups.
     supplied = state.in_flight.training >= state.plan.target_groups
-    state.plan.choice_pending = state.prompts.dry and not supplied
+    state.plan.groups_unchosen = state.prompts.dry and not supplied
     groups = [group for group in state.in_flight.training_groups() if not group.complete]
     if groups:
         view = _view(state, groups, tail=tail)
@@ -81,10 +81,10 @@ def choose_groups(state: SchedulerState) -> None:
                 group.first_run = state.batch_number
                 state.in_flight.journal.change_group(group)
             _release(state.in_flight, group.members[:started])
-    state.plan.tail_below = -1 if tail else _tail_below(refill, groups)
+    state.plan.tail_threshold = -1 if tail else _tail_threshold(refill, groups)
 
 
-def _tail_below(refill: Refill, groups: list[GroupRecord]) -> int:
+def _tail_threshold(refill: Refill, groups: list[GroupRecord]) -> int:
     if refill.tail_begins is None:
         return -1
     open_members = [m for group in groups for m in group.members if m.state in GENERATING]
