@@ -307,7 +307,7 @@ class Interleavings(RuleBasedStateMachine):
         config, state = self.driver.config, self.driver.state
         chosen = pace or (before.pace if config.pace == "auto" else config.pace)
         possible = config.pace in ("auto", chosen) and not (
-            chosen == "asynchronous" and (refill.defers or state.fleet.lent)
+            chosen == "asynchronous" and (refill.defers or state.fleet.memory_lent_to_trainer)
         )
         if state.staleness.rule == "restart":
             possible = possible and chosen == "synchronous" and config.settles(schedule)

@@ -133,7 +133,7 @@ class Restarts(Interleavings):
     @precondition(lambda self: self.driver.state.delivery.unacknowledged)
     @rule(choice=st.integers(0, 99))
     def acknowledge(self, choice: int) -> None:
-        batches = handed_over(self.driver.state)
+        batches = handed_over(self.driver.state.in_flight, self.driver.state.delivery)
         if batches:
             chosen = batches[choice % len(batches)]
             self.driver.feed(ev.BatchesAcknowledged(batches=(chosen, chosen)))
@@ -160,7 +160,11 @@ class Restarts(Interleavings):
     def trainer_with_some_groups(self, count: int) -> None:
         """Of the batch that is taken group by group it has these, and gets the others again."""
         delivery = self.driver.state.delivery
-        batches = tuple(i for i in handed_over(self.driver.state) if i in delivery.unacknowledged)
+        batches = tuple(
+            i
+            for i in handed_over(self.driver.state.in_flight, self.driver.state.delivery)
+            if i in delivery.unacknowledged
+        )
         groups = {
             group_id: delivery.fresh.taken[group_id] for group_id in [*delivery.fresh.taken][:count]
         }

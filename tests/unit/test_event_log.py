@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,19 @@ def test_what_is_written_is_read_as_it_was(tmp_path: Path):
     read = [(fact, at) for facts, at in read_facts(tmp_path / "events.jsonl") for fact in facts]
     times = [0.0] * 5 + [1.5] * (len(FACTS) - 5)
     assert read == list(zip(FACTS, times, strict=True))
+
+
+def test_sets_of_an_engine_are_written_in_order(tmp_path: Path):
+    """The iteration order of a set of strings differs from process to process."""
+    names = [f"companion_{number:02}" for number in range(40)]
+    able = replace(ABLE, companions=frozenset(names), media=frozenset(names))
+    log = EventLog(tmp_path / "events.jsonl")
+    log.start()
+    log.on_facts([of.EngineJoined(info=ev.EngineInfo(name="a", version=0, able=able))], 0.0)
+    log.close()
+    line = json.loads((tmp_path / "events.jsonl").read_text().splitlines()[-1])
+    assert line["info"]["able"]["companions"] == names
+    assert line["info"]["able"]["media"] == names
 
 
 def test_every_fact_of_the_core_can_be_read():

@@ -217,10 +217,10 @@ def _one_version(state: SchedulerState, request: RequestRecord) -> Iterator[str]
     has = state.weights.versions.engines[request.engine]
     if request.version != has:
         yield (
-            f"request {request.request_id} is booked for version {request.version} and runs on "
+            f"request {request.request_id} is pinned to version {request.version} and runs on "
             f"{request.engine}, which has {has}"
         )
-    if state.booked(request) not in (None, has):
+    if state.pinned_version(request) not in (None, has):
         yield (
             f"rollout {request.rollout.rollout_id} has tokens of other versions than {has}, which "
             f"{request.engine} has"

@@ -214,17 +214,18 @@ class Scheduler:
         """
         state = self.state
         state.now = now
-        state.commands, state.facts = [], []
+        out = state.out
+        out.commands, out.facts = [], []
         HANDLERS[type(event)](state, event)
         if _decides(state, event):
             for decide in DECISIONS:
                 decide(state)
-        return state.commands
+        return out.commands
 
     @property
     def facts(self) -> list[facts.Fact]:
         """The facts of the last event, in order, for listeners."""
-        return self.state.facts
+        return self.state.out.facts
 
     def restore(self, saved: Saved) -> None:
         """Continue from a saved scheduler. It must be called before the first event.
@@ -245,7 +246,7 @@ def _decides(state: SchedulerState, event: ev.Event) -> bool:
     if kind is ev.Progress:
         # A label that removes an engine from use emits a command, and so does one that starts an
         # update. A run has sixteen Progress events per rollout, so the others are skipped.
-        if state.commands or state.fleet.crowded:
+        if state.out.commands or state.fleet.crowded_engines:
             return True
         update = state.weights.update
         return (
@@ -254,10 +255,10 @@ def _decides(state: SchedulerState, event: ev.Event) -> bool:
             and update.phase is UpdatePhase.PREPARING
         )
     if kind is ev.VersionSeen:
-        return bool(state.facts)
+        return bool(state.out.facts)
     if kind is ev.LoadSeen:
-        return bool(state.fleet.crowded)
+        return bool(state.fleet.crowded_engines)
     # A tick matters if it shows that an engine is lost, during an outage, and if it may end the
     # backoff of a busy engine.
     fleet = state.fleet
-    return kind is not ev.Tick or bool(state.commands or fleet.admissions or fleet.outage)
+    return kind is not ev.Tick or bool(state.out.commands or fleet.admissions or fleet.outage)

@@ -200,7 +200,7 @@ class Durability(Part):
         def show() -> None:
             # A new version may have arrived while the batch was written.
             offer = self._core.state.delivery.offer
-            if offer is not None and offer.given is offered:
+            if offer is not None and offer.content is offered:
                 self._waits.show(batch)
 
         self._save(durable=True, then=show)
@@ -244,7 +244,7 @@ class Durability(Part):
 
     def trained_on(self) -> tuple[int, ...]:
         """Numbers of the batches that the trainer has and has not acknowledged."""
-        return handed_over(self._core.state)
+        return handed_over(self._core.state.in_flight, self._core.state.delivery)
 
     def acknowledge(self, batches: tuple[int, ...]) -> None:
         """Record that these batches need not be delivered again. Any thread may call this.

@@ -88,7 +88,7 @@ class EventLoop:
             listeners.release()
         elif listeners.watch_protocol and kind not in _UNHEARD:
             listeners.event(event, now)
-        facts = self.core.state.facts
+        facts = self.core.state.out.facts
         if len(facts) == 1:
             listeners.facts(facts, now)
         else:

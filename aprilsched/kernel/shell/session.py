@@ -363,7 +363,7 @@ class Session:
         it after it has loaded weights by its own calls."""
         fleet, publisher = self.state.fleet, self.refits.publisher
         ordinary = publisher is not None and not moves_elsewhere(publisher)
-        return ordinary or fleet.held or fleet.sleep is not None
+        return ordinary or fleet.paused_by_trainer or fleet.sleep is not None
 
     def _end_taken(self, engine: str, why: str) -> None:
         """End the scheduler, because an engine that it uses has another owner."""

@@ -69,29 +69,29 @@ class Stop(ABC):
         """
 
     @abstractmethod
-    def held(self, held: Held) -> int:
+    def total(self, complete: Held) -> int:
         """Return the total amount of the complete groups."""
 
     @abstractmethod
     def measure(self, group: GroupSize) -> int:
         """Return the amount of one complete group."""
 
-    def enough(self, held: Held, *, batches: float = 1) -> bool:
+    def enough(self, complete: Held, *, batches: float = 1) -> bool:
         """Return whether the complete groups are enough for this number of batches."""
-        return self.held(held) >= batches * self.amount
+        return self.total(complete) >= batches * self.amount
 
     def batch_groups(self, usual: float) -> int:
         """Return the number of groups that a batch takes if each counts `usual`."""
         # Guards against rounding up a whole number with an error in the last place.
         return max(1, math.ceil(self.amount / usual - 1e-9))
 
-    def as_groups(self, held: Held, usual: float) -> int:
+    def as_groups(self, complete: Held, usual: float) -> int:
         """Return the number of usual groups that are equivalent to the complete ones.
 
         It is smaller than the number that a batch takes if the complete groups are not enough for
         one.
         """
-        return math.floor(self.held(held) / usual + 1e-9)
+        return math.floor(self.total(complete) / usual + 1e-9)
 
     def take(self, groups: Sequence[GroupSize]) -> int | None:
         """Return how many of `groups`, from the first one on, make a batch; None if too few."""
@@ -120,14 +120,14 @@ class Groups(Stop):
     def batch_groups(self, usual: float) -> int:
         return self.amount
 
-    def as_groups(self, held: Held, usual: float) -> int:
-        return len(held)
+    def as_groups(self, complete: Held, usual: float) -> int:
+        return len(complete)
 
-    def held(self, held: Held) -> int:
-        return len(held)
+    def total(self, complete: Held) -> int:
+        return len(complete)
 
-    def enough(self, held: Held, *, batches: float = 1) -> bool:
-        return len(held) >= batches * self.amount
+    def enough(self, complete: Held, *, batches: float = 1) -> bool:
+        return len(complete) >= batches * self.amount
 
     def measure(self, group: GroupSize) -> int:
         return 1
@@ -144,8 +144,8 @@ class Samples(Stop):
     def usual_group(self, group_size: float, group_tokens: Callable[[], float | None]) -> float:
         return float(group_size)
 
-    def held(self, held: Held) -> int:
-        return held.samples
+    def total(self, complete: Held) -> int:
+        return complete.samples
 
     def measure(self, group: GroupSize) -> int:
         return len(group.members)
@@ -172,8 +172,8 @@ class Tokens(Stop):
     ) -> float | None:
         return group_tokens()
 
-    def held(self, held: Held) -> int:
-        return held.tokens
+    def total(self, complete: Held) -> int:
+        return complete.tokens
 
     def measure(self, group: GroupSize) -> int:
         return group.tokens

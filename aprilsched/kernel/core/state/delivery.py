@@ -29,10 +29,10 @@ class Offered:
     """A part that the trainer may take, and the data to withdraw the offer."""
 
     part: Part[Unit]
-    given: Batch
+    content: Batch
     """The units of the part, as the trainer gets them."""
     batch: Batch
-    """The batch as a whole, if the part is the last one; otherwise the same as `given`."""
+    """The batch as a whole, if the part is the last one; otherwise the same as `content`."""
     record: DeliveredBatch | None = None
     """The groups of the whole batch. None if the part is not the last one, or if the batch was
     delivered before a restart."""

@@ -299,6 +299,11 @@ class RolloutRecord:
         return branches
 
     @property
+    def answered_size(self) -> int:
+        """Number of tokens in the log up to the end of the last turn that the episode received."""
+        return self.answered[-1][1] if self.answered else 0
+
+    @property
     def carried(self) -> bool:
         """Whether the rollout was sent before. Carried rollouts are sent before new ones."""
         return self.log.size > 0 or (self.request is not None and self.request.attempt > 0)

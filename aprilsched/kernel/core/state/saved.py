@@ -207,7 +207,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     dropped_rollouts: dict[str, int]
     dropped_tokens: dict[str, int]
     evaluating: tuple[tuple[int, int, int], ...]
-    wave_pending: bool
+    wave_due: bool
     target_groups: int
     longest: int
     batches_since_update: int

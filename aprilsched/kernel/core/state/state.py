@@ -1,7 +1,8 @@
 """The whole state of a scheduler, in one record per subject.
 
-The steps (:mod:`aprilsched.kernel.core.steps`) are functions on :class:`SchedulerState`. Only the
-few steps that deal with a subject change its record.
+Handlers, decisions and steps that need most of it take the whole :class:`SchedulerState`; the
+others take the records that they use. Only the few steps that deal with a subject change its
+record.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from aprilsched.kernel.core.config import Caller, SchedulerConfig
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.messages.facts import Fact, Order
 from aprilsched.kernel.core.policies.placement import Place, Placement, place_of
 from aprilsched.kernel.core.policies.schedule import Schedule, first_schedule
 from aprilsched.kernel.core.policies.straggler import CachedKV
@@ -101,13 +102,13 @@ class Plan:
     """The schedule in force."""
     usual_group: float
     """Expected share of one group in a batch, in the unit of the stop rule."""
-    wave_pending: bool
+    wave_due: bool
     """Whether the next wave of groups may be launched."""
     target_groups: int = 0
     """Number of groups to keep open for the current batch."""
-    choice_pending: bool = False
+    groups_unchosen: bool = False
     """Whether the open groups to run in the next batch are still to be chosen (length buckets)."""
-    tail_below: int = -1
+    tail_threshold: int = -1
     """Number of generating rollouts, deferred ones included, at which the tail of the batch in work
     starts; -1 if the refill rule does not need to know, or already knows."""
     requested: bool = False
@@ -121,7 +122,7 @@ class Plan:
     resumed run."""
     planned_times: tuple[float, float] = (0.0, 0.0)
     """At that request: the mean reward time, and a response's mean time in gaps, in seconds."""
-    checked_at: int = 0
+    checked_at_batch: int = 0
     """Number of delivered batches at the last check whether to request a schedule."""
 
 
@@ -134,7 +135,7 @@ class Stragglers:
     buckets). The last one has not ended; others may have."""
     deferred: bool = True
     """Whether the stragglers of the current stop are deferred (length buckets)."""
-    looked: dict[int, float] = field(default_factory=dict[int, float])
+    rejected_surplus: dict[int, float] = field(default_factory=dict[int, float])
     """Surplus engines of each older version when gathering their requests was last found not worth
     its cost (rolling refits)."""
 
@@ -196,7 +197,7 @@ class PoolReport:
     """Number of tokens in the pool."""
     queued: int
     """Number of requests that wait for room."""
-    held: int
+    attempt_tokens: int
     """Number of tokens of all open attempts on the engine at that time, by our own count."""
     at: float
 
@@ -217,19 +218,19 @@ class Fleet:
     """Time of the first version check on behalf of the requests that wait now; None without one."""
     sleep: Sleep | None = None
     """The current sleep, in which the trainer has the engines' memory; None without one."""
-    lent: bool = False
+    memory_lent_to_trainer: bool = False
     """Whether the trainer has used the engines' memory in this run, so nothing may be generated
     while it trains."""
-    held: bool = False
+    paused_by_trainer: bool = False
     """Whether the trainer wants the engines paused, with the requests inside them. Unknown in a
     resumed run."""
     outage: Outage | None = None
     """The outage, while no engine is in use."""
-    crowded: set[str] = field(default_factory=set[str])
+    crowded_engines: set[str] = field(default_factory=set[str])
     """Engines with a nearly full KV pool that are due for a check. Steps: ``migration``."""
     moving: set[int] = field(default_factory=set[int])
     """Requests that are moving to another engine; some may have arrived."""
-    looked_at: dict[str, float] = field(default_factory=dict[str, float])
+    examined_at: dict[str, float] = field(default_factory=dict[str, float])
     """Time of the last check of each crowded engine."""
     pools: dict[str, PoolReport] = field(default_factory=dict[str, PoolReport])
     """The latest KV pool report of each engine."""
@@ -242,8 +243,27 @@ class Fleet:
     """Time until which, while no engine is in use, one with the fleet's version may rejoin."""
 
 
+@dataclass(slots=True)
+class Outbox:
+    """The commands and facts of the event that is being handled."""
+
+    commands: list[do.Command] = field(default_factory=list[do.Command])
+    """Commands to the shell, in order."""
+    facts: list[Fact] = field(default_factory=list[Fact])
+    """Facts that follow from the event, in order."""
+
+    def tell(self, fact: Fact) -> None:
+        """Emit a fact to listeners."""
+        self.facts.append(fact)
+
+    def announce(self, fact: Order) -> None:
+        """Emit a fact to listeners that is also a command to the shell."""
+        self.facts.append(fact)
+        self.commands.append(fact)
+
+
 class SchedulerState:
-    """The state of one scheduler, with the commands and facts of the event that is being handled.
+    """The state of one scheduler, with the commands and facts of the current event.
 
     Attributes:
         config: the settings; they never change.
@@ -253,8 +273,7 @@ class SchedulerState:
         rolling: whether each engine takes a new version alone, so that engines in use may have
             different versions, and a rollout has one.
         now: the time of the event that is being handled, in seconds.
-        commands: the commands to the shell, in order.
-        facts: the facts that follow from the event, in order.
+        out: its commands and facts.
         tells_tokens: facts contain the tokens themselves, not only their number.
         resumed: the run continues a saved one.
     """
@@ -269,8 +288,7 @@ class SchedulerState:
         self.cached_kv: CachedKV = config.cached_kv
         self.rolling = config.refit == "rolling"
         self.now = 0.0
-        self.commands: list[do.Command] = []
-        self.facts: list[facts.Fact] = []
+        self.out = Outbox()
         self.tells_tokens = False
         self.resumed = False
         changed: dict[str, None] = {}
@@ -280,7 +298,7 @@ class SchedulerState:
         self.expectations = Expectations(self._trainer_version)
         self.in_flight = InFlight(
             self._place,
-            self.booked,
+            self.pinned_version,
             changed,
             policies.companions,
             policies.siblings,
@@ -298,7 +316,7 @@ class SchedulerState:
                 else Schedule(over_provision=policies.over_provision, refill=policies.refill)
             ),
             usual_group=self.stop.amount / config.batch_groups,
-            wave_pending=not config.trainer_waits,
+            wave_due=not config.trainer_waits,
         )
         self.times = TrainerTimes()
         self.calls = CallerTimes()
@@ -307,7 +325,7 @@ class SchedulerState:
         control = FleetControl(
             pause_mode=self.behaviour.pause_mode(self.cached_kv),
             flushes=self.cached_kv == "recompute",
-            tell=self.tell,
+            tell=self.out.tell,
             changed=changed,
         )
         index = EngineIndex(
@@ -331,7 +349,7 @@ class SchedulerState:
             index=rollout.index,
         )
 
-    def booked(self, request: RequestRecord) -> int | None:
+    def pinned_version(self, request: RequestRecord) -> int | None:
         """Return the only version that may generate the request, with rolling refits.
 
         It is the version of its rollout's tokens. None without tokens or without rolling refits; -1
@@ -341,15 +359,6 @@ class SchedulerState:
         if not self.rolling:
             return None
         return NO_VERSION if log.mixed else log.oldest_version
-
-    def tell(self, fact: facts.Fact) -> None:
-        """Emit a fact to listeners."""
-        self.facts.append(fact)
-
-    def announce(self, fact: facts.Order) -> None:
-        """Emit a fact to listeners that is also a command to the shell."""
-        self.facts.append(fact)
-        self.commands.append(fact)
 
     def note_lengths(self, group: GroupRecord) -> None:
         """Add the lengths of a complete or dropped group to the evidence."""

@@ -23,9 +23,10 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.parts import Part, Supply, next_part
 from aprilsched.kernel.core.state.assembly import batch_again, batch_of
-from aprilsched.kernel.core.state.delivery import BatchInWork, Offered
+from aprilsched.kernel.core.state.delivery import BatchInWork, Delivery, Offered
+from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.records import DeliveredBatch, GroupRecord
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import PromptSupply, SchedulerState
 from aprilsched.kernel.core.steps.target import retarget
 from aprilsched.types import Batch
 
@@ -42,10 +43,10 @@ def on_batch_requested(state: SchedulerState, event: ev.BatchRequested) -> None:
 def _request(state: SchedulerState) -> None:
     delivery = state.delivery
     if not delivery.takes_parts:
-        state.tell(facts.BatchRequested())
+        state.out.tell(facts.BatchRequested())
     if not delivery.batch_requested and not state.asynchronous:
-        state.plan.wave_pending = True
-        state.plan.choice_pending = True
+        state.plan.wave_due = True
+        state.plan.groups_unchosen = True
     delivery.demand = "waiting"
 
 
@@ -55,7 +56,7 @@ def on_batch_withdrawn(state: SchedulerState, _: ev.BatchWithdrawn) -> None:
     Otherwise a trainer that polls would start a wave on every call and pause the engines between
     two calls, so their requests would lose their KV.
     """
-    state.tell(facts.BatchRequestWithdrawn())
+    state.out.tell(facts.BatchRequestWithdrawn())
     if state.delivery.batch_requested:
         state.delivery.demand = "left"
 
@@ -97,14 +98,14 @@ def _taken_units(works: Iterable[BatchInWork]) -> list[tuple[int, set[int]]]:
 
 def on_logprobs_reported(state: SchedulerState, event: ev.LogprobsReported) -> None:
     """Record the report as a fact for the log and the summary; it triggers no decision."""
-    state.tell(facts.LogprobsCompared(comparison=event.comparison))
+    state.out.tell(facts.LogprobsCompared(comparison=event.comparison))
 
 
 def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
     """Forget batches that need no redelivery; ignore those already acknowledged."""
     batches = tuple(index for index in batches if index in state.delivery.unacknowledged)
     if batches:
-        state.tell(facts.BatchesAcknowledged(batches=batches))
+        state.out.tell(facts.BatchesAcknowledged(batches=batches))
     for index in batches:
         batch = state.delivery.unacknowledged.pop(index, None)
         if batch is None:
@@ -114,15 +115,15 @@ def acknowledge(state: SchedulerState, batches: Iterable[int]) -> None:
             state.in_flight.release(group)
 
 
-def handed_over(state: SchedulerState) -> tuple[int, ...]:
+def handed_over(in_flight: InFlight, delivery: Delivery) -> tuple[int, ...]:
     """Return the numbers of the batches that the trainer has but has not acknowledged.
 
     The batch of which it has some groups is included. After a restart the trainer has none of them
     until they are redelivered.
     """
-    waiting = {batch.index for batch in state.delivery.batches_again}
-    whole = tuple(index for index in state.delivery.unacknowledged if index not in waiting)
-    return (*whole, state.in_flight.counters.batches) if state.delivery.fresh.taken else whole
+    waiting = {batch.index for batch in delivery.batches_again}
+    whole = tuple(index for index in delivery.unacknowledged if index not in waiting)
+    return (*whole, in_flight.counters.batches) if delivery.fresh.taken else whole
 
 
 def full(state: SchedulerState) -> bool:
@@ -153,7 +154,7 @@ def awaits_scores(state: SchedulerState) -> bool:
 def training_runs(state: SchedulerState) -> bool:
     """Return whether training rollouts should be generated now."""
     refits = state.weights.update is not None and state.weights.update.pauses
-    if refits or state.fleet.sleep is not None or state.fleet.held:
+    if refits or state.fleet.sleep is not None or state.fleet.paused_by_trainer:
         return False
     if state.asynchronous:
         return True
@@ -184,8 +185,8 @@ def offer(state: SchedulerState) -> None:
         again = Supply(units=left, measure=lambda _: 1, lacking=len(left), exact=True, ends=True)
         part = next_part(again, whole=not delivery.by_group)
         if part is not None:
-            given = replace(work.known, units=part.units, complete=part.last)
-            _show(state, Offered(part=part, given=given, batch=work.known))
+            content = replace(work.known, units=part.units, complete=part.last)
+            _show(state, Offered(part=part, content=content, batch=work.known))
         return
     if not _may_offer(state):
         return
@@ -198,8 +199,9 @@ def offer(state: SchedulerState) -> None:
         _show(state, _close(state, chosen.units))
     else:
         batch = _batch_of(state, chosen.units, redelivered=_may_have(state, chosen.units))
-        given = replace(batch, complete=False)
-        _show(state, Offered(part=Part(units=given.units, last=False), given=given, batch=given))
+        batch = replace(batch, complete=False)
+        part = Part(units=batch.units, last=False)
+        _show(state, Offered(part=part, content=batch, batch=batch))
 
 
 def _may_offer(state: SchedulerState) -> bool:
@@ -208,7 +210,7 @@ def _may_offer(state: SchedulerState) -> bool:
     if not (
         state.stop.enough(accepted)
         or (delivery.by_group and len(accepted) > len(delivery.fresh.taken))
-        or _drained(state)
+        or _drained(state.prompts, state.in_flight)
     ):
         return False
     if delivery.by_group:
@@ -238,24 +240,24 @@ def _supply(state: SchedulerState, work: BatchInWork) -> Supply[GroupRecord]:
         due=len(due),
         awaited=len(must.waiting(groups, version)),
         exact=stop.fixed_groups,
-        ends=_drained(state),
+        ends=_drained(state.prompts, state.in_flight),
     )
 
 
 def _end_prompts(state: SchedulerState) -> None:
     state.delivery.demand = "none"
-    state.tell(facts.PromptsEnded())
+    state.out.tell(facts.PromptsEnded())
     prompts, share = state.prompts, state.config.retries.failed_share
     batches = state.in_flight.counters.batches
     error = prompts.outcome.end(prompts.cursor, share, batches=batches)
-    state.commands.append(do.EndOfPrompts(error=error))
+    state.out.commands.append(do.EndOfPrompts(error=error))
 
 
 def _show(state: SchedulerState, offered: Offered) -> None:
     state.delivery.offer = offered
     if offered.part.last:
-        state.tell(facts.BatchOffered(batch=offered.batch.index, version=offered.batch.version))
-    state.commands.append(do.Offer(offered=offered.given))
+        state.out.tell(facts.BatchOffered(batch=offered.batch.index, version=offered.batch.version))
+    state.out.commands.append(do.Offer(offered=offered.content))
 
 
 def end_stream(state: SchedulerState) -> None:
@@ -310,7 +312,7 @@ def _close(state: SchedulerState, last: Sequence[GroupRecord]) -> Offered:
     rest = work.rest(batch.units)
     offered = state.delivery.offer = Offered(
         part=Part(units=rest, last=True),
-        given=replace(batch, units=rest) if work.taken else batch,
+        content=replace(batch, units=rest) if work.taken else batch,
         batch=batch,
         record=record,
         target_groups=state.plan.target_groups,
@@ -318,7 +320,7 @@ def _close(state: SchedulerState, last: Sequence[GroupRecord]) -> Offered:
     # The next batch starts after this one and counts it as an earlier batch.
     state.expectations.renew()
     retarget(state)
-    state.plan.wave_pending = state.plan.wave_pending or state.asynchronous
+    state.plan.wave_due = state.plan.wave_due or state.asynchronous
     return offered
 
 
@@ -338,8 +340,8 @@ def withdraw_offer(state: SchedulerState) -> None:
         state.in_flight.journal.withdraw(offered.record)
         state.plan.target_groups = offered.target_groups
     if offered.part.last:
-        state.tell(facts.OfferWithdrawn(batch=offered.batch.index))
-    state.commands.append(do.WithdrawOffer(index=offered.batch.index))
+        state.out.tell(facts.OfferWithdrawn(batch=offered.batch.index))
+    state.out.commands.append(do.WithdrawOffer(index=offered.batch.index))
 
 
 def on_batch_taken(state: SchedulerState, event: ev.BatchTaken) -> None:
@@ -355,7 +357,7 @@ def on_batch_taken(state: SchedulerState, event: ev.BatchTaken) -> None:
             delivery.demand = "between_parts"
         if work.known is None:
             for unit in offered.part.units:
-                state.tell(facts.GroupStreamed(batch=event.index, group_id=unit.unit_id))
+                state.out.tell(facts.GroupStreamed(batch=event.index, group_id=unit.unit_id))
     elif work.known is not None:
         delivery.demand = "none"
         delivery.redelivery.popleft()
@@ -368,7 +370,7 @@ def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) 
     batch, delivery = offered.batch, state.delivery
     delivery.demand, delivery.fresh, delivery.offer = "none", BatchInWork(), None
     # This must precede the removal of the groups from flight, which releases their lengths.
-    prompts_of = ended_prompts(state, offered.groups)
+    prompts_of = ended_prompts(state.in_flight, offered.groups)
     distances = state.expectations.distances(
         offered.groups,
         state.in_flight.training_groups(),
@@ -383,15 +385,15 @@ def _deliver(state: SchedulerState, offered: Offered, *, unsaved: bool = False) 
     delivery.batches_since_update += 1
     delivered = _tell_delivery(state, batch, again=False, distances=distances)
     state.in_flight.counters.tokens_masked += sum([r.masked for r in delivered])
-    state.commands.append(do.Deliver(batch=batch, unsaved=unsaved))
+    state.out.commands.append(do.Deliver(batch=batch, unsaved=unsaved))
 
 
-def ended_prompts(state: SchedulerState, units: Sequence[GroupRecord]) -> int:
+def ended_prompts(in_flight: InFlight, units: Sequence[GroupRecord]) -> int:
     """Return the number of prompts of which nothing is in flight once these units are delivered."""
     samples = Counter(unit.source for unit in units)
     ended = samples.pop(None, 0)
     for source, count in samples.items():
-        group = state.in_flight.groups.get(source or 0)
+        group = in_flight.groups.get(source or 0)
         ended += group is not None and not group.members and group.samples == count
     return ended
 
@@ -405,7 +407,7 @@ def _tell_delivery(
 ) -> Sequence[facts.DeliveredRollout]:
     rollouts = facts.delivered_rollouts(batch, tokens=state.tells_tokens)
     distance, iid_distance = distances or (None, None)
-    state.tell(
+    state.out.tell(
         facts.BatchDelivered(
             batch=batch.index,
             version=batch.version,
@@ -431,19 +433,19 @@ def _deliver_evaluation(state: SchedulerState, evaluation_id: int) -> None:
     batch = batch_of(groups, index=evaluation_id, version=state.weights.versions.trainer)
     for group in groups:
         state.in_flight.deliver(group)
-    state.tell(
+    state.out.tell(
         facts.EvaluationDelivered(
             evaluation_id=evaluation_id,
             version=batch.version,
             rollouts=facts.delivered_rollouts(batch, tokens=state.tells_tokens),
         )
     )
-    state.commands.append(do.DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
+    state.out.commands.append(do.DeliverEvaluation(evaluation_id=evaluation_id, batch=batch))
 
 
-def _drained(state: SchedulerState) -> bool:
+def _drained(prompts: PromptSupply, in_flight: InFlight) -> bool:
     """Return whether the prompts have ended and every remaining group is accepted."""
-    if not state.prompts.exhausted or state.prompts.stock or state.prompts.fetching:
+    if not prompts.exhausted or prompts.stock or prompts.fetching:
         return False
-    ready = state.in_flight.ready
-    return len(ready) == state.in_flight.training == len(ready.accepted)
+    ready = in_flight.ready
+    return len(ready) == in_flight.training == len(ready.accepted)

@@ -12,15 +12,16 @@ from collections.abc import Collection
 
 import numpy as np
 
+from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import Answered, Branch, RolloutRecord
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import Outbox
 from aprilsched.kernel.core.state.token_log import Path, clipped, joined, moved
 from aprilsched.kernel.core.steps.drop import discard
 from aprilsched.types import BranchRule, Int32Array
 
 
-def take_branch(state: SchedulerState, rollout: RolloutRecord, input_ids: Int32Array) -> None:
+def take_branch(in_flight: InFlight, rollout: RolloutRecord, input_ids: Int32Array) -> None:
     """Activate the branch that the context `input_ids` extends, or fork a new one.
 
     The branch with the longest common prefix is extended or forked.
@@ -50,7 +51,7 @@ def take_branch(state: SchedulerState, rollout: RolloutRecord, input_ids: Int32A
         rollout.log.companions = branch.companions
         # New rows are saved for the active branch, which has just changed.
         rollout.rewritten = True
-    state.in_flight.journal.change(rollout)
+    in_flight.journal.change(rollout)
 
 
 def _same(rollout: RolloutRecord, branch: Branch, input_ids: Int32Array) -> int:
@@ -89,7 +90,7 @@ def _forked(rollout: RolloutRecord, of: Branch, input_ids: Int32Array, same: int
     )
 
 
-def settle(state: SchedulerState, rollout: RolloutRecord, rule: BranchRule) -> None:
+def settle(in_flight: InFlight, out: Outbox, rollout: RolloutRecord, rule: BranchRule) -> None:
     """Keep the branches of a finished episode that the rule selects.
 
     The tokens of the other branches are counted.
@@ -106,18 +107,18 @@ def settle(state: SchedulerState, rollout: RolloutRecord, rule: BranchRule) -> N
         }
         chosen = max(ends, key=lambda number: (sizes[number], number))
     kept = ends if rule == "all" else {chosen: ends[chosen]}
-    _keep(state, rollout, kept, Reason.OTHER_BRANCH)
+    _keep(in_flight, out, rollout, kept, Reason.OTHER_BRANCH)
     rollout.finish_reason = rollout.answered[-1][2]
 
 
 def forget(
-    state: SchedulerState, rollout: RolloutRecord, asked: Collection[int], reason: Reason
+    in_flight: InFlight, out: Outbox, rollout: RolloutRecord, asked: Collection[int], reason: Reason
 ) -> None:
     """Keep only the `asked` turns of an episode, with the tokens before them.
 
     `asked` contains indices of answered turns.
     """
-    _keep(state, rollout, _ends(rollout, asked), reason)
+    _keep(in_flight, out, rollout, _ends(rollout, asked), reason)
 
 
 def _ends(rollout: RolloutRecord, turns: Collection[int]) -> dict[int, int]:
@@ -127,7 +128,7 @@ def _ends(rollout: RolloutRecord, turns: Collection[int]) -> dict[int, int]:
 
 
 def _keep(
-    state: SchedulerState, rollout: RolloutRecord, ends: dict[int, int], reason: Reason
+    in_flight: InFlight, out: Outbox, rollout: RolloutRecord, ends: dict[int, int], reason: Reason
 ) -> None:
     """Keep only these branches, each up to its log position."""
     log, now = rollout.log, rollout.all_branches()
@@ -160,8 +161,8 @@ def _keep(
     # Rows are saved under the numbers of their branches.
     rollout.rewritten = rollout.rewritten or bool(log.companions)
     sampled = log.sampled_tokens - rest.sampled_tokens
-    discard(state, rollout, sampled, log.size - rest.size - sampled, reason)
-    state.in_flight.journal.change(rollout)
+    discard(in_flight, out, rollout, sampled, log.size - rest.size - sampled, reason)
+    in_flight.journal.change(rollout)
 
 
 def _holder(paths: dict[int, Path], start: int, end: int) -> int | None:

@@ -13,21 +13,22 @@ from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.ledger import FAILURES, REFUSED, Reason
 from aprilsched.kernel.core.state.records import GroupRecord, RequestRecord, RolloutRecord
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import Outbox, SchedulerState
 
 _IN_A_ROW = FAILURES - {Reason.VERSION_LOST}
 """Reasons that count towards ``retries.failed_groups``. A lost version does not, because all of its
 episodes are lost at once."""
 
 
-def abort(state: SchedulerState, request: RequestRecord) -> None:
+def abort(in_flight: InFlight, out: Outbox, request: RequestRecord) -> None:
     """Abort an open attempt on its engine; a second call is a no-op."""
     if not request.aborting:
-        state.in_flight.call_back(request)
-        state.tell(facts.AttemptCalledBack(request_id=request.request_id))
-        state.commands.append(
+        in_flight.call_back(request)
+        out.tell(facts.AttemptCalledBack(request_id=request.request_id))
+        out.commands.append(
             do.Abort(engine=request.engine, request_id=request.request_id, attempt=request.attempt)
         )
 
@@ -52,11 +53,11 @@ def drop(
         state.in_flight.forget_empty(rest)
     for member in group.members:
         if member.request is not None and member.request.open:
-            abort(state, member.request)
+            abort(state.in_flight, state.out, member.request)
     if group.evaluation_id is None and not group.complete:
         state.note_lengths(group)
     entries = state.in_flight.drop(group, reason, cause, culprit=culprit, now=state.now)
-    state.announce(
+    state.out.announce(
         facts.GroupDropped(
             group_id=group.group_id,
             reason=reason.value,
@@ -79,17 +80,22 @@ def drop(
 
 
 def discard(
-    state: SchedulerState, rollout: RolloutRecord, sampled: int, environment: int, reason: Reason
+    in_flight: InFlight,
+    out: Outbox,
+    rollout: RolloutRecord,
+    sampled: int,
+    environment: int,
+    reason: Reason,
 ) -> None:
     """Count tokens that were removed from the log of a rollout that continues."""
     if not sampled and not environment:
         return
     # The saved tokens are no longer valid.
     rollout.rewritten = True
-    state.in_flight.journal.change(rollout)
-    state.in_flight.counters.tokens_discarded += sampled
-    state.in_flight.ledger.late_tokens(reason, sampled)
-    state.tell(
+    in_flight.journal.change(rollout)
+    in_flight.counters.tokens_discarded += sampled
+    in_flight.ledger.late_tokens(reason, sampled)
+    out.tell(
         facts.TokensDiscarded(
             rollout_id=rollout.rollout_id,
             sampled=sampled,
@@ -115,7 +121,7 @@ def refuse(state: SchedulerState, cause: str) -> None:
     It counts as a failure, so a source that yields only such prompts ends the run.
     """
     entry = state.in_flight.refuse(Reason.BAD_PROMPT, cause, now=state.now)
-    state.announce(
+    state.out.announce(
         facts.PromptRefused(rollout_id=entry.rollout_id, group_id=entry.group_id, cause=cause)
     )
     state.prompts.outcome.fail(cause)
@@ -131,9 +137,9 @@ def _count_failure(state: SchedulerState, cause: str) -> None:
     state.prompts.consecutive_failures += 1
     count = state.prompts.consecutive_failures
     if count == state.config.retries.failed_groups:
-        state.tell(facts.GroupsFailed(groups=count, cause=cause))
+        state.out.tell(facts.GroupsFailed(groups=count, cause=cause))
         error = state.prompts.outcome.given_up(f"{count} {state.config.delivery}", cause)
-        state.commands.append(do.GiveUp(error=error))
+        state.out.commands.append(do.GiveUp(error=error))
 
 
 def count_rejection(state: SchedulerState) -> None:
@@ -142,7 +148,7 @@ def count_rejection(state: SchedulerState) -> None:
     count = state.prompts.consecutive_rejections
     if count == state.config.retries.rejected_groups:
         error = state.prompts.outcome.all_rejected(f"{count} {state.config.delivery}")
-        state.commands.append(do.GiveUp(error=error))
+        state.out.commands.append(do.GiveUp(error=error))
 
 
 def count_failure(request: RequestRecord, config: SchedulerConfig, event: ev.Failed) -> str:

@@ -12,9 +12,11 @@ from __future__ import annotations
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.engine_control import Mode
+from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GENERATING, Move, RequestRecord, State
 from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.weights import Weights
 from aprilsched.kernel.core.steps.drop import count_interruption
 from aprilsched.kernel.core.steps.members import lose_member
 from aprilsched.kernel.core.steps.outage import note_join, note_loss
@@ -25,10 +27,10 @@ from aprilsched.kernel.core.steps.turns import take_back
 
 def on_opened(state: SchedulerState, event: ev.Opened) -> None:
     if not state.resumed:
-        _start(state, event.engines[0].version or 0)
+        _start(state.weights, event.engines[0].version or 0)
     elif event.adopt and state.weights.adapter is None:
-        _adopt(state, {engine.version for engine in event.engines})
-    state.tell(
+        _adopt(state.weights, {engine.version for engine in event.engines})
+    state.out.tell(
         facts.RunOpened(
             engines=event.engines,
             version=state.weights.versions.trainer,
@@ -38,7 +40,7 @@ def on_opened(state: SchedulerState, event: ev.Opened) -> None:
     )
     if state.resumed and state.config.pace == "auto":
         # The log of the previous run may end before the fact that records the pace.
-        tell_schedule(state, kept=True)
+        tell_schedule(state.plan, state.out, kept=True)
     for engine in event.engines:
         current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
         finishes = not current and _finishes_rollouts(state, engine.version)
@@ -61,19 +63,19 @@ def _finishes_rollouts(state: SchedulerState, version: int | None) -> bool:
     )
 
 
-def _start(state: SchedulerState, version: int) -> None:
-    state.weights.versions.trainer = version
-    state.weights.base = version
+def _start(weights: Weights, version: int) -> None:
+    weights.versions.trainer = version
+    weights.base = version
 
 
-def _adopt(state: SchedulerState, versions: set[int | None]) -> None:
+def _adopt(weights: Weights, versions: set[int | None]) -> None:
     """Adopt the engines' version if all share one that is newer than the resumed run's.
 
     The previous run then ended during an update that every engine has taken.
     """
     version = versions.pop() if len(versions) == 1 else None
-    if version is not None and version > state.weights.versions.trainer:
-        _start(state, version)
+    if version is not None and version > weights.versions.trainer:
+        _start(weights, version)
 
 
 def on_engine_joined(state: SchedulerState, event: ev.EngineJoined) -> None:
@@ -90,8 +92,8 @@ def on_engine_joined(state: SchedulerState, event: ev.EngineJoined) -> None:
     current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
     standby = not current or bool(refitting)
     _join(state, engine, standby=True)
-    state.tell(facts.EngineJoined(info=engine))
-    note_join(state, engine.name)
+    state.out.tell(facts.EngineJoined(info=engine))
+    note_join(state.fleet, state.now, engine.name)
     if not standby:
         promote(state, engine.name)
 
@@ -114,13 +116,13 @@ def promote(state: SchedulerState, engine: str) -> None:
     state.fleet.control.engines[engine] = control
     state.fleet.control.touch(engine)
     state.weights.versions.note(engine, state.weights.versions.trainer)
-    state.announce(facts.EngineAdmitted(engine=engine, version=state.weights.versions.trainer))
+    state.out.announce(facts.EngineAdmitted(engine=engine, version=state.weights.versions.trainer))
 
 
 def on_paused(state: SchedulerState, event: ev.Paused) -> None:
     state.note_work(event.engine)
     if state.fleet.control.confirm(event.engine, Mode.PAUSING, Mode.PAUSED) is not None:
-        _move_open(state, event.engine, State.RUNNING, "hold")
+        _move_open(state.in_flight, event.engine, State.RUNNING, "hold")
 
 
 def on_flushed(state: SchedulerState, event: ev.Flushed) -> None:
@@ -134,7 +136,7 @@ def on_continued(state: SchedulerState, event: ev.Continued) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.CONTINUING, Mode.RUNNING)
     if control is None:
         return
-    _move_open(state, event.engine, State.HELD, "continue")
+    _move_open(state.in_flight, event.engine, State.HELD, "continue")
     state.fleet.health.of(event.engine).silence = 0.0
     if control.flushed:
         for request in state.in_flight.open_requests(event.engine):
@@ -143,13 +145,15 @@ def on_continued(state: SchedulerState, event: ev.Continued) -> None:
 
 
 def on_hold_changed(state: SchedulerState, event: ev.HoldChanged) -> None:
-    state.fleet.held = event.held
+    state.fleet.paused_by_trainer = event.held
 
 
 def on_control_failed(state: SchedulerState, event: ev.ControlFailed) -> None:
     control = state.fleet.control.of(event.engine)
     if control is not None:
-        state.tell(facts.ControlCallFailed(engine=event.engine, call=event.call, cause=event.cause))
+        state.out.tell(
+            facts.ControlCallFailed(engine=event.engine, call=event.call, cause=event.cause)
+        )
     before = (
         f"{control.broken_connection}; then "
         if control is not None and control.broken_connection
@@ -169,22 +173,22 @@ def lose(state: SchedulerState, engine: str, cause: str) -> None:
         return
     last = not (control.engines.keys() | control.standby.keys()) - {engine}
     lost = facts.EngineLost(engine=engine, cause=cause, last=last)
-    state.tell(lost)
+    state.out.tell(lost)
     broken = _leave(state, engine, cause)
     del control.standby[engine]
     state.weights.adapters.pop(engine, None)
-    note_loss(state, engine, cause)
+    note_loss(state.fleet, state.now, engine, cause)
     # The requests must be back in the queue before the shell closes the engine's streams.
-    state.commands.append(lost)
+    state.out.commands.append(lost)
     _count_interruptions(state, broken, f"{engine} was lost: {cause}")
 
 
 def demote(state: SchedulerState, engine: str, cause: str) -> None:
     """Put an engine on standby: it responds, but lacks the fleet's weights."""
     lost = facts.EngineLost(engine=engine, cause=cause, standby=True)
-    state.tell(lost)
+    state.out.tell(lost)
     _leave(state, engine, cause)
-    state.commands.append(lost)
+    state.out.commands.append(lost)
 
 
 def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord]:
@@ -200,7 +204,7 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord
     requests = list(state.in_flight.open_requests(engine))
     for request in requests:
         state.in_flight.close_attempt(request, None)
-        state.tell(facts.AttemptEnded(request_id=request.request_id, outcome="engine_lost"))
+        state.out.tell(facts.AttemptEnded(request_id=request.request_id, outcome="engine_lost"))
         request.shun(engine)
         take_back(state, request)
     if state.weights.update is not None:
@@ -220,7 +224,7 @@ def _count_interruptions(state: SchedulerState, requests: list[RequestRecord], c
             lose_member(state, request.rollout, Reason.FAILED, exhausted)
 
 
-def _move_open(state: SchedulerState, engine: str, where: State, move: Move) -> None:
-    for request in state.in_flight.open_requests(engine):
+def _move_open(in_flight: InFlight, engine: str, where: State, move: Move) -> None:
+    for request in in_flight.open_requests(engine):
         if request.rollout.state is where:
             request.rollout.move(move)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import numpy as np
 
 from aprilsched.kernel.core.messages import events as ev
+from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import RolloutRecord
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import Outbox
 from aprilsched.kernel.core.state.token_log import clipped
 from aprilsched.kernel.core.steps.branches import forget
 from aprilsched.kernel.core.steps.drop import discard
@@ -24,7 +25,7 @@ from aprilsched.types import NO_VERSION, Int32Array
 
 
 def known_turn(
-    state: SchedulerState, rollout: RolloutRecord, event: ev.TurnRequested
+    in_flight: InFlight, out: Outbox, rollout: RolloutRecord, event: ev.TurnRequested
 ) -> tuple[int | None, int | None]:
     """Return what is known of the turn that the episode requests.
 
@@ -48,11 +49,11 @@ def known_turn(
         rollout.replay = replay if open_turns else None
         return None, start
     if not event.branch or not open_turns:
-        forget_rest(state, rollout)
+        forget_rest(in_flight, out, rollout)
     else:
         # Later tokens are appended after the last answer.
         replay.partial = None
-        truncate_to_answered(state, rollout, Reason.RESTARTED)
+        truncate(in_flight, out, rollout, rollout.answered_size, Reason.RESTARTED)
     return None, None
 
 
@@ -63,46 +64,45 @@ def context_of(rollout: RolloutRecord, start: int, number: int) -> Int32Array:
     return np.concatenate((branch.prompt_ids, response))
 
 
-def forget_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
+def forget_rest(in_flight: InFlight, out: Outbox, rollout: RolloutRecord) -> None:
     """Discard the remaining known turns: the episode takes another course or ends earlier."""
     replay, rollout.replay = rollout.replay, None
     if replay is not None:
-        forget(state, rollout, replay.asked, Reason.RESTARTED)
+        forget(in_flight, out, rollout, replay.asked, Reason.RESTARTED)
 
 
-def keep_rest(state: SchedulerState, rollout: RolloutRecord) -> None:
+def keep_rest(in_flight: InFlight, out: Outbox, rollout: RolloutRecord) -> None:
     """Keep the known turns that the episode has not requested again."""
     rollout.replay = None
     rollout.turns = len(rollout.answered)
-    truncate_to_answered(state, rollout, Reason.RESTARTED)
+    truncate(in_flight, out, rollout, rollout.answered_size, Reason.RESTARTED)
 
 
-def leave_one(state: SchedulerState, rollout: RolloutRecord, start: int, limit: int) -> None:
+def leave_one(
+    in_flight: InFlight, out: Outbox, rollout: RolloutRecord, start: int, limit: int
+) -> None:
     """Discard tokens so that a request for `limit` tokens has at least one token to generate.
 
-    The output of the request is known from `begin` on. An engine cannot generate zero tokens, and
+    The output of the request is known from `start` on. An engine cannot generate zero tokens, and
     it reports the finish reason only with the last token. All tokens may be known because the
     process ended between the last token of a request and its end, or because the episode requests
     fewer tokens this time.
     """
     if rollout.log.size - start >= limit:
-        truncate(state, rollout, start + limit - 1, Reason.RESTARTED)
+        truncate(in_flight, out, rollout, start + limit - 1, Reason.RESTARTED)
 
 
-def truncate_to_answered(state: SchedulerState, rollout: RolloutRecord, reason: Reason) -> None:
-    """Discard everything after the last turn that the episode received.
+def truncate(
+    in_flight: InFlight, out: Outbox, rollout: RolloutRecord, size: int, reason: Reason
+) -> None:
+    """Discard and count all tokens after the first `size`.
 
     This includes tokens of the environment, because the episode may now send other ones.
     """
-    truncate(state, rollout, rollout.answered[-1][1] if rollout.answered else 0, reason)
-
-
-def truncate(state: SchedulerState, rollout: RolloutRecord, size: int, reason: Reason) -> None:
-    """Discard and count all tokens after the first `size`."""
     log = rollout.log
     if log.size == size:
         return
     sampled = int((log.versions()[size:] != NO_VERSION).sum())
     environment = log.size - size - sampled
     log.truncate(size, prompt=len(rollout.prompt_ids))
-    discard(state, rollout, sampled, environment, reason)
+    discard(in_flight, out, rollout, sampled, environment, reason)

@@ -78,7 +78,7 @@ def _compare_rates(
         health.learn(window)
         if not health.reported:
             health.reported = True
-            state.announce(facts.EngineSlow(engine=engine, cause=cause))
+            state.out.announce(facts.EngineSlow(engine=engine, cause=cause))
         return
     health.slow += 1
     if health.slow >= SLOW_WINDOWS:

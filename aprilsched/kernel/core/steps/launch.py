@@ -26,7 +26,7 @@ from aprilsched.types import Prompt, RefusedPrompt, SamplingParams
 
 
 def on_evaluation_requested(state: SchedulerState, event: ev.EvaluationRequested) -> None:
-    state.tell(
+    state.out.tell(
         facts.EvaluationRequested(
             evaluation_id=event.evaluation_id,
             prompts=len(event.prompts),
@@ -37,7 +37,7 @@ def on_evaluation_requested(state: SchedulerState, event: ev.EvaluationRequested
 
 
 def on_evaluation_withdrawn(state: SchedulerState, event: ev.EvaluationWithdrawn) -> None:
-    state.tell(facts.EvaluationWithdrawn(evaluation_id=event.evaluation_id))
+    state.out.tell(facts.EvaluationWithdrawn(evaluation_id=event.evaluation_id))
     state.evaluations.waiting = [
         waiting
         for waiting in state.evaluations.waiting
@@ -92,7 +92,7 @@ def begin_again(state: SchedulerState, group: GroupRecord, cause: str) -> None:
 
 
 def on_prompts_arrived(state: SchedulerState, event: ev.PromptsArrived) -> None:
-    state.tell(
+    state.out.tell(
         facts.PromptsReceived(
             prompts=len(event.prompts),
             last=event.last,
@@ -115,7 +115,7 @@ def launch(state: SchedulerState) -> None:
     if missing:
         if not state.prompts.fetching:
             state.prompts.fetching = True
-            state.announce(facts.PromptsRequested(count=missing))
+            state.out.announce(facts.PromptsRequested(count=missing))
         if state.prompts.waits:
             return
     while state.prompts.stock and not state.given_up:
@@ -152,7 +152,7 @@ def _count(state: SchedulerState) -> int:
             f"launches() of refill {name!r} must be at least 1 while the trainer waits and nothing "
             f"generates, got {launches}."
         )
-        state.commands.append(do.GiveUp(error=error))
+        state.out.commands.append(do.GiveUp(error=error))
     if count and state.stop.learns:
         # The number of groups per batch can be estimated better now than at the start of the batch.
         retarget(state)
@@ -204,7 +204,7 @@ def admitted(
         if admissible is not None and count > admissible:
             # A wave that the gate cuts short stays pending: the next update admits the rest.
             return admissible
-    plan.wave_pending = plan.wave_pending and count > prompts.usable and not prompts.exhausted
+    plan.wave_due = plan.wave_due and count > prompts.usable and not prompts.exhausted
     return count
 
 
@@ -218,14 +218,14 @@ def _pool_view(state: SchedulerState) -> PoolView:
         ready_groups=state.ready_groups,
         in_flight=in_flight.generating,
         put_aside=_put_aside(state),
-        wave_due=state.plan.wave_pending,
+        wave_due=state.plan.wave_due,
         batch_open=not full(state),
         asynchronous=state.asynchronous or awaits_scores(state),
     )
 
 
 def _put_aside(state: SchedulerState) -> int:
-    if not (state.plan.wave_pending and state.plan.schedule.refill.defers):
+    if not (state.plan.wave_due and state.plan.schedule.refill.defers):
         return 0
     groups = state.in_flight.training_groups()
     return sum(
@@ -256,9 +256,9 @@ def _launch_group(
         group.again, group.first_run = before.group_id, before.first_run
         state.in_flight.journal.change_group(group)
     state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
-    state.tell(launched(group, tokens=state.tells_tokens))
+    state.out.tell(launched(group, tokens=state.tells_tokens))
     for member in group.members if episodes else ():
-        start_episode(state, member)
+        start_episode(state.out, member)
     return group
 
 

@@ -61,7 +61,7 @@ def _launch_again(
 ) -> None:
     episodes = state.caller.episodes
     rollout = state.in_flight.add_again(group, lost, episodes=episodes, failed=failed)
-    state.tell(
+    state.out.tell(
         facts.MemberLaunched(
             group_id=group.group_id,
             rollout_id=rollout.rollout_id,
@@ -70,7 +70,7 @@ def _launch_again(
         )
     )
     if episodes:
-        start_episode(state, rollout)
+        start_episode(state.out, rollout)
 
 
 def _complete(state: SchedulerState, group: GroupRecord, *, was_complete: bool) -> None:
@@ -86,7 +86,7 @@ def _complete(state: SchedulerState, group: GroupRecord, *, was_complete: bool) 
     if group.scored:
         filter_or_accept(state, group)
     elif state.caller.reward_scope == "group" and not was_complete:
-        ask_for_rewards(state, group)
+        ask_for_rewards(state.out, group)
 
 
 def on_episode_failed(
@@ -100,7 +100,7 @@ def on_episode_failed(
 
 def on_teardown_failed(state: SchedulerState, event: ev.TeardownFailed) -> None:
     state.in_flight.counters.teardowns_failed += 1
-    state.tell(facts.TeardownFailed(rollout_id=event.rollout_id, cause=event.cause))
+    state.out.tell(facts.TeardownFailed(rollout_id=event.rollout_id, cause=event.cause))
 
 
 def on_reward_failed(state: SchedulerState, group: GroupRecord, event: ev.RewardFailed) -> None:
@@ -114,6 +114,6 @@ def on_reward_failed(state: SchedulerState, group: GroupRecord, event: ev.Reward
     if retries.member == "again" and rollout.again < retries.regenerations:
         # The response is complete, so only the reward function is called again.
         rollout.again += 1
-        ask_for_reward(state, rollout)
+        ask_for_reward(state.out, rollout)
     else:
         lose_member(state, rollout, Reason.REWARD_FAILED, event.cause)

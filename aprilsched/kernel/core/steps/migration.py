@@ -20,14 +20,15 @@ that number of requests moves away, and none moves there.
 from __future__ import annotations
 
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.state.state import PoolReport, SchedulerState
+from aprilsched.kernel.core.state.in_flight import InFlight
+from aprilsched.kernel.core.state.state import Fleet, PoolReport, SchedulerState
 from aprilsched.kernel.core.steps.batch import training_runs
 from aprilsched.kernel.core.steps.drop import abort
 
 _CROWDED = 0.8
 """Pool share from which an engine may queue requests. SGLang reserves room for the future tokens of
 running requests."""
-_LOOK_S = 1.0
+_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks of an engine. A pool takes many seconds to fill, and a check on every
 chunk of a full engine would take more time than everything else."""
 _FULL = 0.95
@@ -42,45 +43,45 @@ def on_load_seen(state: SchedulerState, event: ev.LoadSeen) -> None:
         state.fleet.pools[event.engine] = PoolReport(
             used=event.used,
             queued=event.queued,
-            held=state.in_flight.held_on[event.engine],
+            attempt_tokens=state.in_flight.held_on[event.engine],
             at=state.now,
         )
         if event.queued:
-            note_crowding(state, event.engine)
+            note_crowding(state.in_flight, state.fleet, state.now, event.engine)
 
 
-def note_crowding(state: SchedulerState, engine: str) -> None:
+def note_crowding(in_flight: InFlight, fleet: Fleet, now: float, engine: str) -> None:
     """Check the pool of an engine that has received tokens."""
-    control = state.fleet.control.engines.get(engine)
+    control = fleet.control.engines.get(engine)
     if control is None or control.able.kv_tokens is None:
         return
-    looked = state.fleet.looked_at.get(engine, -_LOOK_S)
-    report = _report(state, engine)
+    examined_at = fleet.examined_at.get(engine, -_CHECK_INTERVAL_S)
+    report = _report(fleet, now, engine)
     waits = report is not None and report.queued > 0
-    full = waits or _filled(state, engine) > _CROWDED * control.able.kv_tokens
-    if full and state.now - looked >= _LOOK_S:
-        state.fleet.looked_at[engine] = state.now
-        state.fleet.crowded.add(engine)
+    full = waits or _filled(in_flight, fleet, now, engine) > _CROWDED * control.able.kv_tokens
+    if full and now - examined_at >= _CHECK_INTERVAL_S:
+        fleet.examined_at[engine] = now
+        fleet.crowded_engines.add(engine)
 
 
 def migrate(state: SchedulerState) -> None:
     """Abort requests on crowded engines, each to be sent to an engine with room."""
-    crowded, state.fleet.crowded = state.fleet.crowded, set()
-    if not crowded or not training_runs(state):
+    crowded_engines, state.fleet.crowded_engines = state.fleet.crowded_engines, set()
+    if not crowded_engines or not training_runs(state):
         return
     prices, rooms = state.config.prices, None
-    for engine in sorted(crowded):
+    for engine in sorted(crowded_engines):
         control = state.fleet.control.engines.get(engine)
         if control is None or control.able.kv_tokens is None:
             continue
-        surplus = _filled(state, engine) - control.able.kv_tokens
+        surplus = _filled(state.in_flight, state.fleet, state.now, engine) - control.able.kv_tokens
         requests = [r for r in state.in_flight.open_requests(engine) if not r.aborting]
         # Requests that are already aborted will free their room soon.
         surplus -= sum(
             r.rollout.computed_tokens for r in state.in_flight.open_requests(engine) if r.aborting
         )
         requests.sort(key=lambda r: (r.gained, r.rollout.computed_tokens, -r.request_id))
-        report = _report(state, engine)
+        report = _report(state.fleet, state.now, engine)
         waiting = report.queued if report is not None and report.queued else len(requests)
         for request in requests:
             if request.gained and surplus <= 0:
@@ -95,7 +96,7 @@ def migrate(state: SchedulerState) -> None:
             if prefill >= rest * prices.step_seconds:
                 continue
             # Most checks move nothing, and this one visits every engine.
-            rooms = _rooms(state) if rooms is None else rooms
+            rooms = _rooms(state.in_flight, state.fleet, state.now) if rooms is None else rooms
             _, roomiest = max(zip(rooms.values(), rooms, strict=True), default=(0.0, ""))
             needed = request.rollout.computed_tokens + rest
             if not roomiest or roomiest == engine or rooms[roomiest] < needed:
@@ -105,38 +106,37 @@ def migrate(state: SchedulerState) -> None:
             waiting -= not request.gained
             request.destination, request.moved = roomiest, True
             state.fleet.moving.add(request.request_id)
-            abort(state, request)
+            abort(state.in_flight, state.out, request)
 
 
-def _report(state: SchedulerState, engine: str) -> PoolReport | None:
+def _report(fleet: Fleet, now: float, engine: str) -> PoolReport | None:
     """Return the engine's latest pool report, or None if it is no longer valid."""
-    report = state.fleet.pools.get(engine)
-    return None if report is None or state.now - report.at > _FRESH_S else report
+    report = fleet.pools.get(engine)
+    return None if report is None or now - report.at > _FRESH_S else report
 
 
-def _filled(state: SchedulerState, engine: str) -> int:
+def _filled(in_flight: InFlight, fleet: Fleet, now: float, engine: str) -> int:
     """Return the number of tokens in the engine's pool: its last report plus changes since."""
-    held, report = state.in_flight.held_on[engine], _report(state, engine)
-    return held if report is None else report.used + held - report.held
+    held, report = in_flight.held_on[engine], _report(fleet, now, engine)
+    return held if report is None else report.used + held - report.attempt_tokens
 
 
-def _rooms(state: SchedulerState) -> dict[str, float]:
+def _rooms(in_flight: InFlight, fleet: Fleet, now: float) -> dict[str, float]:
     """Return how many tokens each engine can take, less those on their way to it."""
     rooms: dict[str, float] = {}
-    in_flight = state.in_flight
-    for name, control in state.fleet.control.engines.items():
+    for name, control in fleet.control.engines.items():
         if control.able.kv_tokens is None:
             continue
-        if name not in state.fleet.pools:
+        if name not in fleet.pools:
             rooms[name] = _FULL * control.able.kv_tokens - in_flight.held_on[name]
             continue
-        report = _report(state, name)
+        report = _report(fleet, now, name)
         if report is None or not report.queued:
-            rooms[name] = _FULL * control.able.kv_tokens - _filled(state, name)
-    for request_id in sorted(state.fleet.moving):
+            rooms[name] = _FULL * control.able.kv_tokens - _filled(in_flight, fleet, now, name)
+    for request_id in sorted(fleet.moving):
         request = in_flight.requests.get(request_id)
         if request is None or not request.destination:
-            state.fleet.moving.remove(request_id)
+            fleet.moving.remove(request_id)
         elif request.destination in rooms:
             rooms[request.destination] -= request.rollout.computed_tokens
     return rooms

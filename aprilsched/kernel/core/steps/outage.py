@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.kernel.core.state.state import Outage, SchedulerState
+from aprilsched.kernel.core.state.state import Fleet, Outage, SchedulerState
 from aprilsched.kernel.core.state.weights import UpdatePhase
 from aprilsched.kernel.core.steps.drop import drop
 
@@ -29,19 +29,19 @@ _KEPT = 8
 """Number of recent causes to keep; a fleet may have hundreds of engines."""
 
 
-def note_loss(state: SchedulerState, engine: str, cause: str) -> None:
+def note_loss(fleet: Fleet, now: float, engine: str, cause: str) -> None:
     """Note that an engine is lost."""
-    state.fleet.rejoin_expected_until = state.now + _REJOIN_S
-    state.fleet.lost.pop(engine, None)
-    state.fleet.lost[engine] = cause
-    if len(state.fleet.lost) > _KEPT:
-        del state.fleet.lost[next(iter(state.fleet.lost))]
+    fleet.rejoin_expected_until = now + _REJOIN_S
+    fleet.lost.pop(engine, None)
+    fleet.lost[engine] = cause
+    if len(fleet.lost) > _KEPT:
+        del fleet.lost[next(iter(fleet.lost))]
 
 
-def note_join(state: SchedulerState, engine: str) -> None:
+def note_join(fleet: Fleet, now: float, engine: str) -> None:
     """Note that an engine has joined or is back."""
-    state.fleet.rejoin_expected_until = state.now + _REJOIN_S
-    state.fleet.lost.pop(engine, None)
+    fleet.rejoin_expected_until = now + _REJOIN_S
+    fleet.lost.pop(engine, None)
 
 
 def stranded(state: SchedulerState) -> bool:
@@ -79,10 +79,10 @@ def _await(state: SchedulerState, outage: Outage) -> None:
     left = outage.since + state.config.health.fleet_wait_s - now
     if left <= 0:
         outage.given_up = True
-        state.announce(facts.FleetGivenUp(lost=lost, waited_s=waited))
+        state.out.announce(facts.FleetGivenUp(lost=lost, waited_s=waited))
     elif outage.said_at is None or now - outage.said_at >= _SAY_AGAIN_S:
         outage.said_at = now
-        state.announce(facts.FleetAwaited(lost=lost, waited_s=waited, left_s=left))
+        state.out.announce(facts.FleetAwaited(lost=lost, waited_s=waited, left_s=left))
 
 
 def _want_update(state: SchedulerState) -> None:
@@ -100,7 +100,7 @@ def _want_update(state: SchedulerState) -> None:
                 drop(state, group, Reason.ABANDONED, cause)
     if batch:
         state.delivery.demand = "left"
-    state.announce(
+    state.out.announce(
         facts.UpdateWanted(
             engines=engines,
             version=state.weights.versions.trainer,

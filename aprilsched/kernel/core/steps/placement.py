@@ -17,7 +17,8 @@ from aprilsched.kernel.core.policies.placement import (
     rank_of,
 )
 from aprilsched.kernel.core.state.records import RequestRecord
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import Fleet, SchedulerState
+from aprilsched.kernel.core.state.weights import Weights
 from aprilsched.kernel.core.steps.batch import training_runs
 from aprilsched.kernel.core.steps.steering import goal
 from aprilsched.kernel.core.steps.verification import awaits_answers, verify
@@ -31,13 +32,13 @@ def place(state: SchedulerState) -> None:
         return
     training = training_runs(state)
     index.refresh()
-    versions = _served_versions(state)
+    versions = _served_versions(state.fleet, state.weights, state.rolling)
     if queue.first(training=training, versions=versions) is None:
         fleet.verifying_since = None
         return
     full = _full(state, fleet.admissions)
     unverified = verify(state, full=full)
-    if awaits_answers(state):
+    if awaits_answers(state.fleet, state.weights, state.rolling):
         return
     fleet.verifying_since = None
     index.leave_out(unverified | full)
@@ -61,12 +62,12 @@ def place(state: SchedulerState) -> None:
             versions.discard(waits_for)
 
 
-def _served_versions(state: SchedulerState) -> set[int | None] | None:
+def _served_versions(fleet: Fleet, weights: Weights, rolling: bool) -> set[int | None] | None:
     """Return the versions of waiting requests that some engine may take; None for all."""
-    if not state.rolling:
+    if not rolling:
         return None
-    served: set[int | None] = {k.version for k in state.fleet.index.kinds if not k.leaves}
-    return served | {None} if state.weights.versions.trainer in served else served
+    served: set[int | None] = {k.version for k in fleet.index.kinds if not k.leaves}
+    return served | {None} if weights.versions.trainer in served else served
 
 
 def _preference(state: SchedulerState, request: RequestRecord) -> Preference | None:
@@ -104,8 +105,7 @@ def _cache_key(state: SchedulerState, engine: str) -> str | None:
 def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     version, key = state.weights.versions.engines[engine], _cache_key(state, engine)
     rank = rank_of(
-        training=request.rollout.group.evaluation_id is None,
-        carried=request.rollout.carried,
+        training=request.rollout.group.evaluation_id is None, carried=request.rollout.carried
     )
     state.note_work(engine)
     state.in_flight.open_attempt(request, engine, version=version, adapter=state.weights.adapter)
@@ -114,7 +114,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     rollout = request.rollout
     context = rollout.context()
     sampling = request.sampling.after(request.generated)
-    state.tell(
+    state.out.tell(
         facts.AttemptSent(
             engine=engine,
             request_id=request.request_id,
@@ -129,7 +129,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
         )
     )
     state.fleet.health.sent(engine, len(context), alone=state.in_flight.open[engine] == 1)
-    state.commands.append(
+    state.out.commands.append(
         do.Send(
             engine=engine,
             request_id=request.request_id,

@@ -21,10 +21,11 @@ from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.engine_control import EngineControl, Mode
+from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import RequestRecord, State
-from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.core.state.weights import Update, UpdateKind, UpdatePhase
+from aprilsched.kernel.core.state.state import Fleet, Outbox, SchedulerState
+from aprilsched.kernel.core.state.weights import Update, UpdateKind, UpdatePhase, Weights
 from aprilsched.kernel.core.steps.batch import acknowledge, end_stream, withdraw_offer
 from aprilsched.kernel.core.steps.drop import drop
 from aprilsched.kernel.core.steps.engines import demote, promote
@@ -49,7 +50,7 @@ def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> Non
         state,
         Update(
             version=event.version,
-            kind=_kind_of(state, event),
+            kind=_kind_of(state.fleet, state.rolling, event),
             labelled=event.labelled,
             republishable=event.republishable,
             acknowledges=event.acknowledges,
@@ -57,14 +58,14 @@ def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> Non
     )
 
 
-def _kind_of(state: SchedulerState, event: ev.UpdateRequested) -> UpdateKind:
+def _kind_of(fleet: Fleet, rolling: bool, event: ev.UpdateRequested) -> UpdateKind:
     """Return how the version reaches the engines."""
     if event.external:
         return UpdateKind.EXTERNAL
     if event.adapter:
         return UpdateKind.ADAPTER
     # Sleeping engines take the version together, because nothing runs in them.
-    if state.rolling and event.republishable and state.fleet.sleep is None:
+    if rolling and event.republishable and fleet.sleep is None:
         return UpdateKind.ROLLING
     return UpdateKind.PAUSING
 
@@ -82,13 +83,13 @@ def end_following(state: SchedulerState, cause: str) -> None:
     update = state.weights.update
     if update is not None and update.kind is UpdateKind.FOLLOWED:
         state.weights.update = None
-        state.tell(facts.UpdateFinished(version=update.version, cause=cause))
+        state.out.tell(facts.UpdateFinished(version=update.version, cause=cause))
 
 
 def start_update(state: SchedulerState, update: Update) -> None:
     """Start an update; none may be under way."""
     end_stream(state)
-    state.tell(
+    state.out.tell(
         facts.UpdateBegun(
             version=update.version,
             adapter=update.kind is UpdateKind.ADAPTER,
@@ -98,13 +99,13 @@ def start_update(state: SchedulerState, update: Update) -> None:
     withdraw_offer(state)
     state.weights.update = update
     if update.phase is UpdatePhase.PREPARING:
-        _stop_catching_up(state)
+        _stop_catching_up(state.fleet, state.weights)
     if update.external:
         # A response that ends before the engines have answered may have tokens of both versions.
         for request in state.in_flight.open_requests():
             if not request.crossed:
                 update.met.add(request.request_id)
-            _cross(state, request, update)
+            _cross(state.in_flight, request, update)
 
 
 def on_update_withdrawn(state: SchedulerState, event: ev.UpdateWithdrawn) -> None:
@@ -115,7 +116,7 @@ def on_update_withdrawn(state: SchedulerState, event: ev.UpdateWithdrawn) -> Non
         and update.version == event.version
         and update.phase is not UpdatePhase.LOADING
     ):
-        state.tell(facts.UpdateWithdrawn(version=event.version))
+        state.out.tell(facts.UpdateWithdrawn(version=event.version))
         cause = "the call was cancelled before any weights were loaded"
         _finish(state, update, cause=cause)
 
@@ -126,7 +127,7 @@ def on_refitted(state: SchedulerState, event: ev.Refitted) -> None:
         return
     if not event.catch_up and not _asked(update, event):
         return
-    state.tell(
+    state.out.tell(
         facts.EngineRefitted(
             engine=event.engine,
             version=event.version,
@@ -188,22 +189,22 @@ def advance(state: SchedulerState) -> None:
         )
         if not state.evaluations.running and (inside or not state.in_flight.open_attempts):
             update.enter(UpdatePhase.PREPARING)
-            _stop_catching_up(state)
+            _stop_catching_up(state.fleet, state.weights)
 
 
-def _stop_catching_up(state: SchedulerState) -> None:
+def _stop_catching_up(fleet: Fleet, weights: Weights) -> None:
     """Release the standby engines that are not being refitted to the update.
 
     The version that they were about to load will soon be out of date. While the update waits for an
     evaluation, this would be too early: other engines may start to catch up then, and would keep
     the update waiting forever once its other engines are lost.
     """
-    if state.weights.adapter is not None:
+    if weights.adapter is not None:
         return
-    for control in state.fleet.control.standby.values():
+    for control in fleet.control.standby.values():
         if control.catching_up and control.mode is not Mode.REFITTING:
             control.catching_up = False
-            state.fleet.control.touch(control.name)
+            fleet.control.touch(control.name)
 
 
 def refit(state: SchedulerState) -> None:
@@ -216,7 +217,7 @@ def refit(state: SchedulerState) -> None:
     there = list(state.fleet.control.all())
     targets = [control for control in there if not control.catching_up]
     if update.kind is UpdateKind.ADAPTER:
-        targets = [control for control in targets if _has_base(state, control)]
+        targets = [control for control in targets if _has_base(state.weights, control)]
     if not targets:
         # The update waits while it has no engine, or while one is catching up.
         if there and not any(control.catching_up for control in there):
@@ -236,7 +237,7 @@ def refit(state: SchedulerState) -> None:
     update.refitting = frozenset(control.name for control in targets)
     update.loading_since = state.now
     names = tuple(control.name for control in targets)
-    state.announce(
+    state.out.announce(
         facts.RefitBegun(
             version=update.version,
             engines=names,
@@ -261,14 +262,14 @@ def _is_ready(state: SchedulerState, update: Update, control: EngineControl) -> 
     return update.kind is UpdateKind.ADAPTER or fleet.refittable(control)
 
 
-def all_stop(state: SchedulerState) -> bool:
+def all_stop(fleet: Fleet, weights: Weights, rolling: bool) -> bool:
     """Return whether a sleep or an update stops all engines, so that none is refitted alone.
 
     With rolling refits, engines are still refitted alone while the sleep or update waits for
     evaluations, because these may need an engine that takes their version.
     """
-    update, sleep = state.weights.update, state.fleet.sleep
-    if not state.rolling:
+    update, sleep = weights.update, fleet.sleep
+    if not rolling:
         return update is not None or sleep is not None
     stops = update is not None and update.phase is not UpdatePhase.WAITING
     return stops or (sleep is not None and sleep.may_pause)
@@ -280,12 +281,12 @@ def catch_up(state: SchedulerState) -> None:
     These are engines on standby and, with rolling refits, engines in use that have finished the
     rollouts of an older version.
     """
-    if all_stop(state) or not state.weights.republishable:
+    if all_stop(state.fleet, state.weights, state.rolling) or not state.weights.republishable:
         return
-    for control in _paused_alone(state) if state.rolling else ():
+    for control in _paused_alone(state.fleet) if state.rolling else ():
         if state.fleet.control.refittable(control):
             state.fleet.control.enter(control, Mode.REFITTING)
-            _refit_alone(state, control)
+            _refit_alone(state.weights, state.out, state.now, control)
     for control in state.fleet.control.standby.values():
         whole_fleet = not control.catching_up
         if whole_fleet and control.failed_version < state.weights.versions.trainer:
@@ -295,11 +296,11 @@ def catch_up(state: SchedulerState) -> None:
         # An engine that failed is already paused and flushed, and no event follows.
         if control.catching_up and state.fleet.control.refittable(control):
             state.fleet.control.enter(control, Mode.REFITTING)
-            _refit_alone(state, control)
+            _refit_alone(state.weights, state.out, state.now, control)
 
 
-def _paused_alone(state: SchedulerState) -> list[EngineControl]:
-    index = state.fleet.index
+def _paused_alone(fleet: Fleet) -> list[EngineControl]:
+    index = fleet.index
     index.refresh()
     paused = [kind for kind in index.kinds if kind.leaves and kind.mode is Mode.PAUSED]
     return index.in_order([c for kind in paused for c in index.kinds[kind].values()])
@@ -310,23 +311,23 @@ def _begin_catch_up(state: SchedulerState, control: EngineControl) -> None:
         # The fleet control issues the next calls, which pause and flush the engine.
         control.catching_up = True
         state.fleet.control.touch(control.name)
-    elif _has_base(state, control):
+    elif _has_base(state.weights, control):
         control.catching_up = True
-        _refit_alone(state, control)
+        _refit_alone(state.weights, state.out, state.now, control)
 
 
-def _has_base(state: SchedulerState, control: EngineControl) -> bool:
+def _has_base(weights: Weights, control: EngineControl) -> bool:
     """Return whether the engine has the full model that the fleet's adapters belong to."""
-    return control.base == state.weights.base and not control.inconsistent
+    return control.base == weights.base and not control.inconsistent
 
 
-def _refit_alone(state: SchedulerState, control: EngineControl) -> None:
-    control.loading, control.loading_since = state.weights.versions.trainer, state.now
-    state.announce(
+def _refit_alone(weights: Weights, out: Outbox, now: float, control: EngineControl) -> None:
+    control.loading, control.loading_since = weights.versions.trainer, now
+    out.announce(
         facts.RefitBegun(
-            version=state.weights.versions.trainer,
+            version=weights.versions.trainer,
             engines=(control.name,),
-            adapter=state.weights.adapter is not None,
+            adapter=weights.adapter is not None,
             catch_up=True,
         )
     )
@@ -367,7 +368,7 @@ def _conclude(state: SchedulerState, update: Update) -> None:
         kept_old = update.answers[engine][0] == old
         stays = not took and kept_old
         if kept_old:
-            _uncross(state, engine, update)
+            _uncross(state.in_flight, engine, update)
         if engine in state.fleet.control.engines and not stays:
             demote(state, engine, f"refit to version {update.version} failed: {why}")
     if not took:
@@ -392,7 +393,7 @@ def _roll_over(state: SchedulerState, update: Update) -> None:
     state.weights.base, state.weights.republishable = update.version, update.republishable
     if changes:
         state.delivery.batches_since_update = 0
-    state.stragglers.looked.clear()
+    state.stragglers.rejected_surplus.clear()
     # `in_parts` stays as it is: from now on, parts are loaded into one engine after the other.
     state.in_flight.counters.updates += 1
     acknowledge(state, update.acknowledges)
@@ -416,7 +417,7 @@ def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -
                 demote(state, control.name, why)
         # An engine that joined later was not queried.
         elif update.answers.get(control.name, (None,))[0] == state.weights.versions.trainer:
-            _uncross(state, control.name, update)
+            _uncross(state.in_flight, control.name, update)
         elif control.name in state.fleet.control.engines:
             demote(state, control.name, f"it did not say which version it has: {cause}")
     # Engines that have moved, now or earlier, sampled evaluation tokens of the wrong version.
@@ -439,7 +440,7 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
             state.fleet.control.touch(engine)
         if not adapter:
             for request in state.in_flight.open_requests(engine):
-                _cross(state, request, update)
+                _cross(state.in_flight, request, update)
                 kept = _keeps_keys(state, control, update)
                 request.kept_keys = request.kept_keys or kept
                 request.version = update.version
@@ -470,12 +471,12 @@ def _publish(state: SchedulerState, update: Update, took: frozenset[str]) -> Non
     state.in_flight.counters.updates += 1
 
 
-def _cross(state: SchedulerState, request: RequestRecord, update: Update) -> None:
+def _cross(in_flight: InFlight, request: RequestRecord, update: Update) -> None:
     """Note that `update` reached the engine during the open attempt of `request`."""
     request.crossed = True
     if not update.labelled and request.rollout.log.exact:
         request.rollout.log.exact = False
-        state.in_flight.journal.change(request.rollout)
+        in_flight.journal.change(request.rollout)
 
 
 def _keeps_keys(state: SchedulerState, control: EngineControl, update: Update) -> bool:
@@ -486,12 +487,12 @@ def _keeps_keys(state: SchedulerState, control: EngineControl, update: Update) -
     return state.cached_kv != "recompute" if update.external else control.keeps_keys
 
 
-def _uncross(state: SchedulerState, engine: str, update: Update) -> None:
+def _uncross(in_flight: InFlight, engine: str, update: Update) -> None:
     """Note that external weights did not reach the engine, so its requests have one version."""
-    for request in state.in_flight.open_requests(engine):
+    for request in in_flight.open_requests(engine):
         if request.request_id in update.met:
             request.crossed = request.unsure = False
-            state.in_flight.journal.change(request.rollout)
+            in_flight.journal.change(request.rollout)
 
 
 def _evaluate_again(state: SchedulerState, update: Update) -> None:
@@ -511,7 +512,7 @@ def retire(state: SchedulerState) -> None:
             used = {request.adapter for request in state.in_flight.open_requests(engine)}
             for version in sorted(loaded - used - {state.weights.adapter}):
                 loaded.remove(version)
-                state.announce(facts.AdapterRetired(engine=engine, version=version))
+                state.out.announce(facts.AdapterRetired(engine=engine, version=version))
 
 
 def _finish(
@@ -522,7 +523,7 @@ def _finish(
     failed: tuple[tuple[str, str], ...] = (),
 ) -> None:
     state.weights.update = None
-    state.announce(facts.UpdateFinished(version=update.version, failed=failed, cause=cause))
+    state.out.announce(facts.UpdateFinished(version=update.version, failed=failed, cause=cause))
 
 
 def _enforce_bound(state: SchedulerState) -> None:

@@ -25,8 +25,9 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.schedule import Pace, Schedule
+from aprilsched.kernel.core.state.caller_functions import CallerTimes
 from aprilsched.kernel.core.state.records import group_lengths
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import Outbox, Plan, SchedulerState
 from aprilsched.kernel.core.state.weights import UpdateKind
 from aprilsched.kernel.core.steps.stragglers import release_all
 from aprilsched.kernel.core.steps.target import retarget
@@ -59,7 +60,7 @@ def measure(state: SchedulerState) -> None:
         or (update is not None and update.kind is not UpdateKind.FOLLOWED)
         or state.evaluations.running
         or state.evaluations.waiting
-        or state.fleet.held
+        or state.fleet.paused_by_trainer
         or (sleep is not None and (sleep.waking or not sleep.asleep))
     )
     times.follow(trains=trains, now=state.now)
@@ -70,15 +71,15 @@ def measure(state: SchedulerState) -> None:
 def plan(state: SchedulerState) -> None:
     """Request a new schedule if there is enough new evidence."""
     batches = state.in_flight.counters.batches
-    if not state.config.automatic or state.plan.requested or batches == state.plan.checked_at:
+    if not state.config.automatic or state.plan.requested or batches == state.plan.checked_at_batch:
         return
     prompt_tokens, control = state.expectations.prompt_tokens, state.fleet.control
     if not control.engines or prompt_tokens is None:
         return
-    state.plan.checked_at = batches
+    state.plan.checked_at_batch = batches
     groups = _begun(state)
     recent = groups[-_RECENT_BATCHES * state.batch_groups :]
-    drifted = batches >= state.plan.planned_at + _RECENT_BATCHES and _drifted(state, recent)
+    drifted = batches >= state.plan.planned_at + _RECENT_BATCHES and _drifted(state.plan, recent)
     training = state.times.training.mean
     if (
         batches < _LATER * state.plan.planned_at
@@ -107,8 +108,8 @@ def plan(state: SchedulerState) -> None:
     state.plan.requested = True
     state.plan.planned_at, state.plan.planned_for = batches, _median(groups)
     state.plan.planned_training = training
-    state.plan.planned_times = _other_times(state)
-    state.commands.append(
+    state.plan.planned_times = _other_times(state.calls)
+    state.out.commands.append(
         do.Plan(
             batch_groups=state.batch_groups,
             group_size=size,
@@ -142,7 +143,7 @@ def on_planned(state: SchedulerState, event: ev.Planned) -> None:
         return
     schedule = fitting(state, event.schedule)
     if isinstance(schedule, str):
-        state.tell(facts.ScheduleRefused(schedule=event.schedule.why, cause=schedule))
+        state.out.tell(facts.ScheduleRefused(schedule=event.schedule.why, cause=schedule))
         return
     _put_into_force(state, schedule)
 
@@ -161,7 +162,7 @@ def fitting(state: SchedulerState, schedule: Schedule) -> Schedule | str:
             f"{config.dispatch.placement}, or episodes, affinities or rolling refits need their own"
         )
     asynchronous = (schedule.pace or config.pace) == "asynchronous"
-    if asynchronous and state.fleet.lent:
+    if asynchronous and state.fleet.memory_lent_to_trainer:
         return "its pace is asynchronous, and the engines lend their memory to the trainer"
     if state.staleness.rule == "restart" and (asynchronous or not config.settles(schedule)):
         return (
@@ -182,7 +183,7 @@ def stay_synchronous(state: SchedulerState) -> None:
 
     Otherwise a trainer that borrows the engines' memory would wait for engines that generate.
     """
-    state.fleet.lent = True
+    state.fleet.memory_lent_to_trainer = True
     if state.config.pace == "auto" and state.asynchronous:
         why = "synchronous from now on: the engines lend their memory to the trainer"
         _put_into_force(state, replace(state.plan.schedule, pace="synchronous", why=why))
@@ -190,22 +191,22 @@ def stay_synchronous(state: SchedulerState) -> None:
 
 def _put_into_force(state: SchedulerState, schedule: Schedule) -> None:
     if not schedule.refill.defers:
-        release_all(state)
+        release_all(state.in_flight)
     kept = schedule.same_as(state.plan.schedule)
     waited = not state.asynchronous
     state.plan.schedule = schedule
     if waited and state.asynchronous and not state.delivery.collecting:
         # The batch in work started with the offer of the previous one. On the synchronous pace it
         # would start with the trainer's request.
-        state.plan.wave_pending = True
-    tell_schedule(state, kept=kept)
+        state.plan.wave_due = True
+    tell_schedule(state.plan, state.out, kept=kept)
     retarget(state)
 
 
-def tell_schedule(state: SchedulerState, *, kept: bool) -> None:
+def tell_schedule(plan: Plan, out: Outbox, *, kept: bool) -> None:
     """Report the schedule in force to listeners, and whether it is unchanged."""
-    schedule = state.plan.schedule
-    state.tell(
+    schedule = plan.schedule
+    out.tell(
         facts.ScheduleChanged(
             schedule=schedule.why,
             forecast=schedule.forecast,
@@ -225,7 +226,7 @@ def _paces(state: SchedulerState) -> tuple[Pace, ...]:
     """
     if state.config.pace != "auto":
         return ()
-    if state.fleet.lent:
+    if state.fleet.memory_lent_to_trainer:
         return ("synchronous",)
     if state.times.training.mean is None and state.staleness.bound != 0:
         return ("asynchronous",)
@@ -264,17 +265,16 @@ def _median(groups: list[GroupLengths]) -> float | None:
     return float(kaplan_meier(tokens, ~finished).quantile(0.5))
 
 
-def _drifted(state: SchedulerState, recent: list[GroupLengths]) -> bool:
+def _drifted(plan: Plan, recent: list[GroupLengths]) -> bool:
     typical = _median(recent)
-    if typical is None or state.plan.planned_for is None:
+    if typical is None or plan.planned_for is None:
         return False
-    ratio = typical / state.plan.planned_for
+    ratio = typical / plan.planned_for
     return max(ratio, 1 / ratio) > 1 + _DRIFT
 
 
-def _other_times(state: SchedulerState) -> tuple[float, float]:
+def _other_times(calls: CallerTimes) -> tuple[float, float]:
     """Return the reward time of a response, and its time in gaps between turns, in seconds."""
-    calls = state.calls
     # Keep values far above the median: the times of tools have heavy tails.
     rewards, gap, end = (
         float(np.mean(times.last)) if times.last else 0.0
@@ -290,9 +290,9 @@ def _takes_otherwise(state: SchedulerState, training: float | None) -> bool:
     """
     if training is None:
         return False
-    now = [*_other_times(state)]
+    now = [*_other_times(state.calls)]
     planned_for = [*state.plan.planned_times]
-    if state.config.pace == "auto" and not state.fleet.lent:
+    if state.config.pace == "auto" and not state.fleet.memory_lent_to_trainer:
         if state.plan.planned_training is None:
             return True
         now.append(training)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.admission import Admission
+from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.ledger import BUSY, Reason
 from aprilsched.kernel.core.state.records import Refusal, RequestRecord, State
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import Fleet, SchedulerState
 from aprilsched.kernel.core.steps.drop import count_failure, drop
 from aprilsched.kernel.core.steps.engines import lose
 from aprilsched.kernel.core.steps.follow import follow
@@ -36,7 +37,7 @@ def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progres
     counters.tokens_reprefilled += request.pending_prefill
     dropped = request.rollout.group.dropped
     # Appended without a call, because it is the most frequent of all facts.
-    state.facts.append(
+    state.out.facts.append(
         facts.TokensReceived(
             request_id=event.request_id,
             tokens=tokens,
@@ -49,7 +50,7 @@ def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progres
     )
     if request.pending_prefill:
         request.pending_prefill = 0
-        _note_success(state, request)
+        _note_success(state.fleet, request)
     if state.fleet.admissions and not request.gained:
         admission = state.fleet.admissions.get(request.engine)
         if admission is not None:
@@ -66,18 +67,18 @@ def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progres
     label, foreign = event.label, None
     same = label is None or label == request.version
     if label is not None and not same:
-        foreign = foreign_version(state, request, (label,))
+        foreign = foreign_version(state.weights, state.rolling, request, (label,))
     if foreign is not None and follow(state, request.engine, foreign):
         foreign = None
     if foreign is not None:
-        _note_reported_version(state, request, foreign)
+        _note_reported_version(state.in_flight, request, foreign)
     elif not same:
         _note_newer_version(state, request)
     if not same or request.version != request.sent_version:
-        _note_mixed_keys(state, request)
+        _note_mixed_keys(state.in_flight, state.fleet, request)
     state.in_flight.arrive(request, event.token_ids, event.logprobs, event.rows)
     if state.config.dispatch.migrate:
-        note_crowding(state, request.engine)
+        note_crowding(state.in_flight, state.fleet, state.now, request.engine)
     if state.staleness.finishes:
         state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
     if request.refusal is not None:
@@ -88,18 +89,18 @@ def on_progress(state: SchedulerState, request: RequestRecord, event: ev.Progres
         disown(state, request, foreign)
 
 
-def _note_mixed_keys(state: SchedulerState, request: RequestRecord) -> None:
+def _note_mixed_keys(in_flight: InFlight, fleet: Fleet, request: RequestRecord) -> None:
     """Note that the engine sampled under another version than the attempt's cache key names.
 
     A tier that survives flushes may have received KV of both versions under this key.
     """
-    log, control = request.rollout.log, state.fleet.control.engines[request.engine]
+    log, control = request.rollout.log, fleet.control.engines[request.engine]
     if control.able.stores_kv and request.adapter is None and not log.stale_keys:
         log.stale_keys = True
-        state.in_flight.journal.change(request.rollout)
+        in_flight.journal.change(request.rollout)
 
 
-def _note_reported_version(state: SchedulerState, request: RequestRecord, label: int) -> None:
+def _note_reported_version(in_flight: InFlight, request: RequestRecord, label: int) -> None:
     """Record the tokens of the attempt under the version that the engine reports.
 
     If that version is older than the one at dispatch, the process was restarted before it took the
@@ -108,7 +109,7 @@ def _note_reported_version(state: SchedulerState, request: RequestRecord, label:
     """
     if request.adapter is not None or label > request.sent_version:
         request.rollout.log.exact = False
-        state.in_flight.journal.change(request.rollout)
+        in_flight.journal.change(request.rollout)
     if request.adapter is None:
         request.version = label
 
@@ -171,7 +172,7 @@ def _note_busy(state: SchedulerState, request: RequestRecord, event: ev.Interrup
     in_flight = state.in_flight.open[engine]
     if engine not in fleet.admissions:
         fleet.admissions[engine] = Admission()
-        state.announce(facts.EngineBusy(engine=engine, in_flight=in_flight, cause=event.busy))
+        state.out.announce(facts.EngineBusy(engine=engine, in_flight=in_flight, cause=event.busy))
     admission = fleet.admissions[engine]
     admission.refuse(
         state.now,
@@ -198,12 +199,12 @@ def _close(
     spans = event.spans
     versions = [] if spans is None else [span.version for span in spans]
     if versions.count(request.sent_version) < len(versions):
-        _note_mixed_keys(state, request)
+        _note_mixed_keys(state.in_flight, state.fleet, request)
     state.note_work(request.engine)
     state.in_flight.close_attempt(request, spans, event.rows, event.answer)
     ranges = None if spans is None else tuple([(s.version, s.start, s.end) for s in spans])
     answers = None if event.answer is None else dict(event.answer.sizes)
-    state.tell(
+    state.out.tell(
         facts.AttemptEnded(
             request_id=request.request_id,
             outcome=outcome,
@@ -213,7 +214,7 @@ def _close(
         )
     )
     state.delivery.must_deliver.note(request.rollout.group, state.weights.versions.trainer)
-    return foreign_version(state, request, versions)
+    return foreign_version(state.weights, state.rolling, request, versions)
 
 
 def on_failed(state: SchedulerState, request: RequestRecord, event: ev.Failed) -> None:
@@ -221,7 +222,7 @@ def on_failed(state: SchedulerState, request: RequestRecord, event: ev.Failed) -
     state.note_work(engine)
     state.in_flight.close_attempt(request, None)
     request.shun(engine)
-    if event.final and _another_may_take_it(state, request):
+    if event.final and _another_may_take_it(state.fleet, request):
         request.refusal = Refusal(engine=engine, sent=request.sent, cause=event.cause)
         exhausted = ""
     elif rollout.state is State.RETURNING:
@@ -231,14 +232,16 @@ def on_failed(state: SchedulerState, request: RequestRecord, event: ev.Failed) -
         if event.answered and request.refusal is None:
             request.refusal = Refusal(engine=engine, sent=request.sent, cause=event.cause)
     retried = rollout.group.dropped is None and not exhausted
-    state.tell(
+    state.out.tell(
         facts.AttemptEnded(
             request_id=request.request_id, outcome="failed", cause=event.cause, retried=retried
         )
     )
     if rollout.group.dropped is None and exhausted:
         if event.final and state.caller.episodes:
-            refuse_turn(state, request, event.cause.removeprefix(f"{engine}: "))
+            refuse_turn(
+                state.in_flight, state.out, request, event.cause.removeprefix(f"{engine}: ")
+            )
         elif event.final:
             drop(state, rollout.group, Reason.FAILED, exhausted, culprit=rollout.rollout_id)
         else:
@@ -247,45 +250,45 @@ def on_failed(state: SchedulerState, request: RequestRecord, event: ev.Failed) -
         state.in_flight.counters.retries += rollout.group.dropped is None
         take_back(state, request)
     if not event.final:
-        _note_broken_connection(state, engine, event.cause)
-        if not (event.answered and _serves_others(state, engine)):
+        _note_broken_connection(state.fleet, engine, event.cause)
+        if not (event.answered and _serves_others(state.in_flight, engine)):
             _count_engine_failure(
                 state, engine, event.cause, sent=request.sent, proven=not event.answered
             )
 
 
-def _note_broken_connection(state: SchedulerState, engine: str, cause: str) -> None:
+def _note_broken_connection(fleet: Fleet, engine: str, cause: str) -> None:
     """Let the engine be queried for its version before it gets another request.
 
     A server that died and was restarted at once serves the weights that it was first started with.
     """
-    control = state.fleet.control.engines.get(engine)
+    control = fleet.control.engines.get(engine)
     if control is not None:
-        state.fleet.control.note_broken_connection(control, cause)
+        fleet.control.note_broken_connection(control, cause)
 
 
-def _another_may_take_it(state: SchedulerState, request: RequestRecord) -> bool:
+def _another_may_take_it(fleet: Fleet, request: RequestRecord) -> bool:
     """Return whether another engine should try a refused request.
 
     An engine that lost its key or its adapters, or whose proxy is broken, refuses every request,
     and does so faster than the others answer. It alone would end the run.
     """
-    return request.refusal is None and bool(state.fleet.control.engines.keys() - request.avoid)
+    return request.refusal is None and bool(fleet.control.engines.keys() - request.avoid)
 
 
-def _serves_others(state: SchedulerState, engine: str) -> bool:
+def _serves_others(in_flight: InFlight, engine: str) -> bool:
     """Return whether the engine generates for other requests now.
 
     If so, a failure is the request's fault, unless another engine takes the request. Otherwise one
     client whose request fails everywhere would put every engine out of use, with all requests in
     them. Stalled streams have a separate timeout.
     """
-    return any(request.gained for request in state.in_flight.open_requests(engine))
+    return any(request.gained for request in in_flight.open_requests(engine))
 
 
-def _note_success(state: SchedulerState, request: RequestRecord) -> None:
+def _note_success(fleet: Fleet, request: RequestRecord) -> None:
     """Reset the failure count once the engine answers a request sent after the last failure."""
-    control = state.fleet.control.engines.get(request.engine)
+    control = fleet.control.engines.get(request.engine)
     if control is not None and request.sent > control.last_failure:
         control.consecutive_failures, control.suspect = 0, False
 

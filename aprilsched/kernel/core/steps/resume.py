@@ -19,10 +19,12 @@ from dataclasses import replace
 import numpy as np
 
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.config import Caller
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.core.state.assembly import batch_again, launched
-from aprilsched.kernel.core.state.delivery import BatchInWork
+from aprilsched.kernel.core.state.delivery import BatchInWork, Delivery
+from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.ledger import Outcome, Reason
 from aprilsched.kernel.core.state.records import (
     GENERATING,
@@ -48,7 +50,7 @@ from aprilsched.kernel.core.state.saved import (
     Stage,
     row_name,
 )
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import PromptSupply, SchedulerState
 from aprilsched.kernel.core.state.token_log import TokenLog, clipped
 from aprilsched.kernel.core.steps.episode_replay import leave_one
 from aprilsched.kernel.core.steps.replan import fitting
@@ -88,7 +90,7 @@ def restore(state: SchedulerState, saved: Saved) -> None:
     state.delivery.first_new_batch = saved.first_new_batch
     delivered = {group_id for batch in saved.batches for group_id in batch.group_ids}
     groups = {
-        group.group_id: _group(state, saved, group)
+        group.group_id: _group(state.caller, state.in_flight, saved, group)
         for group in saved.groups
         if group.group_id not in saved.damaged
     }
@@ -97,9 +99,9 @@ def restore(state: SchedulerState, saved: Saved) -> None:
             continue
         if group_id in delivered or _left(saved, group):
             # The trainer's batch is damaged and cannot be redelivered, so the group is open again.
-            _take_back(state, group)
-        _open_scores(state, saved.run, group)
-        _enter(state, group)
+            _take_back(state.prompts, state.in_flight, group)
+        _open_scores(state.caller, saved.run, group)
+        _enter(state.in_flight, group)
         state.expectations.note_prompts(group.members)
         # A group without an explicit size shows nothing about the current configuration.
         size = state.config.group_size
@@ -121,10 +123,10 @@ def restore(state: SchedulerState, saved: Saved) -> None:
     for group in list(state.in_flight.groups.values()):
         state.in_flight.forget_empty(group)
     for batch in saved.batches:
-        _restore_batch(state, batch, groups)
-    _drop_damaged(state, saved, delivered)
+        _restore_batch(state.in_flight, state.delivery, batch, groups)
+    _drop_damaged(state.prompts, state.in_flight, state.now, saved, delivered)
     if not state.plan.schedule.refill.defers:
-        release_all(state)
+        release_all(state.in_flight)
     if saved.run.target_groups:
         retarget(state)
     state.resumed = True
@@ -133,40 +135,38 @@ def restore(state: SchedulerState, saved: Saved) -> None:
 def call_again(state: SchedulerState) -> None:
     """Request again the open rewards, accept answers and episodes of the previous run."""
     for group in state.in_flight.training_groups():
-        state.tell(launched(group, restored=True, tokens=state.tells_tokens))
+        state.out.tell(launched(group, restored=True, tokens=state.tells_tokens))
         for member in group.members:
-            _call_again(state, member)
+            if member.state is State.THINKING:
+                start_episode(state.out, member)
+            elif member.state is State.QUEUED and (request := member.request) is not None:
+                start, limit = request.output_start, request.sampling.max_new_tokens
+                leave_one(state.in_flight, state.out, member, start, limit)
+            elif member.state is State.SCORING and state.caller.reward_scope == "rollout":
+                ask_for_reward(state.out, member)
         if group.complete and group.accepted:
-            state.tell(facts.GroupAccepted(group_id=group.group_id))
+            state.out.tell(facts.GroupAccepted(group_id=group.group_id))
         if not group.complete or group.accepted or state.in_flight.splits(group):
             continue
         if group.scored:
             filter_or_accept(state, group)
         elif state.caller.reward_scope == "group":
-            ask_for_rewards(state, group)
-
-
-def _call_again(state: SchedulerState, member: RolloutRecord) -> None:
-    if member.state is State.THINKING:
-        start_episode(state, member)
-    elif member.state is State.QUEUED and member.request is not None:
-        request = member.request
-        leave_one(state, member, request.output_start, request.sampling.max_new_tokens)
-    elif member.state is State.SCORING and state.caller.reward_scope == "rollout":
-        ask_for_reward(state, member)
+            ask_for_rewards(state.out, group)
 
 
 def _restore_run(state: SchedulerState, saved: Saved) -> None:
     run, in_flight = saved.run, state.in_flight
     in_flight.last_id = run.last_id
     in_flight.counters = replace(run.counters)
-    for entry in saved.dropped:
-        in_flight.ledger.entries.append(entry)
+    in_flight.ledger.entries.extend(saved.dropped)
     in_flight.ledger.rollouts.update({Reason(name): n for name, n in run.dropped_rollouts.items()})
     in_flight.ledger.tokens.update({Reason(name): n for name, n in run.dropped_tokens.items()})
     for rollout_id, group_id, tokens in run.evaluating:
         cause = "its evaluation ended with the process that asked for it"
-        _drop(state, rollout_id, group_id, tokens, Reason.RESTARTED, cause)
+        entry = in_flight.enter(
+            rollout_id, group_id, Reason.RESTARTED, cause, tokens=tokens, now=state.now
+        )
+        in_flight.journal.drop_saved(entry)
     state.prompts.cursor = run.cursor
     state.prompts.outcome = Outcome(
         delivered=run.delivered_groups, causes=Counter(run.failed_groups)
@@ -176,12 +176,12 @@ def _restore_run(state: SchedulerState, saved: Saved) -> None:
     state.weights.in_parts = run.in_parts
     state.delivery.batches_since_update = run.batches_since_update
     state.delivery.fresh.seen = frozenset(run.seen_groups)
-    state.plan.wave_pending = run.wave_pending
+    state.plan.wave_due = run.wave_due
     state.plan.target_groups = run.target_groups
     _restore_schedule(state, saved.schedule)
     # The schedule was the best under the settings and engines of the previous run, so check it at
     # once.
-    state.plan.checked_at = -1
+    state.plan.checked_at_batch = -1
     state.expectations.note_limit(run.longest)
     for group in saved.lengths:
         state.expectations.observed.add_group(group)
@@ -199,13 +199,8 @@ def _restore_schedule(state: SchedulerState, schedule: Schedule | None) -> None:
         state.plan.schedule = fits
 
 
-def _now(saved: Saved, group: SavedGroup) -> GroupState:
-    """Return the saved state of the group, or the state at its launch."""
-    return saved.group_states.get(group.group_id) or GroupState(group_id=group.group_id)
-
-
-def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecord:
-    now = _now(saved, group)
+def _group(caller: Caller, in_flight: InFlight, saved: Saved, group: SavedGroup) -> GroupRecord:
+    now = saved.group_states.get(group.group_id) or GroupState(group_id=group.group_id)
     record = GroupRecord(
         group_id=group.group_id,
         prompt=group.prompt,
@@ -222,10 +217,10 @@ def _group(state: SchedulerState, saved: Saved, group: SavedGroup) -> GroupRecor
         new = RolloutState(rollout_id=member.rollout_id, group_id=group.group_id)
         known = saved.rollouts.get(member.rollout_id, new)
         tokens = saved.tokens.get(member.rollout_id, SavedTokens())
-        rollout = _rollout(state, record, member, known, tokens)
+        rollout = _rollout(caller, in_flight, record, member, known, tokens)
         size = rollout.log.size
         rollout.log.answers = tuple([each for each in known.answers if each.start <= size])
-        state.in_flight.carry_companions(rollout)
+        in_flight.carry_companions(rollout)
         if known.branches:
             _restore_branches(rollout, known)
         for number, branch in enumerate(rollout.all_branches()):
@@ -279,10 +274,10 @@ def _restore_branches(rollout: RolloutRecord, known: RolloutState) -> None:
     log.companions = rollout.branches[known.branch].companions
 
 
-def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> None:
+def _open_scores(caller: Caller, run: RunState, group: GroupRecord) -> None:
     """Find the members whose reward counts under the current settings; rescore the others."""
     generated = [m for m in group.members if m.state not in GENERATING]
-    if state.caller.reward_scope == "none":
+    if caller.reward_scope == "none":
         for member in generated:
             member.state = State.DONE
     else:
@@ -290,7 +285,7 @@ def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> No
             if member.reward is None:
                 member.state = State.SCORING
         mixed = any(m.state is State.SCORING for m in group.members)
-        if state.caller.reward_scope == "group" and mixed and not state.caller.episodes:
+        if caller.reward_scope == "group" and mixed and not caller.episodes:
             # Rewards of one call must not be mixed with those of another.
             for member in generated:
                 member.state, member.reward = State.SCORING, None
@@ -298,12 +293,13 @@ def _open_scores(state: SchedulerState, run: RunState, group: GroupRecord) -> No
     for member in group.members:
         if member.rollout_id in group.ended:
             group.ended[member.rollout_id].scored = member.state is State.DONE
-    if not group.scored or (state.caller.accepts and not run.accepts):
+    if not group.scored or (caller.accepts and not run.accepts):
         group.accepted = None
 
 
 def _rollout(
-    state: SchedulerState,
+    caller: Caller,
+    in_flight: InFlight,
     group: GroupRecord,
     member: SavedMember,
     known: RolloutState,
@@ -338,16 +334,16 @@ def _rollout(
         info={} if cut_short else known.info,
         finish_reason=known.finish_reason,
         answered=list(known.turns),
-        turns=len(known.turns) if state.caller.episodes else 1,
+        turns=len(known.turns) if caller.episodes else 1,
         rewritten=cut_short or tokens.cut,
     )
     if stage is not Stage.GENERATING:
         return record
-    if state.caller.episodes:
+    if caller.episodes:
         _begin_again(record, known.request)
     else:
         record.turns = 0
-        record.request = _request(state, record, known.request)
+        record.request = _request(in_flight, record, known.request)
     return record
 
 
@@ -362,11 +358,11 @@ def _begin_again(record: RolloutRecord, request: SavedRequest | None) -> None:
 
 
 def _request(
-    state: SchedulerState, rollout: RolloutRecord, known: SavedRequest | None
+    in_flight: InFlight, rollout: RolloutRecord, known: SavedRequest | None
 ) -> RequestRecord:
-    state.in_flight.last_id += 1
+    in_flight.last_id += 1
     request = RequestRecord(
-        request_id=state.in_flight.last_id,
+        request_id=in_flight.last_id,
         rollout=rollout,
         sampling=rollout.sampling,
         output_start=0,
@@ -395,8 +391,7 @@ def _runs(known: RolloutState, tokens: SavedTokens) -> list[SavedRun]:
     return runs
 
 
-def _enter(state: SchedulerState, group: GroupRecord) -> None:
-    in_flight = state.in_flight
+def _enter(in_flight: InFlight, group: GroupRecord) -> None:
     in_flight.groups[group.group_id] = group
     in_flight.training += bool(group.members)
     in_flight.training_rollouts += len(group.members)
@@ -414,7 +409,7 @@ def _enter(state: SchedulerState, group: GroupRecord) -> None:
 
 
 def _restore_batch(
-    state: SchedulerState, batch: SavedBatch, groups: dict[int, GroupRecord]
+    in_flight: InFlight, delivery: Delivery, batch: SavedBatch, groups: dict[int, GroupRecord]
 ) -> None:
     members = [
         group
@@ -430,11 +425,11 @@ def _restore_batch(
         oldest_unmasked=batch.oldest_unmasked,
         groups=tuple(members),
     )
-    state.delivery.redelivery.append(BatchInWork(known=batch_again(record)))
-    state.delivery.unacknowledged[batch.index] = record
+    delivery.redelivery.append(BatchInWork(known=batch_again(record)))
+    delivery.unacknowledged[batch.index] = record
     if len(members) < len(batch.group_ids):
         # Another restart would count the others as delivered once they are complete again.
-        state.in_flight.journal.deliver(record)
+        in_flight.journal.deliver(record)
 
 
 def _left(saved: Saved, group: GroupRecord) -> bool:
@@ -449,16 +444,17 @@ def _left(saved: Saved, group: GroupRecord) -> bool:
     return all(known is not None and known.stage is not Stage.GENERATING for known in states)
 
 
-def _take_back(state: SchedulerState, group: GroupRecord) -> None:
-    counters = state.in_flight.counters
+def _take_back(prompts: PromptSupply, in_flight: InFlight, group: GroupRecord) -> None:
+    counters = in_flight.counters
     counters.delivered -= len(group.members)
-    state.prompts.outcome.delivered -= group.source is None
+    prompts.outcome.delivered -= group.source is None
     counters.tokens_delivered -= sum(member.log.sampled_tokens for member in group.members)
     group.accepted = None
 
 
-def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> None:
-    in_flight = state.in_flight
+def _drop_damaged(
+    prompts: PromptSupply, in_flight: InFlight, now: float, saved: Saved, delivered: set[int]
+) -> None:
     members = {group.group_id: group.members for group in saved.groups}
     for group_id, cause in saved.damaged.items():
         # If the group cannot be read, its rollouts are those that name it. The first rollout's id
@@ -469,18 +465,13 @@ def _drop_damaged(state: SchedulerState, saved: Saved, delivered: set[int]) -> N
             tokens = saved.tokens.get(rollout_id)
             lost = 0 if tokens is None else len(tokens.token_ids)
             in_flight.counters.delivered -= group_id in delivered
-            _drop(state, rollout_id, group_id, lost, Reason.DAMAGED, cause)
-        state.prompts.outcome.delivered -= group_id in delivered
-        state.prompts.outcome.fail(cause)
+            entry = in_flight.enter(
+                rollout_id, group_id, Reason.DAMAGED, cause, tokens=lost, now=now
+            )
+            in_flight.journal.drop_saved(entry)
+        prompts.outcome.delivered -= group_id in delivered
+        prompts.outcome.fail(cause)
     if saved.damaged:
         # The number of rollouts of a group that cannot be read is not known.
         counters = in_flight.counters
         counters.launched = counters.delivered + in_flight.ledger.total + len(in_flight.rollouts)
-
-
-def _drop(
-    state: SchedulerState, rollout_id: int, group_id: int, tokens: int, reason: Reason, cause: str
-) -> None:
-    in_flight = state.in_flight
-    entry = in_flight.enter(rollout_id, group_id, reason, cause, tokens=tokens, now=state.now)
-    in_flight.journal.drop_saved(entry)

@@ -1,6 +1,6 @@
 """Frees engines of older versions, so that each takes the newest one alone (rolling refits).
 
-A rollout is booked for one version, which is that of its first token. A request with tokens is sent
+A rollout is pinned to one version, which is that of its first token. A request with tokens is sent
 only to an engine of this version, and a rollout without tokens only to an engine of the trainer's
 version. So an engine of an older version gets no new rollouts. It becomes free when its last
 response has ended, or when its requests are moved to other engines of its version
@@ -20,7 +20,7 @@ from aprilsched.kernel.core.policies.repack import LOOK_AGAIN, Load, is_worth_fr
 from aprilsched.kernel.core.state.engine_control import EngineControl, Mode
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import RequestRecord, State
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import Fleet, SchedulerState
 from aprilsched.kernel.core.steps.batch import training_runs
 from aprilsched.kernel.core.steps.drop import abort
 from aprilsched.kernel.core.steps.engines import demote
@@ -34,8 +34,8 @@ def roll(state: SchedulerState) -> None:
     if not state.rolling:
         return
     _begin_again(state)
-    if all_stop(state):
-        _leave_to_the_fleet(state)
+    if all_stop(state.fleet, state.weights, state.rolling):
+        _leave_to_the_fleet(state.fleet)
     elif state.weights.versions.mixed:
         _free(state)
 
@@ -61,14 +61,14 @@ def _restart(state: SchedulerState, request: RequestRecord) -> None:
         return
     queue = state.in_flight.queue
     queue.discard(request)
-    truncate(state, rollout, 0, Reason.VERSION_LOST)
+    truncate(state.in_flight, state.out, rollout, 0, Reason.VERSION_LOST)
     rollout.log.exact, rollout.log.stale_keys = True, False
     queue.add(request)
 
 
-def _leave_to_the_fleet(state: SchedulerState) -> None:
+def _leave_to_the_fleet(fleet: Fleet) -> None:
     """Release the engines that are not being refitted to a sleep or an update of all engines."""
-    index = state.fleet.index
+    index = fleet.index
     index.refresh()
     leaving = [
         control
@@ -77,7 +77,7 @@ def _leave_to_the_fleet(state: SchedulerState) -> None:
         for control in controls.values()
     ]
     for control in leaving:
-        _stay(state, control)
+        _stay(fleet, control)
 
 
 def _free(state: SchedulerState) -> None:
@@ -90,7 +90,7 @@ def _free(state: SchedulerState) -> None:
         needed = not busy and bool(idle or leaving) and _is_needed(state, version)
         if needed and not idle:
             # The engine that should have taken its rollouts is lost.
-            _stay(state, index.in_order(leaving)[-1])
+            _stay(state.fleet, index.in_order(leaving)[-1])
             index.refresh()
             busy = len(index.busy(version))
             idle, leaving = _of(state, version, leaves=False), _of(state, version, leaves=True)
@@ -130,16 +130,17 @@ def _is_needed(state: SchedulerState, version: int) -> bool:
 
 def _gather(state: SchedulerState, version: int, busy: int) -> None:
     """Move the requests of one `busy` engine to others of its version, if that pays off."""
-    in_flight, looked, index = state.in_flight, state.stragglers.looked, state.fleet.index
+    in_flight, index = state.in_flight, state.fleet.index
+    rejected = state.stragglers.rejected_surplus
     fleet = state.fleet.control.engines
     requests = index.requests[version, False] + index.requests[version, True]
     requests += in_flight.queue.count_of(version)
     share = (in_flight.open_attempts + len(in_flight.queue)) / len(fleet)
     needed = _wants_newest(state)
     over = surplus(engines=busy, requests=requests, share=share)
-    if not needed and over < looked.get(version, 0.0) + LOOK_AGAIN:
+    if not needed and over < rejected.get(version, 0.0) + LOOK_AGAIN:
         return
-    looked[version] = over
+    rejected[version] = over
     least = index.busy(version).least()
     if least is None or busy < 2:
         return
@@ -152,10 +153,10 @@ def _gather(state: SchedulerState, version: int, busy: int) -> None:
         prices=state.config.prices,
         needed=needed,
     ):
-        looked[version] = 0.0
+        rejected[version] = 0.0
         _go(state, fleet[least])
         for request in in_flight.open_requests(least):
-            abort(state, request)
+            abort(state.in_flight, state.out, request)
 
 
 def _wants_newest(state: SchedulerState) -> bool:
@@ -202,6 +203,6 @@ def _go(state: SchedulerState, control: EngineControl) -> None:
         demote(state, control.name, f"its version {version} is not used any more")
 
 
-def _stay(state: SchedulerState, control: EngineControl) -> None:
+def _stay(fleet: Fleet, control: EngineControl) -> None:
     control.catching_up = False
-    state.fleet.control.touch(control.name)
+    fleet.control.touch(control.name)

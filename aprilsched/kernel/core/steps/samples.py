@@ -44,7 +44,9 @@ def split(
     group_id = rollout.group.group_id
     sample = state.in_flight.split(rollout, siblings)
     known = tuple([each.rollout_id for each in siblings])
-    state.tell(facts.SampleReady(rollout_id=rollout.rollout_id, group_id=group_id, siblings=known))
+    state.out.tell(
+        facts.SampleReady(rollout_id=rollout.rollout_id, group_id=group_id, siblings=known)
+    )
     return sample
 
 

@@ -8,7 +8,7 @@ from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.assembly import group_of, rollout_of, unit_of
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GroupRecord, RolloutRecord, State
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import Outbox, SchedulerState
 from aprilsched.kernel.core.steps.drop import count_rejection, drop
 from aprilsched.types import Score
 
@@ -17,7 +17,7 @@ def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -
     """Finish a fully generated rollout; `score` comes from its episode, if it returned one."""
     group = rollout.group
     state.in_flight.finish(rollout, state.now)
-    state.tell(facts.RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
+    state.out.tell(facts.RolloutFinished(rollout_id=rollout.rollout_id, group_id=group.group_id))
     if state.in_flight.splits(group):
         # At the end of the group, only its long members would be left.
         state.expectations.note_prompts([rollout])
@@ -32,22 +32,22 @@ def finish(state: SchedulerState, rollout: RolloutRecord, score: Score | None) -
     if scope == "none" or rollout.reward is not None:
         _score(state, rollout)
     elif scope == "rollout":
-        ask_for_reward(state, rollout)
+        ask_for_reward(state.out, rollout)
     if scope == "group" and group.complete and not group.scored:
-        ask_for_rewards(state, group)
+        ask_for_rewards(state.out, group)
 
 
-def ask_for_reward(state: SchedulerState, rollout: RolloutRecord) -> None:
+def ask_for_reward(out: Outbox, rollout: RolloutRecord) -> None:
     """Call the reward function for one rollout."""
     group = rollout.group
-    state.tell(facts.RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
-    state.commands.append(do.ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
+    out.tell(facts.RewardRequested(group_id=group.group_id, rollout_id=rollout.rollout_id))
+    out.commands.append(do.ScoreRollout(rollout=rollout_of(rollout), prompt=group.prompt))
 
 
-def ask_for_rewards(state: SchedulerState, group: GroupRecord) -> None:
+def ask_for_rewards(out: Outbox, group: GroupRecord) -> None:
     """Call the reward function for a whole group."""
-    state.tell(facts.RewardRequested(group_id=group.group_id))
-    state.commands.append(do.ScoreGroup(group=group_of(group)))
+    out.tell(facts.RewardRequested(group_id=group.group_id))
+    out.commands.append(do.ScoreGroup(group=group_of(group)))
 
 
 def on_rewarded(state: SchedulerState, rollout: RolloutRecord, event: ev.Rewarded) -> None:
@@ -74,7 +74,7 @@ def on_filtered(state: SchedulerState, group: GroupRecord, event: ev.Filtered) -
 
 def _score(state: SchedulerState, rollout: RolloutRecord) -> None:
     state.in_flight.score(rollout)
-    state.tell(
+    state.out.tell(
         facts.RolloutScored(
             rollout_id=rollout.rollout_id,
             group_id=rollout.group.group_id,
@@ -91,8 +91,8 @@ def filter_or_accept(state: SchedulerState, group: GroupRecord) -> None:
     """Call the user's accept function for a scored group, or accept it if there is none."""
     # An evaluation returns every response, so the accept function is not called.
     if state.caller.accepts and group.evaluation_id is None:
-        state.tell(facts.VerdictRequested(group_id=group.group_id))
-        state.commands.append(do.Filter(unit=unit_of(group)))
+        state.out.tell(facts.VerdictRequested(group_id=group.group_id))
+        state.out.commands.append(do.Filter(unit=unit_of(group)))
     else:
         _accept(state, group)
 
@@ -108,6 +108,6 @@ def _accept(state: SchedulerState, group: GroupRecord) -> None:
     if not group.accepted:
         group.accepted = True
         state.in_flight.ready.accept(group)
-    state.tell(facts.GroupAccepted(group_id=group.group_id))
+    state.out.tell(facts.GroupAccepted(group_id=group.group_id))
     state.in_flight.journal.change_group(group)
     state.prompts.consecutive_failures = state.prompts.consecutive_rejections = 0

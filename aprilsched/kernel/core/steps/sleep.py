@@ -22,7 +22,7 @@ def on_sleep_requested(state: SchedulerState, event: ev.SleepRequested) -> None:
     end_following(state, "the trainer asked for the engines' memory meanwhile")
     if state.fleet.sleep is not None or state.weights.update is not None:
         raise InvariantViolation("sleep was asked for during a sleep or an update")
-    state.tell(facts.SleepRequested(tags=event.tags))
+    state.out.tell(facts.SleepRequested(tags=event.tags))
     holds = all(
         control.able.release_while_paused for control in state.fleet.control.engines.values()
     )
@@ -34,7 +34,7 @@ def on_sleep_requested(state: SchedulerState, event: ev.SleepRequested) -> None:
 def on_wake_requested(state: SchedulerState, _: ev.WakeRequested) -> None:
     if state.fleet.sleep is None:
         raise InvariantViolation("the engines were woken without a sleep")
-    state.tell(facts.WakeRequested())
+    state.out.tell(facts.WakeRequested())
     state.fleet.sleep.waking = True
 
 
@@ -67,7 +67,7 @@ def advance_sleep(state: SchedulerState) -> None:
             demote(state, control.name, "its weights were released and not brought back")
         if not any(control.released for control in engines):
             state.fleet.sleep = None
-            state.announce(facts.SleepEnded())
+            state.out.announce(facts.SleepEnded())
     elif sleep.may_pause and not sleep.asleep and all(sleep.tags <= c.released for c in engines):
         sleep.asleep = True
-        state.announce(facts.SleepBegun())
+        state.out.announce(facts.SleepBegun())

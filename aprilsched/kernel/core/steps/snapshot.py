@@ -30,7 +30,7 @@ from aprilsched.kernel.core.state.saved import (
     TokenPage,
     row_name,
 )
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import Evaluations, SchedulerState
 from aprilsched.kernel.core.steps.batch import ended_prompts, masked_tokens
 from aprilsched.kernel.values.companions import CompanionLog
 
@@ -303,8 +303,8 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         counters=_counters(state) if groups else replace(in_flight.counters),
         dropped_rollouts={str(reason): n for reason, n in in_flight.ledger.rollouts.items()},
         dropped_tokens={str(reason): n for reason, n in in_flight.ledger.tokens.items()},
-        evaluating=_evaluating(state),
-        wave_pending=state.plan.wave_pending,
+        evaluating=_evaluating(state.evaluations),
+        wave_due=state.plan.wave_due,
         target_groups=state.plan.target_groups,
         longest=state.expectations.limit,
         batches_since_update=state.delivery.batches_since_update + bool(groups),
@@ -312,7 +312,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         siblings=in_flight.siblings,
         seen_groups=_seen_groups(state),
         in_parts=state.weights.in_parts,
-        delivered_groups=state.prompts.outcome.delivered + ended_prompts(state, groups),
+        delivered_groups=state.prompts.outcome.delivered + ended_prompts(in_flight, groups),
         failed_groups=dict(state.prompts.outcome.causes),
         remembered_well=(state.expectations.memory.products, state.expectations.memory.squares),
     )
@@ -347,10 +347,10 @@ def _schedule(state: SchedulerState) -> Schedule | None:
     return state.plan.schedule if state.config.automatic else None
 
 
-def _evaluating(state: SchedulerState) -> tuple[tuple[int, int, int], ...]:
+def _evaluating(evaluations: Evaluations) -> tuple[tuple[int, int, int], ...]:
     return tuple(
         (member.rollout_id, group.group_id, member.log.sampled_tokens)
-        for groups in state.evaluations.running.values()
+        for groups in evaluations.running.values()
         for group in groups
         if group.dropped is None
         for member in group.members

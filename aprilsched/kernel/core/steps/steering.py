@@ -31,7 +31,7 @@ def interrupt(state: SchedulerState) -> None:
     if state.evaluations.running or training_runs(state):
         return
     for request in in_flight.open_requests():
-        abort(state, request)
+        abort(in_flight, state.out, request)
 
 
 def steer(state: SchedulerState) -> None:
@@ -39,7 +39,7 @@ def steer(state: SchedulerState) -> None:
     calls = state.fleet.control.reconcile(
         goal(state), idle=lambda name: not state.in_flight.open[name]
     )
-    state.commands.extend(calls)
+    state.out.commands.extend(calls)
 
 
 def goal(state: SchedulerState) -> Goal:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from aprilsched.kernel.core.policies.refill import OpenGroups, Refill
+from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.records import (
     GENERATING,
     GroupRecord,
@@ -20,14 +21,14 @@ from aprilsched.kernel.core.state.records import (
     State,
     member_tokens,
 )
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.state import SchedulerState, Stragglers
 from aprilsched.kernel.core.steps.batch import training_runs
 from aprilsched.kernel.core.steps.drop import abort
 
 
 def defer_stragglers(state: SchedulerState) -> None:
     """Abort and defer all training requests, once for each stop of the generation."""
-    _forget_returned(state)
+    _forget_returned(state.stragglers, state.in_flight)
     if not state.plan.schedule.refill.defers:
         return
     if training_runs(state):
@@ -36,21 +37,21 @@ def defer_stragglers(state: SchedulerState) -> None:
     if state.stragglers.deferred:
         return
     state.stragglers.deferred = True
-    defer_all(state)
+    defer_all(state.in_flight)
     for request in state.in_flight.open_requests():
         if request.rollout.group.in_training and not request.aborting:
             state.stragglers.calling_back.append((request.request_id, request.attempt))
-            abort(state, request)
+            abort(state.in_flight, state.out, request)
 
 
-def _forget_returned(state: SchedulerState) -> None:
+def _forget_returned(stragglers: Stragglers, in_flight: InFlight) -> None:
     """Remove returned requests from the end of the list.
 
     Only whether one is left matters. Examining thousands of them after every event would cost more
     than everything else.
     """
-    calling_back = state.stragglers.calling_back
-    while calling_back and state.in_flight.attempt(*calling_back[-1]) is None:
+    calling_back = stragglers.calling_back
+    while calling_back and in_flight.attempt(*calling_back[-1]) is None:
         calling_back.pop()
 
 
@@ -65,13 +66,13 @@ def choose_groups(state: SchedulerState) -> None:
         return
     if state.prompts.fetching and not state.prompts.dry:
         return
-    starts = state.plan.choice_pending or _idle(state)
-    tail = not starts and state.in_flight.generating <= state.plan.tail_below
+    starts = state.plan.groups_unchosen or _idle(state.in_flight)
+    tail = not starts and state.in_flight.generating <= state.plan.tail_threshold
     if not (starts or tail):
         return
     # Once an exhausted source yields prompts again, the choice is repeated among more groups.
     supplied = state.in_flight.training >= state.plan.target_groups
-    state.plan.choice_pending = state.prompts.dry and not supplied
+    state.plan.groups_unchosen = state.prompts.dry and not supplied
     groups = [group for group in state.in_flight.training_groups() if not group.complete]
     if groups:
         view = _view(state, groups, tail=tail)
@@ -79,11 +80,11 @@ def choose_groups(state: SchedulerState) -> None:
             if started and group.first_run is None:
                 group.first_run = state.batch_number
                 state.in_flight.journal.change_group(group)
-            _release(state, group.members[:started])
-    state.plan.tail_below = -1 if tail else _tail_below(state, refill, groups)
+            _release(state.in_flight, group.members[:started])
+    state.plan.tail_threshold = -1 if tail else _tail_threshold(refill, groups)
 
 
-def _tail_below(state: SchedulerState, refill: Refill, groups: list[GroupRecord]) -> int:
+def _tail_threshold(refill: Refill, groups: list[GroupRecord]) -> int:
     if refill.tail_begins is None:
         return -1
     open_members = [m for group in groups for m in group.members if m.state in GENERATING]
@@ -92,25 +93,24 @@ def _tail_below(state: SchedulerState, refill: Refill, groups: list[GroupRecord]
     return deferred + int((1 - refill.tail_begins) * started)
 
 
-def defer_all(state: SchedulerState) -> None:
+def defer_all(in_flight: InFlight) -> None:
     """Defer everything, because the batch is full; the caller aborts requests on engines."""
-    for group in state.in_flight.training_groups():
+    for group in in_flight.training_groups():
         for member in group.members:
             if member.eligible and member.state in GENERATING:
                 member.eligible = False
-                state.in_flight.journal.change(member)
+                in_flight.journal.change(member)
                 if member.request is not None:
-                    state.in_flight.queue.discard(member.request)
+                    in_flight.queue.discard(member.request)
 
 
-def release_all(state: SchedulerState) -> None:
+def release_all(in_flight: InFlight) -> None:
     """Make everything eligible, because the refill rule no longer defers groups."""
-    for group in state.in_flight.training_groups():
-        _release(state, group.members)
+    for group in in_flight.training_groups():
+        _release(in_flight, group.members)
 
 
-def _idle(state: SchedulerState) -> bool:
-    in_flight = state.in_flight
+def _idle(in_flight: InFlight) -> bool:
     if in_flight.open_attempts or in_flight.queue or not in_flight.generating:
         return False
     members = (member for group in in_flight.training_groups() for member in group.members)
@@ -147,10 +147,10 @@ def _runs(group: GroupRecord) -> bool:
     return any(request is not None and not request.aborting for request in requests)
 
 
-def _release(state: SchedulerState, members: list[RolloutRecord]) -> None:
+def _release(in_flight: InFlight, members: list[RolloutRecord]) -> None:
     for member in members:
         if not member.eligible:
             member.eligible = True
-            state.in_flight.journal.change(member)
+            in_flight.journal.change(member)
             if member.state is State.QUEUED and member.request is not None:
-                state.in_flight.queue.add(member.request)
+                in_flight.queue.add(member.request)

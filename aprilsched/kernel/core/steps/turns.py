@@ -11,14 +11,10 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.state.durations import Durations
+from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.ledger import Reason
-from aprilsched.kernel.core.state.records import (
-    GENERATING,
-    RequestRecord,
-    RolloutRecord,
-    State,
-)
-from aprilsched.kernel.core.state.state import SchedulerState
+from aprilsched.kernel.core.state.records import GENERATING, RequestRecord, RolloutRecord, State
+from aprilsched.kernel.core.state.state import Outbox, SchedulerState
 from aprilsched.kernel.core.steps.branches import forget, settle, take_branch
 from aprilsched.kernel.core.steps.drop import abort, drop
 from aprilsched.kernel.core.steps.episode_replay import (
@@ -27,15 +23,15 @@ from aprilsched.kernel.core.steps.episode_replay import (
     keep_rest,
     known_turn,
     leave_one,
-    truncate_to_answered,
+    truncate,
 )
 from aprilsched.kernel.core.steps.scoring import finish
 from aprilsched.types import FinishReason
 
 
-def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
+def start_episode(out: Outbox, rollout: RolloutRecord) -> None:
     """Start the episode that drives a rollout."""
-    state.tell(facts.EpisodeStarted(rollout_id=rollout.rollout_id))
+    out.tell(facts.EpisodeStarted(rollout_id=rollout.rollout_id))
     known: list[tuple[int, int]] = []
     partial_turn: tuple[int, int] | None = None
     if rollout.replay is not None:
@@ -44,7 +40,7 @@ def start_episode(state: SchedulerState, rollout: RolloutRecord) -> None:
         if rollout.replay.partial is not None:
             context = context_of(rollout, rollout.replay.partial, rollout.branch)
             partial_turn = do.context_mark(context)
-    state.commands.append(
+    out.commands.append(
         do.StartEpisode(
             rollout_id=rollout.rollout_id,
             index=rollout.index,
@@ -63,7 +59,7 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
     rollout.move("end_turn")
     state.in_flight.forget(request)
     if withdrawn:
-        _hand_back(state, rollout, request.output_start)
+        _hand_back(state.out, rollout, request.output_start)
         return
     rollout.turns += 1
     if not state.caller.episodes:
@@ -71,7 +67,7 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
         return
     _note_answered(rollout, request.output_start)
     rollout.answered_at = state.now
-    _answer(state, rollout, len(rollout.answered) - 1)
+    _answer(state.out, rollout, len(rollout.answered) - 1)
 
 
 def _note_answered(rollout: RolloutRecord, start: int) -> None:
@@ -80,18 +76,18 @@ def _note_answered(rollout: RolloutRecord, start: int) -> None:
         rollout.replay.asked.append(len(rollout.answered) - 1)
 
 
-def refuse_turn(state: SchedulerState, request: RequestRecord, cause: str) -> None:
+def refuse_turn(in_flight: InFlight, out: Outbox, request: RequestRecord, cause: str) -> None:
     """End the turn of a refused request; its episode continues after the previous turn."""
     rollout = request.rollout
     rollout.move("end_turn")
-    state.in_flight.forget(request)
-    state.in_flight.journal.change(rollout)
+    in_flight.forget(request)
+    in_flight.journal.change(rollout)
     rollout.undecided = request.output_start
-    _drop_undecided(state, rollout, Reason.FAILED)
+    _drop_undecided(in_flight, out, rollout, Reason.FAILED)
     rollout.refused = True
-    state.in_flight.counters.turns_refused += 1
+    in_flight.counters.turns_refused += 1
     end = rollout.log.size
-    _resolve(state, rollout, end, end, "length", withdrawn=False, refused=cause)
+    _resolve(out, rollout, end, end, "length", withdrawn=False, refused=cause)
 
 
 def take_back(state: SchedulerState, request: RequestRecord) -> None:
@@ -110,40 +106,40 @@ def take_back(state: SchedulerState, request: RequestRecord) -> None:
 def on_turn_requested(
     state: SchedulerState, rollout: RolloutRecord, event: ev.TurnRequested
 ) -> None:
-    _drop_undecided(state, rollout)
+    _drop_undecided(state.in_flight, state.out, rollout)
     rollout.refused = False
-    turn, start = known_turn(state, rollout, event)
+    turn, start = known_turn(state.in_flight, state.out, rollout, event)
     before = rollout.log.size
     if turn is not None:
-        _tell_begun(state, rollout, before)
+        _tell_begun(state.out, rollout, before)
         rollout.turns += 1
-        _answer(state, rollout, turn)
+        _answer(state.out, rollout, turn)
         return
-    _note_gap(state, rollout, state.calls.gaps)
+    _note_gap(state.now, rollout, state.calls.gaps)
     if event.branch and start is None and rollout.answered:
-        take_branch(state, rollout, event.input_ids)
+        take_branch(state.in_flight, rollout, event.input_ids)
     sampling = event.sampling or rollout.sampling
     if start is not None:
-        leave_one(state, rollout, start, sampling.max_new_tokens)
+        leave_one(state.in_flight, state.out, rollout, start, sampling.max_new_tokens)
     state.in_flight.add_request(
         rollout, event.input_ids, sampling, media=event.media, output_start=start
     )
-    _tell_begun(state, rollout, before)
+    _tell_begun(state.out, rollout, before)
 
 
-def _note_gap(state: SchedulerState, rollout: RolloutRecord, gaps: Durations) -> None:
+def _note_gap(now: float, rollout: RolloutRecord, gaps: Durations) -> None:
     """Record the time that an episode took since the answer to its last turn."""
     if rollout.answered_at is not None and rollout.group.evaluation_id is None:
-        gaps.add(state.now - rollout.answered_at)
+        gaps.add(now - rollout.answered_at)
     rollout.answered_at = None
 
 
-def _tell_begun(state: SchedulerState, rollout: RolloutRecord, before: int) -> None:
+def _tell_begun(out: Outbox, rollout: RolloutRecord, before: int) -> None:
     """Report to listeners that an episode requests a turn.
 
     The response had `before` tokens before this turn.
     """
-    state.tell(
+    out.tell(
         facts.TurnBegun(
             rollout_id=rollout.rollout_id,
             prompt_tokens=len(rollout.prompt_ids),
@@ -156,25 +152,25 @@ def on_turn_withdrawn(state: SchedulerState, rollout: RolloutRecord, _: ev.TurnW
     if rollout.state is State.RETURNING:
         return
     if rollout.state is State.THINKING:
-        _withdraw_answered(state, rollout)
+        _withdraw_answered(state.in_flight, state.out, rollout)
         return
     request = rollout.request
     if request is None or rollout.state not in GENERATING:
         return
     rollout.move("withdraw")
     if request.open:
-        abort(state, request)
+        abort(state.in_flight, state.out, request)
         return
     state.in_flight.queue.discard(request)
     state.in_flight.forget(request)
     state.in_flight.journal.change(rollout)
     rollout.finish_reason = "length"
-    _hand_back(state, rollout, request.output_start)
+    _hand_back(state.out, rollout, request.output_start)
 
 
 def on_episode_waits(state: SchedulerState, rollout: RolloutRecord, event: ev.EpisodeWaits) -> None:
     if rollout.state is State.THINKING:
-        state.tell(facts.EpisodeWaiting(rollout_id=event.rollout_id, what=event.what))
+        state.out.tell(facts.EpisodeWaiting(rollout_id=event.rollout_id, what=event.what))
 
 
 def on_turn_kept(state: SchedulerState, rollout: RolloutRecord, _: ev.TurnKept) -> None:
@@ -194,31 +190,31 @@ def on_turn_kept(state: SchedulerState, rollout: RolloutRecord, _: ev.TurnKept) 
 def on_episode_finished(
     state: SchedulerState, rollout: RolloutRecord, event: ev.EpisodeFinished
 ) -> None:
-    _drop_undecided(state, rollout)
+    _drop_undecided(state.in_flight, state.out, rollout)
     if rollout.replay is not None and event.keeps_known:
-        keep_rest(state, rollout)
+        keep_rest(state.in_flight, state.out, rollout)
     if rollout.turns == 0:
         cause = "the episode returned without generating anything"
         drop(state, rollout.group, Reason.EPISODE_FAILED, cause, culprit=rollout.rollout_id)
     else:
         if rollout.replay is not None:
-            forget_rest(state, rollout)
+            forget_rest(state.in_flight, state.out, rollout)
         if state.rolling and rollout.log.mixed:
             # A turn that the episode withdrew and kept ran on an engine with other weights.
             cause = "an engine had another version than the one that its first turn was of"
             drop(state, rollout.group, Reason.VERSION_LOST, cause, culprit=rollout.rollout_id)
             return
-        _note_gap(state, rollout, state.calls.ends)
+        _note_gap(state.now, rollout, state.calls.ends)
         if rollout.group.evaluation_id is None:
             state.calls.turns.append(rollout.turns)
-        settle(state, rollout, event.branches)
+        settle(state.in_flight, state.out, rollout, event.branches)
         finish(state, rollout, event.score)
 
 
-def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
+def _withdraw_answered(in_flight: InFlight, out: Outbox, rollout: RolloutRecord) -> None:
     """Withdraw an answered turn: the episode was cancelled before it received the answer."""
     if rollout.refused:
-        _hand_back(state, rollout, rollout.log.size)
+        _hand_back(out, rollout, rollout.log.size)
         return
     if rollout.undecided is not None or not rollout.turns:
         return
@@ -228,21 +224,21 @@ def _withdraw_answered(state: SchedulerState, rollout: RolloutRecord) -> None:
         replay.withdrawn = turn
         start, end, reason, _ = rollout.answered[turn]
         rollout.undecided = start
-        _resolve(state, rollout, start, end, reason, withdrawn=True)
+        _resolve(out, rollout, start, end, reason, withdrawn=True)
         return
     start, _, rollout.finish_reason, _ = rollout.answered.pop()
-    state.in_flight.journal.change(rollout)
-    _hand_back(state, rollout, start)
+    in_flight.journal.change(rollout)
+    _hand_back(out, rollout, start)
 
 
-def _hand_back(state: SchedulerState, rollout: RolloutRecord, start: int) -> None:
+def _hand_back(out: Outbox, rollout: RolloutRecord, start: int) -> None:
     """Answer a withdrawn turn whose request is back; the episode decides about its tokens."""
     rollout.undecided = start
-    _resolve(state, rollout, start, rollout.log.size, rollout.finish_reason, withdrawn=True)
+    _resolve(out, rollout, start, rollout.log.size, rollout.finish_reason, withdrawn=True)
 
 
 def _drop_undecided(
-    state: SchedulerState, rollout: RolloutRecord, reason: Reason = Reason.WITHDRAWN
+    in_flight: InFlight, out: Outbox, rollout: RolloutRecord, reason: Reason = Reason.WITHDRAWN
 ) -> None:
     if rollout.undecided is None:
         return
@@ -250,19 +246,19 @@ def _drop_undecided(
     replay = rollout.replay
     if replay is not None and replay.withdrawn is not None:
         rollout.replay = None
-        forget(state, rollout, replay.asked, reason)
+        forget(in_flight, out, rollout, replay.asked, reason)
     else:
-        truncate_to_answered(state, rollout, reason)
+        truncate(in_flight, out, rollout, rollout.answered_size, reason)
     rollout.finish_reason = rollout.answered[-1][2] if rollout.answered else "length"
 
 
-def _answer(state: SchedulerState, rollout: RolloutRecord, turn: int) -> None:
+def _answer(out: Outbox, rollout: RolloutRecord, turn: int) -> None:
     start, end, reason, _ = rollout.answered[turn]
-    _resolve(state, rollout, start, end, reason, withdrawn=False)
+    _resolve(out, rollout, start, end, reason, withdrawn=False)
 
 
 def _resolve(
-    state: SchedulerState,
+    out: Outbox,
     rollout: RolloutRecord,
     start: int,
     end: int,
@@ -273,7 +269,7 @@ def _resolve(
 ) -> None:
     ids, logprobs, versions = rollout.log.tail(start)
     size = end - start
-    state.tell(
+    out.tell(
         facts.TurnEnded(
             rollout_id=rollout.rollout_id,
             tokens=size,
@@ -282,7 +278,7 @@ def _resolve(
             refused=refused,
         )
     )
-    state.commands.append(
+    out.commands.append(
         do.ResolveTurn(
             rollout_id=rollout.rollout_id,
             token_ids=ids[:size],

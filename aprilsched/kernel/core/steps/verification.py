@@ -12,8 +12,8 @@ from collections.abc import Sequence, Set
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.state.engine_control import EngineControl, Mode
 from aprilsched.kernel.core.state.records import RequestRecord
-from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.core.state.weights import UpdateKind
+from aprilsched.kernel.core.state.state import Fleet, SchedulerState
+from aprilsched.kernel.core.state.weights import UpdateKind, Weights
 
 TRUSTED_IDLE_S = 1.0
 """Seconds without requests after which an engine is unverified. No server restarts in less time."""
@@ -32,16 +32,16 @@ def verify(state: SchedulerState, *, full: Set[str]) -> set[str]:
         if state.fleet.verifying_since is None:
             state.fleet.verifying_since = state.now
         state.fleet.control.enter(control, Mode.VERIFYING)
-        state.commands.append(do.Verify(engine=control.name, generates=control.suspect))
+        state.out.commands.append(do.Verify(engine=control.name, generates=control.suspect))
     state.fleet.index.refresh()
     return {control.name for control in unverified}
 
 
-def awaits_answers(state: SchedulerState) -> bool:
+def awaits_answers(fleet: Fleet, weights: Weights, rolling: bool) -> bool:
     """Return whether nothing is sent before some engine has replied."""
-    modes = {kind.mode for kind in state.fleet.index.kinds if not kind.leaves}
-    update = state.weights.update
-    if state.rolling and (update is None or update.kind is UpdateKind.ROLLING):
+    modes = {kind.mode for kind in fleet.index.kinds if not kind.leaves}
+    update = weights.update
+    if rolling and (update is None or update.kind is UpdateKind.ROLLING):
         # An engine that resumes alone after its refit delays no other engine.
         return Mode.VERIFYING in modes
     # Otherwise the first engine that continues after a pause would get the whole wave, or, if it

@@ -24,8 +24,8 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.state.engine_control import EngineControl, Mode
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import RequestRecord
-from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.core.state.weights import UpdateKind
+from aprilsched.kernel.core.state.state import Fleet, SchedulerState
+from aprilsched.kernel.core.state.weights import UpdateKind, Weights
 from aprilsched.kernel.core.steps.drop import drop
 from aprilsched.kernel.core.steps.engines import demote
 from aprilsched.kernel.core.steps.follow import follow
@@ -38,14 +38,15 @@ def on_verified(state: SchedulerState, event: ev.Verified) -> None:
         return
     update = state.weights.update
     awaited = update is not None and update.external and event.version == update.version
-    if event.version == _expected(state, control) or awaited:
+    if event.version == _expected(state.weights, state.rolling, control) or awaited:
         control.broken_connection, control.version_seen_at = "", state.now
         if control.suspect:
             # It has just generated tokens, so the requests that failed on it were at fault.
             control.suspect, control.consecutive_failures = False, 0
         return
     has = "inconsistent weights" if event.version is None else f"version {event.version}"
-    cause = f"it says that it has {has} {_wanted(state, event.engine)}"
+    wanted = _wanted(state.fleet, state.weights, state.rolling, event.engine)
+    cause = f"it says that it has {has} {wanted}"
     _stand_by_or_follow(state, event.engine, event.version, cause)
 
 
@@ -60,10 +61,10 @@ def _stand_by_or_follow(
 
 
 def foreign_version(
-    state: SchedulerState, request: RequestRecord, versions: Iterable[int]
+    weights: Weights, rolling: bool, request: RequestRecord, versions: Iterable[int]
 ) -> int | None:
     """Return the first version that the attempt cannot have been sampled under, or None."""
-    oldest, newest = _possible(state, request)
+    oldest, newest = _possible(weights, rolling, request)
     for version in versions:
         if not oldest <= version <= newest:
             return version
@@ -76,7 +77,8 @@ def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
     The attempt of `request` is still open, or was closed in this event.
     """
     engine, group = request.engine, request.rollout.group
-    cause = f"it has sampled under version {version} {_wanted(state, engine)}"
+    wanted = _wanted(state.fleet, state.weights, state.rolling, engine)
+    cause = f"it has sampled under version {version} {wanted}"
     if _stand_by_or_follow(state, engine, version, cause):
         return  # An evaluation is generated again when the fleet has the version.
     # The engine must be out of use first, so that nothing is aborted on it.
@@ -86,13 +88,13 @@ def disown(state: SchedulerState, request: RequestRecord, version: int) -> None:
         launch_again(state, group)
 
 
-def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
+def _possible(weights: Weights, rolling: bool, request: RequestRecord) -> tuple[int, int]:
     """Return the oldest and newest version that the engine may have reported since dispatch."""
     if request.adapter is not None:
         # A label is the version of the full model, which stays the same under its adapters.
-        return state.weights.base, state.weights.base
-    update, newest = state.weights.update, state.weights.versions.trainer
-    if state.rolling and (update is None or update.kind is UpdateKind.ROLLING):
+        return weights.base, weights.base
+    update, newest = weights.update, weights.versions.trainer
+    if rolling and (update is None or update.kind is UpdateKind.ROLLING):
         # An engine is refitted only when it has no requests.
         return request.sent_version, request.sent_version
     # An update that waits, for an evaluation to end for example, has loaded nothing yet. Another
@@ -103,16 +105,16 @@ def _possible(state: SchedulerState, request: RequestRecord) -> tuple[int, int]:
     return request.sent_version, newest
 
 
-def _expected(state: SchedulerState, control: EngineControl) -> int:
+def _expected(weights: Weights, rolling: bool, control: EngineControl) -> int:
     """Return the version of the full model that the engine should have."""
-    if not state.rolling:
-        return state.weights.base
-    return state.weights.versions.engines.get(control.name, state.weights.base)
+    if not rolling:
+        return weights.base
+    return weights.versions.engines.get(control.name, weights.base)
 
 
-def _wanted(state: SchedulerState, engine: str) -> str:
-    control = state.fleet.control.of(engine)
-    expected = state.weights.base if control is None else _expected(state, control)
+def _wanted(fleet: Fleet, weights: Weights, rolling: bool, engine: str) -> str:
+    control = fleet.control.of(engine)
+    expected = weights.base if control is None else _expected(weights, rolling, control)
     return (
         f"where the fleet has {expected}, so it was restarted, or somebody else has changed its "
         "weights"
