@@ -74,6 +74,7 @@ def test_tables_of_groups_against_samples_follow_from_the_raw_data(paths: pytest
 
 
 def test_the_control_counts_all_others_known_at_delivery(paths: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
     pytest.importorskip("transformers")
     for path in (GRPO, EXPERIMENTS / "learning"):
         paths.syspath_prepend(str(path))
