@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,17 @@ def test_what_is_written_is_read_as_it_was(tmp_path: Path):
     read = [(fact, at) for facts, at in read_facts(tmp_path / "events.jsonl") for fact in facts]
     times = [0.0] * 5 + [1.5] * (len(FACTS) - 5)
     assert read == list(zip(FACTS, times, strict=True))
+
+
+def test_sets_are_written_in_an_order_that_no_hash_decides(tmp_path: Path):
+    names = [f"companion-{letter}" for letter in "abcdefghij"]
+    able = replace(ABLE, companions=frozenset(names))
+    log = EventLog(tmp_path / "events.jsonl")
+    log.start()
+    log.on_facts([of.EngineJoined(info=ev.EngineInfo(name="a", version=0, able=able))], 0.0)
+    log.close()
+    _, line = (json.loads(line) for line in (tmp_path / "events.jsonl").read_bytes().splitlines())
+    assert line["info"]["able"]["companions"] == names
 
 
 def test_every_fact_of_the_core_can_be_read():

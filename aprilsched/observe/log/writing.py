@@ -86,7 +86,8 @@ class EventLog:
         self._append = append
         self._tail: Tail | None = None
         """The end of the prior run's log. It is read when the first fact arrives."""
-        self._encoder = msgspec.json.Encoder(enc_hook=_unknown)
+        # Sets are sorted: otherwise the bytes of a simulated run would differ between processes.
+        self._encoder = msgspec.json.Encoder(enc_hook=_unknown, order="deterministic")
         self._buffer = bytearray()
         self._began: float | None = None
         self._started = False
