@@ -44,7 +44,7 @@ pictures.timeline(run)
 # %% [markdown]
 # ## What the slots do
 #
-# An engine has as many *slots* as it had responses at once when it was fullest. Blue is busy time. All other time has the colour of its cause. All parts together always add up to the wall time.
+# An engine has as many *slots* as requests that it may run at once. Blue is busy time. All other time has the colour of its cause. All parts together always add up to the wall time.
 #
 # These are shares of slots. NVML's utilization (what `nvidia-smi` shows) is the share of time in which *anything* ran on the GPU, and one straggler is enough for 100 %. Both are computed below.
 

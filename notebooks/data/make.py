@@ -23,7 +23,7 @@ SETTINGS = [
     "--group-size=8",
     "--train-seconds=2",
     "--sim.engines=8",
-    "--sim.max-running=64",
+    "--sim.max-running=32",
     "--sim.refit-seconds=0.5",
     # A chunk for every 96 tokens: less makes a larger log, and more hides when a response began.
     "--sim.stream-interval=96",

@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="could not import 'transformers'"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec(module) is None, reason=f"could not import '{module}'"
+    )
+    for module in ("torch", "transformers")
+]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "agent"
 
 

@@ -161,6 +161,7 @@ def test_tokens_that_branches_share_are_trained_once():
     assert middle.loss_mask.tolist() == [False] * 3 + [True] * 3
     assert (middle.shared, other.shared) == (2, 0)
     assert (other.prompt_ids.tolist(), other.token_ids.tolist()) == ([1, 7], [40])
+    pytest.importorskip("torch")
     batch = branched("all").batches[0]
     tensors = batch.to_torch()
     assert tensors.input_ids.shape == (3, 10)

@@ -74,6 +74,7 @@ def test_tables_of_groups_against_samples_follow_from_the_raw_data(paths: pytest
 
 
 def test_the_control_counts_all_others_known_at_delivery(paths: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
     pytest.importorskip("transformers")
     for path in (GRPO, EXPERIMENTS / "learning"):
         paths.syspath_prepend(str(path))
@@ -152,3 +153,52 @@ def test_the_frontier_meets_what_was_measured_elsewhere():
     }  # fmt: skip
     for arm, wanted in expected.items():
         assert points[arm] == pytest.approx(wanted, rel=0.02)
+
+
+def test_the_tables_of_the_frontier_follow_from_its_results():
+    folder = EXPERIMENTS / "frontier"
+    readme = (folder / "README.md").read_text()
+    for name in ("result", "dense_kept", "dense"):
+        rows: list[str] = []
+        for row in json.loads((folder / f"{name}.json").read_text()):
+            least, most = row["tokens_per_s_range"]
+            rows.append(
+                f"| {row['arm']} | {row['tokens_per_s']:,.0f} | {least:,.0f} to {most:,.0f} "
+                f"| {row['age']:.2f} | {row['oldest']} | {row['off_policy_share']:.2f} "
+                f"| {row['efficiency']:.2f} |\n"
+            )
+        assert f"|---|\n{''.join(rows)}\n" in readme
+
+
+def test_the_tables_of_samples_at_equal_age_follow_from_their_result():
+    readme = (EXPERIMENTS / "frontier" / "README.md").read_text()
+    docs = (EXPERIMENTS.parent / "docs" / "scheduling.md").read_text()
+    parts = json.loads((EXPERIMENTS / "frontier" / "samples.json").read_text())
+    points = {
+        tuple(row[key] for key in ("name", "delivery", "refill", "ratio")): row
+        for row in parts["kv_kept"]
+    }
+    rows: list[str] = []
+    for (name, delivery, refill, ratio), row in points.items():
+        if delivery == "groups" and name != "moe without prefill":
+            words = "`auto`" if ratio == "auto" else f"{refill} of {ratio:g}"
+            samples = points[name, "samples", refill, ratio]
+            rate, age = row["generated_per_s"], row["staleness"]
+            rows.append(
+                f"| {name} | {words} | {rate:,.0f} | {age:.2f} "
+                f"| {samples['generated_per_s']:,.0f} | {samples['staleness']:.2f} "
+                f"| {samples['generated_per_s'] / rate:.3f} | {samples['staleness'] / age:.2f} |"
+            )
+    pool = points["moe", "samples", "pool", 1.75]
+    waves = [row for row in parts["presets"] if row["name"] == "samples" and row["ratio"] <= 2.5]
+    ages, rates = ([row[key] for row in waves] for key in ("staleness", "generated_per_s"))
+    for row in parts["presets"]:
+        if row["name"] != "samples":
+            rate, age = row["generated_per_s"], row["staleness"]
+            older = age >= pool["staleness"]
+            best = pool["generated_per_s"] if older else np.interp(age, ages, rates)
+            rows.append(f"| {row['name']} | {rate:,.0f} | {age:.2f} | {best:,.0f} |")
+            assert rows[-1].replace(row["name"], f"`{row['name']}`") in docs
+            rows[-1] += f" {best / rate:.2f} |"
+    assert len(rows) == 11
+    assert [row for row in rows if row not in readme] == []

@@ -23,6 +23,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "grpo"
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[Any]:
+    pytest.importorskip("torch")
     pytest.importorskip("transformers")
     sys.path.insert(0, str(EXAMPLE))
     import countdown  # pyright: ignore[reportMissingImports]

@@ -158,7 +158,7 @@ def test_the_trace_of_a_run_that_went_on_holds_all_its_processes(tmp_path: Path)
 # --- what a quiet run does not have ------------------------------------------------------------
 
 LINES = """
-{"t":0,"fact":"RunOpened","engines":[{"name":"a","version":0},{"name":"b","version":0}],"version":0}
+{"t":0,"fact":"RunOpened","engines":[{"name":"a","version":0,"able":{"version_spans":true,"flush_while_paused":true}},{"name":"b","version":0,"able":{"version_spans":true,"flush_while_paused":true}}],"version":0}
 {"t":0,"fact":"BatchRequested"}
 {"t":1,"fact":"AttemptSent","engine":"a","request_id":1,"attempt":1,"rollout_id":7,"group_id":5,"tokens":100,"max_new_tokens":900}
 {"t":1,"fact":"AttemptSent","engine":"b","request_id":2,"attempt":1,"rollout_id":8,"group_id":5,"tokens":10,"max_new_tokens":900}
@@ -169,7 +169,7 @@ LINES = """
 {"t":4,"fact":"RefitBegun","version":1,"engines":["b"],"adapter":true}
 {"t":5,"fact":"EngineRefitted","engine":"b","version":1}
 {"t":6,"fact":"TokensReceived","request_id":1,"tokens":20}
-{"t":6,"fact":"EngineJoined","info":{"name":"a","version":1}}
+{"t":6,"fact":"EngineJoined","info":{"name":"a","version":1,"able":{"version_spans":true,"flush_while_paused":true}}}
 {"t":7,"fact":"EngineAdmitted","engine":"a","version":1}
 {"t":8,"fact":"EngineModeChanged","engine":"b","start":"running","finish":"pausing","pause":"retract"}
 {"t":9,"fact":"EngineModeChanged","engine":"b","start":"pausing","finish":"paused"}
@@ -190,7 +190,7 @@ LINES = """
 {"t":16,"fact":"EngineModeChanged","engine":"b","start":"continuing","finish":"running"}
 {"t":17,"fact":"AttemptEnded","request_id":2,"outcome":"finished"}
 {"t":20,"fact":"LogResumed","version":1,"incarnation":2,"batches":0}
-{"t":20,"fact":"RunOpened","engines":[{"name":"b","version":2}],"version":2,"resumed":true}
+{"t":20,"fact":"RunOpened","engines":[{"name":"b","version":2,"able":{"version_spans":true,"flush_while_paused":true}}],"version":2,"resumed":true}
 {"t":21,"fact":"AttemptSent","engine":"b","request_id":1,"attempt":3,"rollout_id":7,"group_id":5,"tokens":150,"max_new_tokens":850,"adapter":1}
 {"t":22,"fact":"EngineModeChanged","engine":"b","start":"paused","finish":"flushing"}
 {"t":23,"fact":"ControlCallFailed","engine":"b","call":"flush","cause":"timeout"}

@@ -156,8 +156,10 @@ def test_a_growing_log_gives_the_same_as_the_whole(ended: Path, tmp_path: Path):
     for size in [*range(0, len(whole), 50_021), len(whole)]:
         part_of(ended, folder, size)
         growing.read()
-    shown = last_frame(at_once).replace(str(ended), str(folder))
-    assert last_frame(growing).split() == shown.split()
+    # A long path is folded.
+    shown, wanted = ("".join(last_frame(each).split()) for each in (growing, at_once))
+    assert str(folder) in shown
+    assert shown == wanted.replace(str(ended), str(folder))
 
 
 def test_a_run_that_is_resumed_counts_its_batches_once(tmp_path: Path):

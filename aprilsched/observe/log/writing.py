@@ -86,6 +86,7 @@ class EventLog:
         self._append = append
         self._tail: Tail | None = None
         """The end of the prior run's log. It is read when the first fact arrives."""
+        # Sets are sorted: otherwise the bytes of a simulated run would differ between processes.
         self._encoder = msgspec.json.Encoder(enc_hook=_unknown, order="deterministic")
         self._buffer = bytearray()
         self._began: float | None = None
