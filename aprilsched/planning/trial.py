@@ -90,7 +90,7 @@ class Trial:
         """Number of batches since the last update, 0 or 1."""
         self._tail_at = -1
         """Number of running responses at which the tail of a batch starts; -1 for none."""
-        self._wave_pending = True
+        self._wave_due = True
         """Whether a batch starts, or started with fewer groups than the refill rule requires."""
 
     def outcome(self, batches: int) -> Outcome:
@@ -125,7 +125,7 @@ class Trial:
     def _batch(self) -> list[TrialGroup]:
         """Run until a batch is full, and return its groups."""
         self._idle = 0.0
-        self._wave_pending = self._wave_pending or not self._asynchronous
+        self._wave_due = self._wave_due or not self._asynchronous
         self._score()
         if not self._stop_at.enough(self._scored):
             # A batch that is complete already starts nothing, and does not wait for what the refit
@@ -230,7 +230,7 @@ class Trial:
                 self._restart_stale(self._deferred)
             self.now = max(self.now, done)
             return done - starts
-        self._taken, self._wave_pending = 1, True
+        self._taken, self._wave_due = 1, True
         self._launch()
         self._admit()
         while self.now < done:
@@ -293,13 +293,13 @@ class Trial:
             ready_groups=self._stop_at.as_groups(self._ready, self._usual),
             in_flight=len(engines.running) + len(engines.queue) + len(self._away),
             put_aside=0 if self._deferred is None else self._deferred.put_aside(engines.version),
-            wave_due=self._wave_pending,
+            wave_due=self._wave_due,
             batch_open=not self._stop_at.enough(self._ready),
             asynchronous=ahead,
         )
         wanted = self._refill.launches(view)
         if not wanted:
-            self._wave_pending = False
+            self._wave_due = False
             return
         admissible = self._gate.admissible(
             batch_groups=self._batch_groups,
@@ -308,7 +308,7 @@ class Trial:
             wanted=not self._taken,
         )
         number = wanted if admissible is None else min(wanted, admissible)
-        self._wave_pending = wanted > number
+        self._wave_due = wanted > number
         takes_over = setting.takes_over and isinstance(self._refill, Pool) and not self._opened
         for place in range(number):
             group = self._draws.group(self._opened, engines.version)
