@@ -196,7 +196,7 @@ def test_the_tables_of_samples_at_equal_age_follow_from_their_result():
         if row["name"] != "samples":
             rate, age = row["generated_per_s"], row["staleness"]
             older = age >= pool["staleness"]
-            best = pool["generated_per_s"] if older else np.interp(age, ages, rates)
+            best = pool["generated_per_s"] if older else float(np.interp(age, ages, rates))
             rows.append(f"| {row['name']} | {rate:,.0f} | {age:.2f} | {best:,.0f} |")
             assert rows[-1].replace(row["name"], f"`{row['name']}`") in docs
             rows[-1] += f" {best / rate:.2f} |"
