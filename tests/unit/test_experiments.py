@@ -191,10 +191,12 @@ def test_the_tables_of_samples_at_equal_age_follow_from_their_result():
             )
     pool = points["moe", "samples", "pool", 1.75]
     waves = [row for row in parts["presets"] if row["name"] == "samples" and row["ratio"] <= 2.5]
-    ages, rates = ([row[key] for row in waves] for key in ("staleness", "generated_per_s"))
+    ages: list[float] = [row["staleness"] for row in waves]
+    rates: list[float] = [row["generated_per_s"] for row in waves]
     for row in parts["presets"]:
         if row["name"] != "samples":
-            rate, age = row["generated_per_s"], row["staleness"]
+            rate: float = row["generated_per_s"]
+            age: float = row["staleness"]
             older = age >= pool["staleness"]
             best = pool["generated_per_s"] if older else float(np.interp(age, ages, rates))
             rows.append(f"| {row['name']} | {rate:,.0f} | {age:.2f} | {best:,.0f} |")
