@@ -29,22 +29,31 @@ from aprilsched.kernel.weights.process_group import LOOPBACK, TrainerGroup, addr
 from aprilsched.testing import SimServer
 
 
-def listening() -> set[str]:
-    """The addresses on which this process listens over TCP; IPv6 as it is written there."""
+def listening() -> dict[str, str]:
+    """The sockets on which this process listens over TCP, with their addresses; IPv6 as it is
+    written there."""
     own = set[str]()
     for number in os.listdir("/proc/self/fd"):
         try:
             own.add(os.readlink(f"/proc/self/fd/{number}"))
         except OSError:  # the one of the listing itself
             continue
-    found = set[str]()
+    found: dict[str, str] = {}
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
             parts = line.split()
-            if parts[3] == "0A" and f"socket:[{parts[9]}]" in own:
+            socket = f"socket:[{parts[9]}]"
+            if parts[3] == "0A" and socket in own:
                 address = bytes.fromhex(parts[1].split(":")[0])
-                found.add(".".join(map(str, reversed(address))) if table == "tcp" else parts[1])
+                dotted = ".".join(map(str, reversed(address)))
+                found[socket] = dotted if table == "tcp" else parts[1]
     return found
+
+
+def opened_since(before: dict[str, str]) -> set[str]:
+    """The addresses of new sockets. Others in this process, such as a trainer's process group that
+    an earlier test made, may still listen."""
+    return {address for socket, address in listening().items() if socket not in before}
 
 
 needs_proc = pytest.mark.skipif(
@@ -55,10 +64,11 @@ needs_proc = pytest.mark.skipif(
 @needs_proc
 async def test_the_served_engine_listens_on_loopback_by_default():
     assert ServeSimCommand().host == LOOPBACK
+    before = listening()
     async with SimServer():
-        assert listening() == {LOOPBACK}
+        assert opened_since(before) == {LOOPBACK}
     async with SimServer(host="0.0.0.0"):
-        assert listening() == {"0.0.0.0"}
+        assert opened_since(before) == {"0.0.0.0"}
 
 
 @needs_proc
@@ -71,12 +81,13 @@ def test_the_trainer_s_group_listens_where_its_engines_reach_it_and_nowhere_else
         "another": address_towards(["198.51.100.1:30000"]),  # no such host; nothing is sent
     }
     assert addresses[LOOPBACK] == LOOPBACK
+    before = listening()
     for address in addresses.values():
         group = TrainerGroup(
             "alone", address=address, port=0, world_size=1, backend="gloo", timeout_s=20.0
         )
         group.join()
-        assert listening() == {address}
+        assert opened_since(before) == {address}
         group.close()
         del group
 
