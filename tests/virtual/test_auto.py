@@ -306,9 +306,8 @@ def test_a_preset_leaves_the_straggler_rule_alone(name: str, straggler: str) -> 
     assert PRESETS[name](before).straggler == straggler
 
 
-@each_row("name", PRESETS)
-def test_a_preset_runs(name: str) -> None:
-    settings = PRESETS[name](config(over_provision=1.5, batch_groups=8))
+def ran(settings: SchedulerConfig) -> Simulation:
+    """A finished run of five batches of 8 groups of 4."""
     simulation = Simulation(
         settings,
         workload(),
@@ -318,20 +317,19 @@ def test_a_preset_runs(name: str) -> None:
     )
     simulation.run()
     assert simulation.state.in_flight.counters.delivered == 5 * 8 * 4
+    return simulation
+
+
+@each_row("name", PRESETS)
+def test_a_preset_runs(name: str) -> None:
+    settings = PRESETS[name](config(over_provision=1.5, batch_groups=8))
+    ran(settings)
 
 
 @pytest.mark.parametrize("bound", [None, 2])
 def test_auto_chooses_a_schedule_of_single_samples(bound: int | None) -> None:
     settings = config(batch_groups=8, delivery="samples", max_staleness=bound, pace="auto")
-    simulation = Simulation(
-        settings,
-        workload(),
-        engine=SimConfig(make_tokens=False),
-        costs=Costs(train_seconds=0.1),
-        batches=5,
-    )
-    simulation.run()
-    assert simulation.state.in_flight.counters.delivered == 5 * 8 * 4
+    simulation = ran(settings)
     schedule = simulation.state.plan.schedule
     assert schedule.forecast is not None
     assert schedule.pace is not None

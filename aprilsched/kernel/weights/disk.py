@@ -24,8 +24,6 @@ from aprilsched.kernel.engines.refit import RefitFromDisk
 from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.kernel.weights.threads import Takers, in_thread
 
-# --- versions in a directory ---------------------------------------------------------------------
-#
 # A directory of versions that the trainer writes and the engines read.
 #
 # - An engine never sees an incomplete version: it is written to a temporary directory, synced to

@@ -27,14 +27,13 @@ from aprilsched.observe.figures.figures import (
 from aprilsched.observe.figures.rollout_time import ROLLOUT_PARTS, RolloutClock, RolloutTime
 from aprilsched.types import NO_VERSION
 
-# --- staleness of tokens -------------------------------------------------------------------------
-#
-# The figures are exact, although single tokens are not inspected: a rollout of thousands of tokens
-# consists of a few segments with one version each.
-
 
 def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
-    """Return the ages of a rollout's tokens if the policy `version` is trained on it."""
+    """Return the ages of a rollout's tokens if the policy `version` is trained on it.
+
+    They are exact, although single tokens are not inspected: a rollout of thousands of tokens
+    consists of a few segments with one version each.
+    """
     sampled = off_policy = total = oldest = oldest_trained = 0
     # All tokens older than some version are masked, so subtract from the oldest segments first.
     masked = rollout.masked

@@ -164,8 +164,6 @@ def add_seconds(
         seconds[PART_INDEX[idle]] += each * (free - elsewhere)
 
 
-# --- time of an engine by part -------------------------------------------------------------------
-#
 # The time of an engine is divided into stretches: times in which nothing changes. Invariants: the
 # stretches of an engine follow each other without a gap, from its opening or joining to the last
 # call of :meth:`EngineTime.advance`. Each stretch is divided by the engine's capacity at that time.

@@ -74,8 +74,6 @@ class SampleLog:
         return size
 
 
-# --- lines of samples.jsonl ----------------------------------------------------------------------
-#
 # The lines of samples.jsonl, and the meaning of their fields, which the first line contains.
 #
 # ``t`` is in seconds on the run's clock, as in events.jsonl. Unknown figures are omitted. If a
