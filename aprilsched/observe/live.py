@@ -77,18 +77,14 @@ class LiveView:
     Args:
         facts: what is known of the run before it starts.
         figures: the figures of the run, an earlier listener.
-        compact: whether to show the progress of the batches only.
 
     Attributes:
         note: an additional text, for example that the run has been silent for some time.
     """
 
-    def __init__(
-        self, console: Console, facts: RunFacts, figures: LiveFigures, *, compact: bool = False
-    ) -> None:
+    def __init__(self, console: Console, facts: RunFacts, figures: LiveFigures) -> None:
         self.note = ""
         self._console = console
-        self._compact = compact
         self.restart(facts, figures)
         self._live = Live(
             console=console, get_renderable=self._drawn, refresh_per_second=_FRAMES_PER_S
@@ -117,7 +113,7 @@ class LiveView:
         with self._figures.lock:
             self._faults.on_facts(facts, now)
             self._rates.sample(now, self._figures)
-            if self._console.is_interactive or self._compact or not self._live.is_started:
+            if self._console.is_interactive or not self._live.is_started:
                 return
             if not any(isinstance(fact, BatchDelivered) for fact in facts):
                 return
@@ -151,8 +147,6 @@ class LiveView:
         with self._figures.lock:
             now = self._figures.advance()
             self._rates.sample(now, self._figures)
-            if self._compact:
-                return self._progress()
             tables: list[RenderableType] = [self._run(now)]
             if self._figures.state.engines:
                 tables += [Text(), self._engines(wide=self._console.width >= _NARROW)]
@@ -165,15 +159,6 @@ class LiveView:
     def _elapsed(self, now: float) -> float:
         opened_at = self._figures.state.opened_at
         return 0.0 if opened_at is None else now - opened_at
-
-    def _progress(self) -> Table:
-        """Return one line with the progress of a run."""
-        row = Table.grid(padding=(0, 2), expand=True)
-        row.add_column(no_wrap=True, min_width=10)
-        row.add_column(ratio=1)
-        noun = f"batches, {short_number(self._tokens_per_s())} tokens/s"
-        row.add_row(self.facts.title, _bar(self._batches, self.facts.batches, noun))
-        return row
 
     def _run(self, now: float) -> Table:
         facts = self.facts

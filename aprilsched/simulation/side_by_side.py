@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -13,10 +15,10 @@ from aprilsched.simulation.results import BASELINE, FLAT, SimulationResult
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyRow:
-    """The figures of one policy. A figure that cannot be known is None.
+    """The figures of one policy: means over seeds. A figure that cannot be known is None.
 
-    Rates, efficiency and shares cover the steady state, after the burn-in. All other figures cover
-    the whole run.
+    Rates, efficiency, shares and staleness cover the steady state, after the burn-in. All other
+    figures cover the whole run.
     """
 
     policy: str
@@ -32,9 +34,10 @@ class PolicyRow:
     off_policy_share: float | None
     """Share of the delivered tokens that come from an older version than the one that consumes
     them."""
-    staleness_mean: float
+    staleness_mean: float | None
     """Mean staleness of the delivered tokens, in versions."""
     staleness_max: int
+    """Largest staleness of a delivered token of any seed, in versions."""
     length_bias: float | None
     """Mean delivered length / mean drawn length - 1, over the whole run. It is a transient if all
     stragglers are carried."""
@@ -53,14 +56,20 @@ class PolicyRow:
     speedup: float | None
     """Delivered tokens/s divided by the baseline's."""
     schedule: str = ""
-    """The schedule that automatic over-provisioning chose last; empty without it."""
+    """The schedule that automatic over-provisioning chose last under the last seed; empty without
+    it."""
+    seeds: int = 1
+    delivered_tokens_per_s_range: tuple[float, float] | None = None
+    """The smallest and the largest of the seeds; None for one seed."""
+    staleness_mean_range: tuple[float, float] | None = None
+    """The smallest and the largest of the seeds; None for one seed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """Policies side by side: the content of comparison.json."""
 
-    schema: int = 3
+    schema: int = 4
     baseline: str | None
     fastest: str | None
     """The policy that delivers the most tokens a second. These are the seconds of whole steps, so a
@@ -70,14 +79,17 @@ class Comparison:
     policies: list[PolicyRow]
 
 
-def compare(results: Mapping[str, SimulationResult | RunSummary]) -> Comparison:
+def compare(
+    results: Mapping[str, SimulationResult | RunSummary | Sequence[SimulationResult]],
+) -> Comparison:
     """Return the figures of results by name, compared with the one named "sync" if there is one.
 
-    A summary among the results comes from a real run.
+    A summary among the results comes from a real run, and a sequence has a result for each seed.
     """
-    first = results.get(BASELINE)
-    base = None if first is None else _summary(first).steady_state.delivered_tokens_per_s
-    rows = [_row(name, result, base) for name, result in results.items()]
+    rows = [_mean_row(name, result) for name, result in results.items()]
+    base = next((row.delivered_tokens_per_s for row in rows if row.policy == BASELINE), None)
+    if base:
+        rows = [_compared(row, base) for row in rows]
     known = [row for row in rows if row.delivered_tokens_per_s is not None]
     fastest = max(known, key=lambda row: row.delivered_tokens_per_s or 0.0, default=None)
     return Comparison(
@@ -110,21 +122,53 @@ def _summary(result: SimulationResult | RunSummary) -> RunSummary:
     return result.summary if isinstance(result, SimulationResult) else result
 
 
-def _row(name: str, result: SimulationResult | RunSummary, base: float | None) -> PolicyRow:
+def _compared(row: PolicyRow, base: float) -> PolicyRow:
+    rate = row.delivered_tokens_per_s
+    return row if rate is None else replace(row, speedup=rate / base)
+
+
+def _mean_row(
+    name: str, results: SimulationResult | RunSummary | Sequence[SimulationResult]
+) -> PolicyRow:
+    several = results if isinstance(results, Sequence) else [results]
+    rows = [_row(name, result) for result in several]
+    if len(rows) == 1:
+        return rows[0]
+    means = {
+        field.name: _mean([getattr(row, field.name) for row in rows]) for field in fields(rows[0])
+    }
+    means |= {
+        f"{name}_range": None if None in values else (min(values), max(values))
+        for name in ("delivered_tokens_per_s", "staleness_mean")
+        for values in [[getattr(row, name) for row in rows]]
+    }
+    means |= {"staleness_max": max(row.staleness_max for row in rows), "seeds": len(rows)}
+    return PolicyRow(**means)
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """Return the mean of numbers, the last one of other values, and None if one is None."""
+    if None in values:
+        return None
+    if isinstance(values[-1], float):
+        return fmean(values)
+    return round(fmean(values)) if isinstance(values[-1], int) else values[-1]
+
+
+def _row(name: str, result: SimulationResult | RunSummary) -> PolicyRow:
     summary = _summary(result)
     simulated = result if isinstance(result, SimulationResult) else None
     steady = summary.steady_state
-    rate = steady.delivered_tokens_per_s
     steps, spread = summary.steady_steps_s, spread_of_steps(summary)
     return PolicyRow(
         policy=name,
         efficiency=steady.efficiency,
         step_efficiency=summary.step_efficiency,
-        delivered_tokens_per_s=rate,
+        delivered_tokens_per_s=steady.delivered_tokens_per_s,
         generated_tokens_per_s=None if simulated is None else simulated.generated_tokens_per_s,
         off_policy_share=steady.off_policy_token_share,
-        staleness_mean=summary.staleness_mean or 0.0,
-        staleness_max=summary.staleness_max,
+        staleness_mean=steady.staleness_mean,
+        staleness_max=steady.staleness_max,
         length_bias=summary.bias.bias_estimate,
         first_batch_length_bias=summary.bias.first_batch_length_bias,
         wall_s=summary.seconds.wall,
@@ -134,6 +178,6 @@ def _row(name: str, result: SimulationResult | RunSummary, base: float | None) -
         step_p90=None if spread is None else spread[1],
         reprefilled_tokens=summary.tokens.reprefilled,
         masked_tokens=summary.tokens.masked,
-        speedup=rate / base if rate is not None and base else None,
+        speedup=None,
         schedule="" if simulated is None else simulated.schedule,
     )

@@ -224,7 +224,7 @@ def test_simulate_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "Best: april, +" in captured.out
     text = " ".join(captured.out.split())
     assert "It is the least stale policy within 1% of the fastest, which is april." in text
-    assert re.search(r"│ april .*│ +\d+\.\d to \d+\.\d │", captured.out)
+    assert re.search(r"│ april +│ +[\d,]+ │ +\d\.\d\d │ +\d │ +\d+\.\d% │ +\d+\.\d │", captured.out)
     assert str(out) in captured.err
     comparison = json.loads((out / "comparison.json").read_text())
     assert comparison["best"] == "april"
@@ -282,7 +282,7 @@ def test_simulate_prints_a_list_of_objects(tmp_path: Path, capsys: pytest.Captur
     assert main(["simulate", "--quiet", *policies, *arguments, "--out", out]) == 0
     rows = json.loads(capsys.readouterr().out)
     names = [row["policy"] for row in rows]
-    assert names == ["sync", "april:over_provision=1.5", "april:over_provision=2", "auto"]
+    assert names == ["sync", "april 1.5", "april 2", "auto"]
     contract = {
         "policy", "efficiency", "delivered_tokens_per_s", "generated_tokens_per_s",
         "off_policy_share", "staleness_mean", "staleness_max", "length_bias", "wall_s", "batches",
@@ -331,6 +331,59 @@ def test_simulate_describes_the_settings_of_a_policy(
     assert main(["simulate", *policies, *arguments, "--out", str(tmp_path / "o")]) == 0
     printed = capsys.readouterr().out
     assert "april: Launch twice the batch" in printed
-    assert "april:over_provision=1.25: Waves of 1.25 batches.\n" in printed
+    assert "april 1.25: Waves of 1.25 batches.\n" in printed
     pool = "samples:2+pool@1.5: A pool of 1.5 batches, refilled 4 groups together."
     assert f"{pool} It delivers single samples with 2 siblings.\n" in printed
+
+
+def test_simulate_has_means_over_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--policy", "sync,april", "--batches", "6", "--batch-groups", "4", "--group-size",
+                 "4", "--json", "--quiet", *SHORT]  # fmt: skip
+
+    def rows(name: str, *more: str) -> list[dict[str, Any]]:
+        assert main(["simulate", *arguments, *more, "--out", str(tmp_path / name)]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    both = rows("both", "--seed", "3", "--seeds", "2")
+    single = [rows(str(seed), "--seed", str(seed)) for seed in (3, 4)]
+    for place, row in enumerate(both):
+        pair = [each[place] for each in single]
+        speeds = [each["delivered_tokens_per_s"] for each in pair]
+        assert row["seeds"] == 2
+        assert row["delivered_tokens_per_s"] == pytest.approx(sum(speeds) / 2)
+        assert row["delivered_tokens_per_s_range"] == [min(speeds), max(speeds)]
+        assert row["staleness_max"] == max(each["staleness_max"] for each in pair)
+        assert pair[0]["delivered_tokens_per_s_range"] is None
+    assert both[1]["speedup"] == pytest.approx(
+        both[1]["delivered_tokens_per_s"] / both[0]["delivered_tokens_per_s"]
+    )
+
+
+def test_simulate_divides_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Colocated engines idle while all GPUs train; a faster trainer leaves fewer engines."""
+    arguments = ["--policy", "april", "--batches", "6", "--batch-groups", "4", "--group-size", "4",
+                 "--kv", "keep", "--quiet", *SHORT]  # fmt: skip
+    gpus = ["--gpus", "3", "--train-gpu-seconds", "6"]
+    out = tmp_path / "o"
+    assert main(["simulate", *arguments, *gpus, "--json", "--out", str(out)]) == 0
+    rows = {row["policy"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == ["april colocated", "april 1:2", "april 2:1"]
+    configs = {
+        name: tomllib.loads((out / f"april_{name}" / "config.toml").read_text())
+        for name in ("colocated", "1_2", "2_1")
+    }
+    assert [each["train_seconds"] for each in configs.values()] == [2.0, 3.0, 6.0]
+    assert [each.get("sim", {}).get("engines", 1) for each in configs.values()] == [3, 1, 2]
+    assert configs["colocated"]["scheduler"]["straggler"] == "retract"
+    assert configs["1_2"]["scheduler"]["straggler"] == "in_place"
+    assert all(row["step_s"] > 2 for row in rows.values())
+    for wrong, message in (
+        (["--gpus", "1", "--train-gpu-seconds", "6"], "gpus is 1; give 2 or more"),
+        (["--gpus", "3"], "train_gpu_seconds must be above 0"),
+        ([*gpus, "--split", "3:1"], "split must be all, or some of colocated, 1:2, 2:1, got '3:1'"),
+        ([*gpus, "--train-seconds", "1"], "gpus sets train_seconds and sim.engines"),
+        (["--split", "1:2"], "set gpus too"),
+        (["--seeds", "0"], "seeds is 0; give 1 or more"),
+    ):
+        assert main(["simulate", *arguments, *wrong, "--out", str(tmp_path / "w")]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())

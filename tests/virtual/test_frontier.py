@@ -94,7 +94,7 @@ def test_the_arms_may_be_lengths_of_a_file(tmp_path: Path, capsys: pytest.Captur
     arms = ["--arms", "april:over_provision=1.5|2", "--out", "none", "--json", "--quiet"]
     assert main(["frontier", *lengths, *arms]) == 0
     names: list[str] = [row["arm"] for row in json.loads(capsys.readouterr().out)]
-    assert names == ["april:over_provision=1.5", "april:over_provision=2"]
+    assert names == ["april 1.5", "april 2"]
 
 
 @each_row(("width", "height"), [(12.0, 6.0), (9.0, 5.6), (4.5, 5.0)])

@@ -24,14 +24,14 @@ from aprilsched.cli.runs.virtual_time import simulate
 from aprilsched.config import SchedulerConfig
 from aprilsched.kernel.values.extras import extra
 from aprilsched.simulation import SimulationResult, frontier
-from aprilsched.simulation.virtual import checked_count
 
 DEFAULT_ARMS = (
     "wave@1|1.25|1.5|2|2.5|3|4,pool@1|1.75|2.5,auto,samples:2@1.25|1.5|2|2.5,"
     "samples:4@1.25|1.5|2|2.5|auto,samples:6@1.25|1.5|2|2.5"
 )
 
-EVERYDAY = f"arms seeds {SIMULATE_EVERYDAY.removeprefix('policy delivery ')}"
+_NOT_HERE = {"policy", "delivery", "gpus", "train-gpu-seconds", "split"}
+EVERYDAY = " ".join(["arms", *(f for f in SIMULATE_EVERYDAY.split() if f not in _NOT_HERE)])
 """The flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
 
@@ -43,8 +43,6 @@ class FrontierCommand(ComparedSettings):
     """Schedules, separated by commas or spaces: wave@1.5|2 is whole groups from waves of two
     ratios; pool@1.75, auto, samples:4@2 (single samples with 4 siblings), samples:4+pool@1.5, and
     the policies of aprilsched simulate."""
-    seeds: int = 1
-    """Number of seeds, from `seed` on. Figures are means, bars the smallest and the largest."""
     out: Path | None = Path("frontier.png")
     """The picture, a PNG, SVG or PDF by its suffix; none for no picture."""
     json: bool = False
@@ -63,21 +61,21 @@ def main(arguments: Sequence[str]) -> int:
         with extra("plots"):
             from aprilsched.observe.report.style import picture_format
         picture_format(command.out)
-    checked_count("seeds", command.seeds, least=1)
+    seeds = command.every_seed
     messages = Console(stderr=True)
     configs = command.configs(chosen(command.arms), messages)
     arms = {policy.name: config for policy, config in configs.items()}
     # Refuses wrong settings before the progress is shown.
     prepare(command.settings(next(iter(arms.values())), seed=command.seed))
     with Progress(console=messages, disable=command.quiet) as progress:
-        task = progress.add_task("runs", total=len(arms) * command.seeds)
+        task = progress.add_task("runs", total=len(arms) * len(seeds))
 
         def run(config: SchedulerConfig, seed: int) -> SimulationResult:
             result = simulate(prepare(command.settings(config, seed=seed)))
             progress.advance(task)
             return result
 
-        points = frontier(arms, run, seeds=command.seeds, first_seed=command.seed)
+        points = frontier(arms, run, seeds=len(seeds), first_seed=command.seed)
     if command.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(points), indent=1).decode() + "\n")
     else:

@@ -1,39 +1,43 @@
-"""``aprilsched simulate``: compares policies on the same workload and seed, in virtual time.
+"""``aprilsched simulate``: compares policies on the same workload and seeds, in virtual time.
 
 Every policy runs on the production core with modelled engines, and with new weights after each
-batch. All policies get the same prompts and lengths. Each writes a complete run folder.
+batch. All policies get the same prompts and lengths. Each writes a complete run folder of the first
+seed. With ``--gpus`` each policy runs under each division of the GPUs among engines and trainer.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from rich.console import Console
+from rich.progress import Progress
 
 from aprilsched.cli.arguments import parsed
 from aprilsched.cli.runs.comparison import describe, verdict
 from aprilsched.cli.runs.named_policies import Policy, chosen, delivery
 from aprilsched.cli.runs.pictures import draw_comparison, leave_report
 from aprilsched.cli.runs.settings import COMMAS, RunSettings, SimSettings, WorkloadSettings
-from aprilsched.cli.runs.setup import prepare
-from aprilsched.cli.runs.showing import screen_of
+from aprilsched.cli.runs.setup import Setup, prepare
 from aprilsched.cli.runs.tables import comparison_table
 from aprilsched.cli.runs.virtual_time import simulate
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.observe.log.run_folder import REPORT, RunFolder, default_path, write_json
-from aprilsched.simulation import NEVER, Comparison, SimulationResult, compare
+from aprilsched.simulation import NEVER, SimulationResult, compare
+from aprilsched.simulation.virtual import checked_count
 
 DEFAULT_POLICIES = "sync,april,slime,areal,copris,auto"
 
+COLOCATED = "colocated"
 EVERYDAY = (
-    "policy delivery batches batch-groups group-size kv max-staleness train-seconds sim.engines "
-    "sim.max-running sim.kv-tokens model median sigma cap lengths seed out json quiet"
+    "policy delivery seeds gpus train-gpu-seconds split batches batch-groups group-size kv "
+    "max-staleness train-seconds sim.engines sim.max-running sim.kv-tokens model median sigma cap "
+    "lengths seed out json quiet"
 )
 """The flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
@@ -46,6 +50,8 @@ class ComparedSettings:
     """Batches of each policy."""
     seed: int = 0
     """Seed of the workload."""
+    seeds: int = 1
+    """Number of seeds, from `seed` on. Figures are means, with half the range of the seeds."""
     burn_in: int | None = None
     """Batches left out of the steady-state figures; a quarter of the batches if not given."""
     batch_groups: int = 32
@@ -82,6 +88,16 @@ class ComparedSettings:
             scheduler=config,
         )
 
+    @property
+    def every_seed(self) -> range:
+        """Return the seeds.
+
+        Raises:
+            ConfigError: if `seeds` is less than 1.
+        """
+        checked_count("seeds", self.seeds, least=1)
+        return range(self.seed, self.seed + self.seeds)
+
     def configs(
         self, policies: Sequence[Policy], messages: Console, unit: str = "groups"
     ) -> dict[Policy, SchedulerConfig]:
@@ -115,6 +131,11 @@ class ComparedSettings:
         return found
 
 
+COLOCATED_S = 0.081
+"""Seconds for which colocated engines fall asleep and wake at each update, in addition to the
+refit: measured on an H200 (docs/guides/colocated.md)."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimulateCommand(ComparedSettings):
     """Compare scheduling policies on one workload, in virtual time."""
@@ -126,11 +147,90 @@ class SimulateCommand(ComparedSettings):
     delivery: str = "groups"
     """What a batch consists of: groups, or samples:4 for single samples with 4 siblings each.
     Policies that cannot deliver samples are left out, with the reason."""
+    gpus: int | None = None
+    """Number of GPUs that engines and trainer divide among them, each engine on one GPU. Each
+    policy then runs under each `split`."""
+    train_gpu_seconds: float = 0.0
+    """Seconds that one GPU would train on a batch. With `gpus`; the trainer's GPUs share them
+    evenly."""
+    split: Annotated[str, COMMAS] = "all"
+    """Divisions of the GPUs, as ENGINES:TRAINER or colocated, with commas; all for every one.
+    Colocated engines sleep while all GPUs train, and lose their KV."""
     out: Path | None = None
     """The folder for the results; runs/TIME-SEED if not given. It must be new or empty."""
     json: bool = False
     """Print a list of objects as JSON on stdout, one for each policy; everything else goes to
     stderr. There is no report then."""
+
+    def arms(self, messages: Console) -> list[Arm]:
+        """Return what is simulated. What is impossible is left out, with a message.
+
+        Raises:
+            ConfigError: if a setting is refused, or if nothing is possible.
+        """
+        policies = chosen(self.policy)
+        if self.gpus is None:
+            if self.split != "all" or self.train_gpu_seconds:
+                raise ConfigError("split and train_gpu_seconds divide GPUs; set gpus too.")
+            configs = self.configs(policies, messages, self.delivery)
+            return [Arm(policy=each, shared=self, config=configs[each]) for each in configs]
+        return [
+            Arm(
+                policy=replace(policy, name=f"{policy.name} {name}"),
+                shared=shared,
+                config=replace(config, pace="synchronous") if name == COLOCATED else config,
+            )
+            for name, shared in self._splits()
+            for policy, config in shared.configs(policies, messages, self.delivery).items()
+        ]
+
+    def _splits(self) -> list[tuple[str, ComparedSettings]]:
+        gpus = self.gpus or 0
+        checked_count("gpus", gpus, least=2)
+        if not self.train_gpu_seconds > 0:
+            raise ConfigError(
+                f"train_gpu_seconds must be above 0 with gpus, got {self.train_gpu_seconds:g}."
+            )
+        if self.train_seconds or self.sim.engines != 1:
+            raise ConfigError("gpus sets train_seconds and sim.engines; leave these out.")
+        every = [COLOCATED, *(f"{engines}:{gpus - engines}" for engines in range(1, gpus))]
+        names = every if self.split == "all" else [name.strip() for name in self.split.split(",")]
+        splits: list[tuple[str, ComparedSettings]] = []
+        for name in names:
+            if name not in every:
+                raise ConfigError(
+                    f"split must be all, or some of {', '.join(every)}, got {name!r}."
+                )
+            colocated = name == COLOCATED
+            engines = gpus if colocated else int(name.split(":")[0])
+            sleep_s = COLOCATED_S if colocated else 0.0
+            shared = replace(
+                self,
+                train_seconds=self.train_gpu_seconds / (gpus if colocated else gpus - engines),
+                sim=replace(
+                    self.sim, engines=engines, refit_seconds=self.sim.refit_seconds + sleep_s
+                ),
+                kv="recompute" if colocated else self.kv,
+            )
+            splits.append((name, shared))
+        return splits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One row of the table: a policy on its engines."""
+
+    policy: Policy
+    shared: ComparedSettings
+    config: SchedulerConfig
+
+    def setups(self) -> list[Setup]:
+        """Return the run of each seed.
+
+        Raises:
+            ConfigError: if a setting is refused.
+        """
+        return [prepare(self.shared.settings(self.config, seed=s)) for s in self.shared.every_seed]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -141,42 +241,39 @@ def main(arguments: Sequence[str]) -> int:
     """
     command = parsed(SimulateCommand, arguments, "aprilsched simulate", everyday=EVERYDAY)
     messages = Console(stderr=True)
-    configs = command.configs(chosen(command.policy), messages, command.delivery)
-    setups = [
-        (policy, prepare(command.settings(config, seed=command.seed)))
-        for policy, config in configs.items()
-    ]
+    arms = command.arms(messages)
+    setups = {arm.policy.name: arm.setups() for arm in arms}
     root = RunFolder(command.out or default_path(command.seed)).path
-    outcomes: dict[str, SimulationResult] = {}
-    for policy, setup in setups:
-        screen = screen_of(setup, messages, title=f"{policy.name:6}", compact=True)
-        shown = None if command.quiet else screen
-        outcomes[policy.name] = simulate(setup, RunFolder(root / policy.folder), shown)
+    outcomes: dict[str, list[SimulationResult]] = {}
+    with Progress(console=messages, disable=command.quiet) as progress:
+        task = progress.add_task("runs", total=sum(map(len, setups.values())))
+        for arm in arms:
+            progress.update(task, description=arm.policy.name)
+            outcomes[arm.policy.name] = []
+            for place, setup in enumerate(setups[arm.policy.name]):
+                folder = None if place else RunFolder(root / arm.policy.folder)
+                outcomes[arm.policy.name].append(simulate(setup, folder))
+                progress.advance(task)
     comparison = compare(outcomes)
     write_json(root / "comparison.json", comparison)
-    folders = {policy.name: policy.folder for policy in configs}
+    folders = {arm.policy.name: arm.policy.folder for arm in arms}
     draw_comparison(root, folders, messages)
     if command.json:
         sys.stdout.write(msgspec.json.encode(comparison.policies).decode() + "\n")
     else:
-        _show(list(configs), outcomes, comparison)
+        console = Console()
+        first = next(iter(outcomes.values()))[0]
+        console.print(comparison_table(comparison.policies, first.summary.steady_state.burn_in))
+        for arm in arms:
+            _print(console, describe(arm.policy, outcomes[arm.policy.name][-1]))
+        _print(console, verdict(comparison))
     _print(messages, f"The results are in {root}")
     if not command.json and not command.quiet:
-        first = comparison.baseline or comparison.policies[0].policy
+        baseline = comparison.baseline or comparison.policies[0].policy
         best = comparison.best
-        other = None if best is None or best == first else root / folders[best]
-        leave_report(messages, root / folders[first], other, out=root / REPORT)
+        other = None if best is None or best == baseline else root / folders[best]
+        leave_report(messages, root / folders[baseline], other, out=root / REPORT)
     return 0
-
-
-def _show(
-    policies: Sequence[Policy], outcomes: Mapping[str, SimulationResult], comparison: Comparison
-) -> None:
-    console = Console()
-    console.print(comparison_table({name: each.summary for name, each in outcomes.items()}))
-    for policy in policies:
-        _print(console, describe(policy, outcomes[policy.name]))
-    _print(console, verdict(comparison))
 
 
 def _print(console: Console, text: str) -> None:

@@ -1,8 +1,8 @@
 """The policies named on a command line: presets, optionally with changed settings, and arms.
 
 ``april`` is an unchanged preset, ``april:over_provision=1.5`` is the preset with another ratio, and
-``april:over_provision=1.25|1.5|2`` is three of them. A setting is named by its path in
-:class:`SchedulerConfig`, as in ``pool:refill.until=0.25``.
+``april:over_provision=1.25|1.5|2`` is three of them, shown as "april 1.25" and so on. A setting is
+named by its path in :class:`SchedulerConfig`, as in ``pool:refill.until=0.25``.
 
 An arm is a refill rule or a delivery, or both, with a ratio: ``wave@2``, ``pool@1.75``,
 ``samples:4@1.5`` (single samples with 4 siblings, from waves), ``samples:4+pool@1.5`` and
@@ -44,7 +44,7 @@ class Policy:
     @property
     def folder(self) -> str:
         """Return a name for the folder of the policy's run."""
-        return re.sub("[:@+]", "_", self.name).replace("=", "-")
+        return re.sub("[:@+ ]", "_", self.name).replace("=", "-")
 
     def apply(self, config: SchedulerConfig) -> SchedulerConfig:
         """Return the preset of `config`, with the changed settings.
@@ -113,12 +113,16 @@ def _expand(name: str, presets: Mapping[str, Preset]) -> list[Policy]:
     choices = [_choices(preset, setting) for setting in settings]
     return [
         Policy(
-            name=":".join([preset, *(f"{key}={value}" for key, value in changes)]),
+            name=" ".join([preset, *(_short(key, value) for key, value in changes)]),
             preset=presets[preset],
             changes=changes,
         )
         for changes in product(*choices)
     ]
+
+
+def _short(path: str, value: Any) -> str:
+    return f"{value}" if path == "over_provision" else f"{path}={value}"
 
 
 def _choices(preset: str, setting: str) -> list[tuple[str, Any]]:

@@ -13,20 +13,17 @@ from aprilsched.observe.live import LiveView, RunFacts
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Screen:
-    """Where and how a run is shown; if `compact`, as one updating line."""
+    """Where a run is shown."""
 
     console: Console
     facts: RunFacts
-    compact: bool = False
 
     def shown(self, figures: LiveFigures) -> LiveView:
         """Return the view of the run with these figures."""
-        return LiveView(self.console, self.facts, figures, compact=self.compact)
+        return LiveView(self.console, self.facts, figures)
 
 
-def screen_of(
-    setup: Setup, console: Console, *, title: str, where: str = "", compact: bool = False
-) -> Screen:
+def screen_of(setup: Setup, console: Console, *, title: str, where: str = "") -> Screen:
     """Return the screen for the run that `setup` describes."""
     facts = RunFacts(
         title=title,
@@ -35,4 +32,4 @@ def screen_of(
         batch_units=setup.config.batch_units,
         modelled=setup.clock == "virtual",
     )
-    return Screen(console=console, facts=facts, compact=compact)
+    return Screen(console=console, facts=facts)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 
 from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.simulation import FrontierPoint
-from aprilsched.simulation.side_by_side import spread_of_steps
+from aprilsched.simulation.side_by_side import PolicyRow
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -70,32 +70,22 @@ def run_table(summary: RunSummary) -> Table:
     return table
 
 
-def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
+def comparison_table(rows: Sequence[PolicyRow], burn_in: int) -> Table:
     """Return a table with one row per policy, for the steady state."""
-    burn_in = max((s.steady_state.burn_in for s in summaries.values()), default=0)
-    table = Table(title=f"steady state, after the first {burn_in} batches")
-    table.add_column("policy", overflow="fold")
-    for name in (
-        "tokens/s",
-        "efficiency",
-        "off-policy",
-        "age, oldest",
-        "step, s",
-        "p10 to p90",
-    ):
-        # A spread on two lines would look like two figures.
-        table.add_column(name, justify="right", no_wrap=name == "p10 to p90")
-    for policy, summary in summaries.items():
-        steady, spread = summary.steady_state, spread_of_steps(summary)
-        steps = summary.steady_steps_s
+    seeds = rows[0].seeds
+    title = f"steady state, after the first {burn_in} batches{_means(seeds)}"
+    table = Table("policy", title=title)
+    table.columns[0].overflow = "fold"
+    for name in ("tokens/s", "staleness", "oldest", "off-policy", "step, s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
         table.add_row(
-            policy,
-            number(steady.delivered_tokens_per_s),
-            percent(steady.efficiency),
-            percent(steady.off_policy_token_share),
-            f"{number(steady.staleness_mean, 2)}, {steady.staleness_max}",
-            number(sum(steps) / len(steps) if steps else None, 1),
-            "-" if spread is None else f"{spread[0]:.1f} to {spread[1]:.1f}",
+            row.policy,
+            _ranged(row.delivered_tokens_per_s, row.delivered_tokens_per_s_range, 0),
+            _ranged(row.staleness_mean, row.staleness_mean_range, 2),
+            number(row.staleness_max),
+            percent(row.off_policy_share),
+            number(row.step_s, 1),
         )
     return table
 
@@ -103,22 +93,25 @@ def comparison_table(summaries: Mapping[str, RunSummary]) -> Table:
 def frontier_table(points: Sequence[FrontierPoint]) -> Table:
     """Return a table with one row per arm."""
     seeds = points[0].seeds
-    more = f", means of {seeds} seeds ± half the range" if seeds > 1 else ""
-
-    def ranged(mean: float, limits: tuple[float, float], digits: int) -> str:
-        half = f" ± {number((limits[1] - limits[0]) / 2, digits)}" if seeds > 1 else ""
-        return number(mean, digits) + half
-
-    table = Table("arm", title=f"steady state{more}")
-    for name in ("tokens/s", "age", "oldest", "off-policy", "efficiency"):
+    table = Table("arm", title=f"steady state{_means(seeds)}")
+    for name in ("tokens/s", "staleness", "oldest", "off-policy", "efficiency"):
         table.add_column(name, justify="right", no_wrap=True)
     for point in points:
         table.add_row(
             point.arm,
-            ranged(point.tokens_per_s, point.tokens_per_s_range, 0),
-            ranged(point.age, point.age_range, 2),
+            _ranged(point.tokens_per_s, point.tokens_per_s_range if seeds > 1 else None, 0),
+            _ranged(point.age, point.age_range if seeds > 1 else None, 2),
             number(point.oldest),
             percent(point.off_policy_share),
             percent(point.efficiency),
         )
     return table
+
+
+def _means(seeds: int) -> str:
+    return f", means of {seeds} seeds ± half the range" if seeds > 1 else ""
+
+
+def _ranged(mean: float | None, limits: tuple[float, float] | None, digits: int) -> str:
+    half = "" if limits is None else f" ± {number((limits[1] - limits[0]) / 2, digits)}"
+    return number(mean, digits) + half

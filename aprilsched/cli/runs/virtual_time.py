@@ -6,8 +6,7 @@ from contextlib import ExitStack, suppress
 
 from aprilsched.cli.runs.config_file import as_toml
 from aprilsched.cli.runs.setup import Setup
-from aprilsched.cli.runs.showing import Screen
-from aprilsched.cli.runs.workload_limits import live_figures_of, summary_of
+from aprilsched.cli.runs.workload_limits import summary_of
 from aprilsched.errors import PromptsExhausted
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.observe.log import EventLog
@@ -20,7 +19,6 @@ from aprilsched.simulation.results import Measuring
 def simulate(
     setup: Setup,
     folder: RunFolder | None = None,
-    screen: Screen | None = None,
     *,
     costs: Costs | None = None,
 ) -> SimulationResult:
@@ -30,7 +28,6 @@ def simulate(
         setup: the parts of the run; its fleet and its publisher are modelled, not used. Prompts
             that raise PromptsExhausted end the run with the batches delivered so far.
         folder: run folder for its files; None writes no files.
-        screen: the display of the run; None shows nothing.
         costs: latencies of everything but the engines' steps; by default from the settings.
 
     Raises:
@@ -43,17 +40,10 @@ def simulate(
         folder.create(as_toml(setup.settings))
         events.start()
         listeners.append(events)
-    shown = None if screen is None else screen.shown(live_figures_of(setup, measuring.summary))
-    if shown is not None:
-        listeners += shown.listeners
     simulation = _simulation(setup, costs, listeners)
-    in_flight = simulation.state.in_flight
     with ExitStack() as stack:
         if events is not None:
             stack.callback(events.close)
-        if shown is not None:
-            shown.start(in_flight.counters, in_flight.ledger, batches=0)
-            stack.enter_context(shown)
         with suppress(PromptsExhausted), rare_collections():
             simulation.run()
     error = None if events is None else events.error
