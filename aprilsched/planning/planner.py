@@ -23,7 +23,6 @@ from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.core.lengths.observed import ObservedLengths
 from aprilsched.kernel.core.messages.commands import Plan
 from aprilsched.kernel.core.policies.schedule import Schedule
-from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.core.policies.tail_batching import TailBatching
 from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.planning.candidates import Space, candidates
@@ -125,7 +124,7 @@ class Planner:
             prompt_tokens=command.prompt_tokens,
             spare_tokens=command.spare_tokens,
             keeps_kv=config.cached_kv == "keep",
-            runs_out=BEHAVIOURS[config.straggler].called_back == "never",
+            runs_out=config.behaviour.called_back == "never",
             max_staleness=staleness.bound,
             restarts=restarts,
             pace=config.first_pace,

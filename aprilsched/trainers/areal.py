@@ -42,7 +42,6 @@ from aprilsched.agents.sessions import Session
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, MemberLost, MissingExtra, RefitError
 from aprilsched.fronts.blocking import RolloutScheduler
-from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.engines.refit import RefitFromGroup
 from aprilsched.kernel.shell import PromptQueue, Turn
@@ -542,10 +541,10 @@ class RolloutEngine:
             ConfigError: if requests would wait inside of the engines during a broadcast.
         """
         _check_meta(meta)
-        if BEHAVIOURS[self.settings.straggler].waits_inside:
+        if self.settings.behaviour.waits_inside:
             raise ConfigError(
                 "AReaL's broadcast aborts every request that an engine has, and "
-                f'straggler="{self.settings.straggler}" lets requests wait in it; set '
+                f'straggler="{self.settings.straggler_name}" lets requests wait in it; set '
                 'straggler="abort" or "run", or weight_update_mode=disk.'
             )
         engines = self._fleet.engines

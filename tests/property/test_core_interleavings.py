@@ -44,7 +44,7 @@ from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.schedule import Pace, Schedule
 from aprilsched.kernel.core.policies.staleness import StalenessRule
 from aprilsched.kernel.core.policies.stop import SingleSamples
-from aprilsched.kernel.core.policies.straggler import BEHAVIOURS, StragglerRule
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS, Behaviour, StragglerRule
 from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.kernel.core.state.admission import MAX_RETRY_AFTER_S
 from aprilsched.kernel.core.state.records import GENERATING
@@ -72,6 +72,17 @@ OPENED_AT = 0.001
 """By the driver's clock."""
 
 
+OWN_BEHAVIOURS = (
+    Behaviour(
+        name="abort and keep", kv=("keep",), waits_inside=False, called_back="always",
+        deferrable=True,
+    ),
+    Behaviour(name="wait for sleep", kv=("apart", "recompute"), waits_inside=False),
+    Behaviour(name="never back", kv=("keep",), waits_inside=True, called_back="never"),
+)  # fmt: skip
+"""Straggler rules that the package does not have."""
+
+
 class Interleavings(RuleBasedStateMachine):
     driver: Driver
     saves = False
@@ -81,7 +92,7 @@ class Interleavings(RuleBasedStateMachine):
     """Number of batches whose size is checked."""
 
     @initialize(
-        straggler=st.sampled_from(list(BEHAVIOURS)),
+        straggler=st.sampled_from([*BEHAVIOURS, *OWN_BEHAVIOURS]),
         pace=st.sampled_from(["synchronous", "asynchronous", "auto"]),
         refill=st.sampled_from(
             [
@@ -118,7 +129,7 @@ class Interleavings(RuleBasedStateMachine):
     )
     def open_run(
         self,
-        straggler: StragglerRule,
+        straggler: StragglerRule | Behaviour,
         pace: PaceRule,
         refill: RefillRule | Refill,
         placement: Placement,

@@ -169,7 +169,7 @@ SETTINGS = [
     and is_dataclass(kind)
     and fields(kind)
     and not isabstract(kind)
-    and kind is not config.Policies
+    and kind not in (config.Policies, config.PoolView, config.OpenGroups)
 ]
 
 

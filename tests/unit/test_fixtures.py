@@ -38,7 +38,8 @@ def test_a_trainer_gets_its_batch(start_sglang_server):
 
 
 def test_another_project_s_tests_have_servers_by_one_line(tmp_path: Path):
-    guide = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8").partition("## Without")[0]
+    guide = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    guide = guide.partition("### With pytest")[2].partition("### Without")[0]
     line, client, faulty = re.findall(r"^```python\n(.*?)^```", guide, flags=re.DOTALL | re.M)
     (tmp_path / "conftest.py").write_text(line)
     (tmp_path / "test_client.py").write_text(client + faulty)

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.config import Dispatch, Retries, SchedulerConfig
 from aprilsched.kernel.core.policies.staleness import Staleness
-from aprilsched.kernel.core.policies.stop import Groups, GroupSize
+from aprilsched.kernel.core.policies.stop import CompleteGroup, Groups
 from aprilsched.kernel.core.policies.tail_batching import OnDemand
 from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, PORT, check_settings
 from aprilsched.kernel.values.checks import request_fields
@@ -34,7 +34,7 @@ class Everything(Groups):
     name: ClassVar[str] = "everything"
     fixed_groups: ClassVar[bool] = False
 
-    def take(self, groups: Sequence[GroupSize]) -> int | None:
+    def take(self, groups: Sequence[CompleteGroup]) -> int | None:
         return len(groups) or None
 
 
@@ -163,8 +163,8 @@ def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> Scheduler
     """
     if not config.behaviour.waits_inside:
         raise ConfigError(
-            f'straggler="{config.straggler}" does not let requests wait inside a paused engine; a '
-            'gateway needs "retract" or "in_place".'
+            f'straggler="{config.straggler_name}" does not let requests wait inside a paused '
+            'engine; a gateway needs "retract" or "in_place".'
         )
     if config.max_staleness is not None:
         raise ConfigError(

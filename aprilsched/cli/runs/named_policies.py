@@ -7,22 +7,29 @@ named by its path in :class:`SchedulerConfig`, as in ``pool:refill.until=0.25``.
 An arm is a refill rule or a delivery, or both, with a ratio: ``wave@2``, ``pool@1.75``,
 ``samples:4@1.5`` (single samples with 4 siblings, from waves), ``samples:4+pool@1.5`` and
 ``samples:4@auto``.
+
+A name with a dot is an import path, ``my_rules.mine``: a function that changes a configuration as a
+preset does. It is imported only from a command line and never from a file of settings.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module  # noqa: TID251 (a name of the command line)
 from itertools import product
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias, cast
 
 from aprilsched.cli.runs.settings_tables import changed, config_of, path_names, table_of
 from aprilsched.config import SchedulerConfig
-from aprilsched.errors import ConfigError
+from aprilsched.errors import AprilschedError, ConfigError
 from aprilsched.kernel.core.policies.kinds import REFILLS
-from aprilsched.kernel.values.checks import nearest
+from aprilsched.kernel.values.checks import nearest, typed
 from aprilsched.planning.presets import PRESETS
+from aprilsched.simulation.virtual import checked_config
 
 Preset: TypeAlias = Callable[[SchedulerConfig], SchedulerConfig]
 
@@ -53,6 +60,7 @@ class Policy:
             ConfigError: if a value is wrong, or if two settings contradict each other.
         """
         config = self.preset(config)
+        checked_config(config)
         if not self.changes:
             return config
         table = changed(table_of(config), dict(self.changes))
@@ -107,6 +115,10 @@ def _expand(name: str, presets: Mapping[str, Preset]) -> list[Policy]:
     if "@" in name:
         return _arms(*name.split("@", 1))
     preset, *settings = name.split(":")
+    if "." in preset:
+        if settings:
+            raise ConfigError(f"{preset} takes no settings; set them in your function.")
+        return [Policy(name=preset, preset=_imported(preset))]
     if preset not in presets:
         near = nearest(preset, [*presets, *(f"{rule}@2" for rule in REFILLS), "samples:4@2"])
         raise ConfigError(f"{preset!r} is no policy; the nearest known one is {near}.")
@@ -119,6 +131,32 @@ def _expand(name: str, presets: Mapping[str, Preset]) -> list[Policy]:
         )
         for changes in product(*choices)
     ]
+
+
+def _imported(path: str) -> Preset:
+    """Return the function at an import path; modules in the working directory count too."""
+    module, _, name = path.rpartition(".")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found: Any = getattr(import_module(module), name)
+    except Exception as error:
+        raise ConfigError(
+            f"{path} must be the import path of a function, got {type(error).__name__}: {error}."
+        ) from error
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise ConfigError(f"{path} must be the import path of a function, got {typed(found)}.")
+
+    def preset(config: SchedulerConfig) -> SchedulerConfig:
+        try:
+            return cast("SchedulerConfig", found(config))
+        except AprilschedError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{path} raised {type(error).__name__}: {error}.") from error
+
+    return preset
 
 
 def _short(path: str, value: Any) -> str:

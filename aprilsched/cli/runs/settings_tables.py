@@ -46,6 +46,7 @@ def table_of(config: SchedulerConfig) -> dict[str, Any]:
     found = plain(config)
     found["stop"] = "groups" if policies.stop.name == "groups" else _named(policies.stop)
     found["refill"] = _named(policies.refill)
+    found["straggler"] = config.straggler_name
     if policies.staleness.bound is not None:
         found["max_staleness"] = plain(policies.staleness)
     else:

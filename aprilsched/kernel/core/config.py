@@ -208,11 +208,12 @@ class SchedulerConfig:
     objective: Objective = field(default_factory=Objective)
     """What over_provision="auto" maximizes: useful work per time of whole steps, with tokens
     discounted by their age."""
-    straggler: StragglerRule = "retract"
+    straggler: StragglerRule | Behaviour = "retract"
     """What happens to the rollouts that still generate when a batch is full: "retract" pauses them
     in the engine and recomputes their KV after a refit, "in_place" pauses them and keeps their KV,
     so that later tokens attend to stale keys, "abort" aborts them and sends them again, and "run"
-    lets them run to their end, so that no rollout has two versions."""
+    lets them run to their end, so that no rollout has two versions. A Behaviour is a rule of your
+    own."""
     pace: PaceRule = "synchronous"
     """"synchronous" pauses the engines from a full batch until the next one is requested;
     "asynchronous" keeps generating while the trainer trains, and pauses only for a refit; "auto"
@@ -309,6 +310,16 @@ class SchedulerConfig:
         return self.first_pace == "synchronous"
 
     @property
+    def _straggler(self) -> Behaviour:
+        rule = self.straggler
+        return rule if isinstance(rule, Behaviour) else BEHAVIOURS[rule]
+
+    @property
+    def straggler_name(self) -> str:
+        """Name of the straggler rule."""
+        return self._straggler.name
+
+    @property
     def behaviour(self) -> Behaviour:
         """The treatment of stragglers.
 
@@ -316,7 +327,7 @@ class SchedulerConfig:
         for all older tokens. So with companions of the context no request waits inside an engine
         for such a refit.
         """
-        behaviour = BEHAVIOURS[self.straggler]
+        behaviour = self._straggler
         recomputes = behaviour.waits_inside and self.cached_kv == "recompute"
         if recomputes and any(Companion.of(each).per == "context" for each in self.companions):
             return behaviour.called_back_first()
@@ -339,7 +350,7 @@ class SchedulerConfig:
     def cached_kv(self) -> CachedKV:
         """The treatment of cached KV at a refit, with "auto" resolved."""
         if self.kv_after_refit == "auto":
-            return BEHAVIOURS[self.straggler].kv[0]
+            return self._straggler.kv[0]
         return self.kv_after_refit
 
     @property
@@ -411,7 +422,7 @@ class SchedulerConfig:
         if self.cached_kv not in behaviour.kv:
             raise ConfigError(
                 f'kv_after_refit="{self.kv_after_refit}" is not possible with '
-                f'straggler="{self.straggler}"; choose one of {", ".join(behaviour.kv)}.'
+                f'straggler="{self.straggler_name}"; choose one of {", ".join(behaviour.kv)}.'
             )
         if isinstance(policies.stop, Groups) and policies.stop.amount != self.batch_groups:
             raise ConfigError(
@@ -428,15 +439,16 @@ class SchedulerConfig:
         if self.follow_weights and self.pace != "asynchronous" and behaviour.waits_inside:
             able = " or ".join(f'"{name}"' for name in rules_that(lambda b: not b.waits_inside))
             raise ConfigError(
-                f'straggler="{self.straggler}" with pace="{self.pace}" continues engines at each '
-                "batch, also those that somebody else has paused, so follow_weights=True is "
+                f'straggler="{self.straggler_name}" with pace="{self.pace}" continues engines at '
+                "each batch, also those that somebody else has paused, so follow_weights=True is "
                 f'refused; set pace="asynchronous", or straggler={able}.'
             )
         if self.dispatch.migrate and behaviour.called_back == "never":
             raise ConfigError(
                 "dispatch.migrate interrupts a response to move it, and new weights may come "
-                f'before it goes on, so it is refused with straggler="{self.straggler}", which '
-                "keeps each response to one version; leave migrate False, or set another straggler."
+                f'before it goes on, so it is refused with straggler="{self.straggler_name}", '
+                "which keeps each response to one version; leave migrate False, or set another "
+                "straggler."
             )
         if self.refit == "rolling":
             self._check_rolling()
@@ -444,7 +456,7 @@ class SchedulerConfig:
             able = " or ".join(f'"{name}"' for name in rules_that(lambda b: b.deferrable))
             raise ConfigError(
                 f'refill="{policies.refill.name}" defers the groups that it does not choose, which '
-                f'pace="{self.pace}" with straggler="{self.straggler}" cannot; set '
+                f'pace="{self.pace}" with straggler="{self.straggler_name}" cannot; set '
                 f'pace="synchronous" and straggler={able}.'
             )
         if policies.staleness.rule != "mask" and policies.staleness.bound is None:
@@ -484,7 +496,7 @@ class SchedulerConfig:
         if self.pace != "asynchronous" or self.straggler != "run":
             raise ConfigError(
                 f'refit="rolling" lets responses run on under their version, which '
-                f'pace="{self.pace}" with straggler="{self.straggler}" does not; set '
+                f'pace="{self.pace}" with straggler="{self.straggler_name}" does not; set '
                 'pace="asynchronous" and straggler="run".'
             )
         if self.automatic:

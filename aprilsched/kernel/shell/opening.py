@@ -144,7 +144,7 @@ def _check_engine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engin
     if behaviour.needs_spans and not exact:
         raise ConfigError(
             f"{engine.name} ({able.server}) cannot tell which version sampled a token, so "
-            f'straggler="{config.straggler}" would mix versions without a record; use '
+            f'straggler="{config.straggler_name}" would mix versions without a record; use '
             'straggler="abort", or set allow_inexact_versions.'
         )
     for companion in config.policies.companions:
@@ -167,7 +167,8 @@ def _check_engine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engin
     if behaviour.needs_flush_while_paused(config.cached_kv) and not able.flush_while_paused:
         raise ConfigError(
             f"{engine.name} ({able.server}) cannot flush its cache between pause and continue, so "
-            f'straggler="{config.straggler}" would continue with stale keys; use straggler="abort".'
+            f'straggler="{config.straggler_name}" would continue with stale keys; use '
+            'straggler="abort".'
         )
 
 

@@ -23,7 +23,7 @@ from aprilsched.kernel.values.bounds import AT_LEAST_1
 from aprilsched.kernel.values.checks import suggesting
 
 
-class GroupSize(Protocol):
+class CompleteGroup(Protocol):
     """A complete group as the rule sees it."""
 
     @property
@@ -32,7 +32,7 @@ class GroupSize(Protocol):
     def tokens(self) -> int: ...
 
 
-class Held(Protocol):
+class CompleteGroups(Protocol):
     """All complete groups as the rule sees them."""
 
     @property
@@ -69,14 +69,14 @@ class Stop(ABC):
         """
 
     @abstractmethod
-    def total(self, complete: Held) -> int:
+    def total(self, complete: CompleteGroups) -> int:
         """Return the total amount of the complete groups."""
 
     @abstractmethod
-    def measure(self, group: GroupSize) -> int:
+    def measure(self, group: CompleteGroup) -> int:
         """Return the amount of one complete group."""
 
-    def enough(self, complete: Held, *, batches: float = 1) -> bool:
+    def enough(self, complete: CompleteGroups, *, batches: float = 1) -> bool:
         """Return whether the complete groups are enough for this number of batches."""
         return self.total(complete) >= batches * self.amount
 
@@ -85,7 +85,7 @@ class Stop(ABC):
         # Guards against rounding up a whole number with an error in the last place.
         return max(1, math.ceil(self.amount / usual - 1e-9))
 
-    def as_groups(self, complete: Held, usual: float) -> int:
+    def as_groups(self, complete: CompleteGroups, usual: float) -> int:
         """Return the number of usual groups that are equivalent to the complete ones.
 
         It is smaller than the number that a batch takes if the complete groups are not enough for
@@ -93,7 +93,7 @@ class Stop(ABC):
         """
         return math.floor(self.total(complete) / usual + 1e-9)
 
-    def take(self, groups: Sequence[GroupSize]) -> int | None:
+    def take(self, groups: Sequence[CompleteGroup]) -> int | None:
         """Return how many of `groups`, from the first one on, make a batch; None if too few."""
         held = 0
         for count, group in enumerate(groups, 1):
@@ -120,16 +120,16 @@ class Groups(Stop):
     def batch_groups(self, usual: float) -> int:
         return self.amount
 
-    def as_groups(self, complete: Held, usual: float) -> int:
+    def as_groups(self, complete: CompleteGroups, usual: float) -> int:
         return len(complete)
 
-    def total(self, complete: Held) -> int:
+    def total(self, complete: CompleteGroups) -> int:
         return len(complete)
 
-    def enough(self, complete: Held, *, batches: float = 1) -> bool:
+    def enough(self, complete: CompleteGroups, *, batches: float = 1) -> bool:
         return len(complete) >= batches * self.amount
 
-    def measure(self, group: GroupSize) -> int:
+    def measure(self, group: CompleteGroup) -> int:
         return 1
 
 
@@ -144,10 +144,10 @@ class Samples(Stop):
     def usual_group(self, group_size: float, group_tokens: Callable[[], float | None]) -> float:
         return float(group_size)
 
-    def total(self, complete: Held) -> int:
+    def total(self, complete: CompleteGroups) -> int:
         return complete.samples
 
-    def measure(self, group: GroupSize) -> int:
+    def measure(self, group: CompleteGroup) -> int:
         return len(group.members)
 
 
@@ -172,8 +172,8 @@ class Tokens(Stop):
     ) -> float | None:
         return group_tokens()
 
-    def total(self, complete: Held) -> int:
+    def total(self, complete: CompleteGroups) -> int:
         return complete.tokens
 
-    def measure(self, group: GroupSize) -> int:
+    def measure(self, group: CompleteGroup) -> int:
         return group.tokens

@@ -3,7 +3,8 @@
 Each behaviour is one entry of :data:`BEHAVIOURS`. All code that depends on the behaviour reads that
 entry: the core (when engines are paused, what is aborted, what a refit or a sleep waits for), the
 configuration (what may happen to the cached KV), the check of the engines when a run starts, and
-the report. So a new behaviour is one entry here and one name in :data:`StragglerRule`.
+the report. So a new behaviour is one entry here and one name in :data:`StragglerRule`. One without
+an entry is used as a value, ``SchedulerConfig(straggler=Behaviour(...))``.
 
 ========  =============================================  ===========================
 rule      when a synchronous batch is full               at an update
@@ -22,18 +23,25 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal, TypeAlias
 
+from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.checks import suggesting
+
 StragglerRule: TypeAlias = Literal["retract", "in_place", "abort", "run"]
 
 CachedKV: TypeAlias = Literal["recompute", "keep", "apart"]
 
 
+@suggesting()
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Behaviour:
     """One treatment of stragglers, with all properties that the rest of the program needs.
 
-    Requests that are always aborted never wait inside an engine.
+    Raises:
+        ConfigError: if two properties contradict each other.
     """
 
+    name: str
+    """Name of the behaviour in errors and files."""
     kv: tuple[CachedKV, ...]
     """Possible treatments of the cached KV at a refit; "auto" means the first entry."""
     waits_inside: bool
@@ -48,6 +56,17 @@ class Behaviour:
     awaited."""
     deferrable: bool = False
     """Whether a rollout may be aborted and wait for several batches, as with length buckets."""
+
+    def __post_init__(self) -> None:
+        if not self.kv:
+            raise ConfigError("kv must name at least one treatment of the cached KV, got none.")
+        if self.waits_inside and self.called_back == "always":
+            raise ConfigError(
+                'called_back must not be "always" with waits_inside=True, because a request that '
+                "is always aborted never waits inside an engine; set one of them."
+            )
+        if self.waits_asleep and not self.waits_inside:
+            raise ConfigError("waits_asleep=True needs waits_inside=True; set both.")
 
     def pause_mode(self, kv: CachedKV) -> Literal["retract", "in_place"]:
         """Return how engines are paused around a refit.
@@ -83,6 +102,7 @@ class Behaviour:
 BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
     {
         "retract": Behaviour(
+            name="retract",
             # A retracted request finds its own older prefix in a cache that was not flushed.
             kv=("recompute",),
             waits_inside=True,
@@ -90,17 +110,20 @@ BEHAVIOURS: Mapping[StragglerRule, Behaviour] = MappingProxyType(
             deferrable=True,
         ),
         "in_place": Behaviour(
+            name="in_place",
             # Nothing can be flushed while requests keep their KV.
             kv=("keep", "apart"),
             waits_inside=True,
         ),
         "abort": Behaviour(
+            name="abort",
             kv=("recompute", "apart"),
             waits_inside=False,
             called_back="always",
             deferrable=True,
         ),
         "run": Behaviour(
+            name="run",
             kv=("recompute", "apart"),
             waits_inside=False,
             called_back="never",

@@ -173,7 +173,7 @@ def fitting(state: SchedulerState, schedule: Schedule) -> Schedule | str:
         pace = "asynchronous" if asynchronous else "synchronous"
         return (
             f'refill="{refill.name}" defers groups, which pace="{pace}" with '
-            f'straggler="{config.straggler}" and these settings cannot'
+            f'straggler="{config.straggler_name}" and these settings cannot'
         )
     return schedule
 
