@@ -29,61 +29,73 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path += [str(HERE), str(ROOT / "experiments" / "refit" / "gpu")]
 
-from model import QWEN3_30B_A3B, TINY, write_config  # noqa: E402
-from schedules import (  # noqa: E402
-    CLIP,
-    KV_TOKENS,
-    LISTS,
-    MAX_RUNNING,
-    SCALE,
-    SECONDS,
-    VOCABULARY,
-    Cell,
-    Meter,
-    figures,
-)
+from model import QWEN3_0_6B, QWEN3_4B, QWEN3_30B_A3B, TINY, write_config  # noqa: E402
+from schedules import LISTS, SERVERS, VOCABULARY, Cell, Meter, figures  # noqa: E402
+from schedules import Server as Kind  # noqa: E402
 
 from aprilsched import Batch, Prompt, Rollout, RolloutScheduler, SGLangFleet  # noqa: E402
 from aprilsched.planning import Planner  # noqa: E402
 
+SHAPES: dict[str, dict[str, Any]] = {
+    "mixture": QWEN3_30B_A3B, "half": {**QWEN3_30B_A3B, "num_hidden_layers": 24},
+    "dense": QWEN3_4B, "0.6B": QWEN3_0_6B,
+}  # fmt: skip
+
 
 class Server:
-    """One SGLang server with random weights, in a process group of its own."""
+    """One SGLang server with random weights, in a process group of its own.
 
-    def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        self.log = folder / "server.log"
+    Args:
+        folder: for its log and its model.
+        kind: its shape, its memory and how it reserves it.
+        gpu: the GPU that it has for itself or shares; None for the one that this process sees.
+        options: of the program.
+    """
+
+    def __init__(
+        self, folder: Path, kind: Kind, options: argparse.Namespace, gpu: str | None = None
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log, self.gpu, self.kind = folder / "server.log", gpu, kind
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = 20_000 + probe.getsockname()[1] % 10_000
         self.url = f"http://127.0.0.1:{port}"
         cpu = options.cpu
         settings = {
-            "--model-path": write_config(TINY if cpu else QWEN3_30B_A3B, folder / "model"),
+            "--model-path": write_config(TINY if cpu else SHAPES[kind.shape], folder / "model"),
             "--load-format": "dummy", "--host": "127.0.0.1", "--port": port,
             "--dtype": "float32" if cpu else "bfloat16", "--weight-version": "0",
             "--attention-backend": "torch_native" if cpu else "triton",
-            "--max-running-requests": MAX_RUNNING, "--stream-interval": 64,
-            "--max-total-tokens": 131_072 if cpu else KV_TOKENS,
+            "--max-running-requests": kind.max_running, "--stream-interval": 64,
+            "--max-total-tokens": 32_768 if cpu else kind.kv_tokens,
             "--mem-fraction-static": 0.3 if cpu else 0.87, "--random-seed": 1,
             "--decode-log-interval": 40,
         }  # fmt: skip
         flags = ["--skip-tokenizer-init", "--incremental-streaming-output"]
         flags += ["--skip-server-warmup"]
         command = [sys.executable, "-m", "sglang.launch_server"]
-        environment = {**os.environ, "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": str(CLIP)}
+        environment = {**os.environ, "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": str(kind.clip)}
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         if cpu:
             command = [options.server_python, str(ROOT / "tests/sglang/launch_cpu_server.py")]
             flags += ["--device", "cpu", "--disable-overlap-schedule"]
             environment.pop("PYTHONPATH", None)
         else:
             flags += ["--sampling-backend", "pytorch", "--grammar-backend", "none"]
-            flags += ["--cuda-graph-max-bs-decode", "512"]
+            flags += ["--cuda-graph-max-bs-decode", str(kind.max_running)]
             flags += ["--cuda-graph-backend-prefill", "disabled"]
         command += [str(part) for pair in settings.items() for part in pair] + flags
-        with self.log.open("wb") as log:
+        self._command, self._environment = command, environment
+        self.start()
+
+    def start(self) -> None:
+        """Start its process, also after :meth:`stop`, at the same address."""
+        with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-                env=environment, start_new_session=True,
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                env=self._environment, start_new_session=True,
             )  # fmt: skip
 
     def wait(self, seconds: float) -> None:
@@ -107,7 +119,7 @@ class Server:
 
     def warm_up(self, tokens: int) -> None:
         """Run every size of batch once, so that no cell pays for what is compiled at first use."""
-        for running in (1, 8, 64, 256, MAX_RUNNING):
+        for running in (1, 8, 64, 256, self.kind.max_running):
             self.call("/generate", input_ids=[[5, 6, 7] * 20] * running,
                       sampling_params={"max_new_tokens": tokens, "ignore_eos": True})  # fmt: skip
 
@@ -126,8 +138,9 @@ class Server:
                 time.sleep(0.1)
         self.call("/update_weight_version", new_version="0", abort_all_requests=True)
 
-    def stop(self) -> None:
-        for kind in (signal.SIGTERM, signal.SIGKILL):
+    def stop(self, *signals: signal.Signals) -> None:
+        """End its process group, by SIGTERM and then SIGKILL unless others are named."""
+        for kind in signals or (signal.SIGTERM, signal.SIGKILL):
             try:
                 os.killpg(self._process.pid, kind)
                 self._process.wait(10)
@@ -173,34 +186,39 @@ def rewarded(rollout: Rollout, prompt: Prompt) -> float:
     return 0.0
 
 
-async def drive(cell: Cell, server: Server, options: argparse.Namespace, meter: Meter) -> Checks:
+async def drive(
+    cell: Cell, urls: Sequence[str], options: argparse.Namespace, meter: Meter, publisher: Any
+) -> Checks:
     """Take the cell's batches, with an update after each and no trainer."""
-    cpu = options.cpu
-    model = TINY if cpu else QWEN3_30B_A3B
+    cpu, server = options.cpu, SERVERS[cell.server]
+    model = TINY if cpu else SHAPES[server.shape]
     checks = Checks(frozenset((model["eos_token_id"], model["bos_token_id"])))
     prompts = cell.workload(model["vocab_size"] if cpu else VOCABULARY, options.scale)
     # The planner of a run learns the step times.
     async with RolloutScheduler(
-        SGLangFleet([server.url], stream_interval=64), prompts, reward=rewarded,
-        config=cell.config, planner=Planner(max_running=MAX_RUNNING), listeners=[meter],
+        SGLangFleet(urls, stream_interval=64), prompts, reward=rewarded, config=cell.config,
+        planner=Planner(max_running=server.max_running), listeners=[meter],
     ) as rollouts:  # fmt: skip
         started_at = time.monotonic()
         async with asyncio.timeout(options.until - time.time()):
-            while cell.continues(len(meter.ends), time.monotonic() - started_at, options.seconds):
+            limit = options.seconds or cell.seconds
+            while cell.continues(len(meter.ends), time.monotonic() - started_at, limit):
                 batch = await rollouts.next_batch()
                 checks.take(batch)
-                await rollouts.update_weights(Labels())
+                await rollouts.update_weights(publisher)
     return checks
 
 
-async def measured(cell: Cell, server: Server, options: argparse.Namespace) -> dict[str, Any]:
+async def measured(
+    cell: Cell, urls: Sequence[str], options: argparse.Namespace, publisher: Any = None
+) -> dict[str, Any]:
     """One cell, or the part of it that was measured until the time ended."""
     meter: Meter | None = None
     error, wrong = "", dict[str, int]()
     started_at, cpu_s = time.time(), time.process_time()
     try:
         meter = Meter(cell)
-        wrong = (await drive(cell, server, options, meter)).found
+        wrong = (await drive(cell, urls, options, meter, publisher or Labels())).found
     except TimeoutError:
         error = "the time ended"
     except Exception as found:
@@ -211,7 +229,7 @@ async def measured(cell: Cell, server: Server, options: argparse.Namespace) -> d
         "seconds": round(time.time() - started_at, 2),
         "cpu_s": round(time.process_time() - cpu_s, 2),
         "schedule": meter.chosen[-1] if meter and meter.chosen else "",
-        "batches": meter.rows() if meter else [],
+        "events": meter.events if meter else [], "batches": meter.rows() if meter else [],
     }  # fmt: skip
 
 
@@ -225,52 +243,86 @@ def note(path: Path, **line: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def run(options: argparse.Namespace, server: Server) -> None:
-    """Measure each cell that is not in the results."""
+def show(line: dict[str, Any]) -> None:
+    """Print a cell's figures in one line."""
+    rows = line["batches"][Cell.of(line["cell"]).burn_in :]
+    found = figures(rows) if rows else {}
+    shown = {key: round(found[key], 2) for key in ("generated_s", "age") if key in found}
+    print(
+        f"{line['cell']}: {len(rows)} batches, {shown} {line['wrong']} {line['error']}", flush=True
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure each cell that is not in the results, on a server of its kind."""
     results = options.out / "cells.jsonl"
     done = {line["cell"] for line in known(results) if "cell" in line and not line["error"]}
     number, _, names = options.list.partition("=")
-    for name in names.split(",") if names else LISTS[int(number)]:
-        left = options.until - time.time()
-        if name in done or left < min(options.seconds, 45.0):
-            print(f"{name}: {'measured' if name in done else f'{left:.0f} s left'}", flush=True)
-            continue
-        cell = Cell.of(name)
-        server.reset()
-        line = asyncio.run(measured(cell, server, options))
-        note(results, **line, code=options.code, gpu=options.gpu)
-        rows = line["batches"][cell.burn_in :]
-        found = figures(rows) if rows else {}
-        shown = {key: round(found[key], 2) for key in ("generated_s", "age") if key in found}
-        print(f"{name}: {len(rows)} batches, {shown} {line['wrong']} {line['error']}", flush=True)
+    running: tuple[str, Server] | None = None
+    try:
+        for name in names.split(",") if names else LISTS[int(number)]:
+            cell = Cell.of(name)
+            is_up = running is not None and running[0] == cell.server
+            left = options.until - time.time() - (0 if is_up else BOOT_SECONDS)
+            if name in done or left < min(options.seconds or cell.seconds, 45.0):
+                print(f"{name}: {'measured' if name in done else f'{left:.0f} s left'}", flush=True)
+                continue
+            if running is None or running[0] != cell.server:
+                if running is not None:
+                    running[1].stop()
+                running = cell.server, booted(options, cell.server)
+            running[1].reset()
+            line = asyncio.run(measured(cell, [running[1].url], options))
+            note(results, **line, code=options.code, gpu=options.gpu)
+            show(line)
+    finally:
+        if running is not None:
+            running[1].stop()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+BOOT_SECONDS = 60.0
+"""At least, of a server of another kind."""
+
+
+def booted(options: argparse.Namespace, kind: str) -> Server:
+    """Start a server and wait until it generates at full speed."""
+    started_at = time.time()
+    server = Server(options.out / kind, SERVERS[kind], options)
+    try:
+        server.wait(max(1.0, min(400.0, options.until - started_at)))
+        boot_s = time.time() - started_at
+        server.warm_up(2 if options.cpu else 60)
+    except BaseException:
+        server.stop()
+        raise
+    note(options.out / "cells.jsonl", boot_s=boot_s, kind=kind,
+         warm_s=time.time() - started_at - boot_s)  # fmt: skip
+    print(f"{kind}: up after {boot_s:.0f} s", flush=True)
+    return server
+
+
+def arguments(**more: Any) -> argparse.ArgumentParser:
+    """The options of every program here."""
+    parser = argparse.ArgumentParser(**more)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--list", required=True, help="NUMBER of LISTS, or NUMBER=ARM:sSEED,…")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of a cell")
+    parser.add_argument("--seconds", type=float, help="of a cell, in the place of its own")
     parser.add_argument(
         "--until", type=float, default=time.time() + 86_400, help="Unix time of the end"
     )
     parser.add_argument("--code", default="", help="commit of the code, for the results")
     parser.add_argument("--gpu", default="", help="name of the GPU, for the results")
-    parser.add_argument("--scale", type=float, default=SCALE, help="of lengths and their limit")
+    parser.add_argument("--scale", type=float, help="of lengths and their limit")
     parser.add_argument("--cpu", action="store_true", help="a tiny server, without a GPU")
     parser.add_argument("--server-python", help="its Python")
+    return parser
+
+
+def main() -> None:
+    parser = arguments(description=__doc__)
+    parser.add_argument("--list", required=True, help="NUMBER of LISTS, or NUMBER=ARM:sSEED,…")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    started_at = time.time()
-    server = Server(options.out, options)
-    try:
-        server.wait(400)
-        booted = time.time() - started_at
-        server.warm_up(2 if options.cpu else 60)
-        note(options.out / "cells.jsonl", boot_s=booted, warm_s=time.time() - started_at - booted)
-        print(f"up after {booted:.0f} s", flush=True)
-        run(options, server)
-    finally:
-        server.stop()
+    run(options)
 
 
 if __name__ == "__main__":

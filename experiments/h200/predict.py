@@ -13,7 +13,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
-from schedules import LISTS, Cell, figures, simulated
+from schedules import LISTS, Cell, figures, fleets, simulated
 
 from aprilsched.errors import ConfigError
 
@@ -25,13 +25,13 @@ def main() -> None:
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True,
                          check=True, cwd=HERE)  # fmt: skip
-    for name in sys.argv[1:] or chain(*LISTS):
-        if name in known:
-            continue
+    for name in sys.argv[1:] or chain(*LISTS, *fleets(2)):
         cell = Cell.of(name)
+        if name in known or cell.arm.endswith(("weights", "killed")):
+            continue
         try:
             row = figures(simulated(cell)[cell.burn_in :])
-        except ConfigError as error:
+        except (ConfigError, TypeError) as error:
             print(f"{name}: {error}", flush=True)
             continue
         known[name] = {key: round(value, 4) for key, value in row.items()}

@@ -1,9 +1,10 @@
 """The arms, the workload and the measurement of experiments/h200, real and simulated alike.
 
-A cell is ``ARM:sSEED``, for example ``samples@2.0:s0``. Responses end at stop tokens, as those of a
-trained model do, and every request has the same limit. A model with random weights gives each token
-about the same probability, so a set of m stop tokens ends a response with probability m / V at each
-step: lengths are exponential with the mean V / m, which differs by group.
+A cell is ``ARM:sSEED``, for example ``samples@2.0:s0``, on one server. On several it is
+``ENGINESxGROUPS:ARM:sSEED``, with batches of GROUPS groups (engines.md). Responses end at stop
+tokens, as those of a trained model do, and every request has the same limit. A model with random
+weights gives each token about the same probability, so a set of m stop tokens ends a response with
+probability m / V at each step: lengths are exponential with the mean V / m, which differs by group.
 
 Everything that counts tokens has a quarter of its usual size (:data:`SCALE`): lengths, the limit,
 the KV pool, and the part of a limit that SGLang reserves. A batch then takes a sixth of the time,
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +28,7 @@ from aprilsched.kernel.core.messages import facts
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.presets import PRESETS
-from aprilsched.planning.step_times.model import StepTimeModel
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation import Costs, Simulation, rare_collections
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.types import Prompt, SamplingParams
@@ -61,6 +63,13 @@ AUTO_BURN_IN = 6
 """Those of automatic schedules, which learn the lengths too."""
 SECONDS = 75.0
 """After them a cell takes no further batch."""
+LONG_SECONDS = 150.0
+"""Those of schedules whose tokens still became older after :data:`SECONDS`, from seed 1 on."""
+LONG = {"auto", "pool@1.75", "pool@1.75:clip", "pool@1.75:slices"}
+FLEET_SECONDS = 36.0
+"""Those of a cell of :func:`fleets`, whose lengths have half of the size (:attr:`Cell.scale`)."""
+KILLED_SECONDS = 130.0
+"""Those of a cell in which an engine is killed and started again."""
 
 Change = Callable[[SchedulerConfig], SchedulerConfig]
 
@@ -73,8 +82,50 @@ def _pool(config: SchedulerConfig) -> SchedulerConfig:
     return replace(config, over_provision=1.75, refill=Pool(together=4))
 
 
+def _sliced(config: SchedulerConfig) -> SchedulerConfig:
+    settings: dict[str, Any] = {"slice_tokens": round(256 * SCALE)}
+    return replace(_pool(config), **settings)
+
+
 def _auto(config: SchedulerConfig, **more: Any) -> SchedulerConfig:
     return replace(PRESETS["auto"](config), **more)
+
+
+def _running(config: SchedulerConfig, **more: Any) -> SchedulerConfig:
+    return replace(config, over_provision=2.0, refill="pool", pace="asynchronous", **more)
+
+
+class Server(NamedTuple):
+    """A kind of server."""
+
+    shape: str = "mixture"
+    """Name of the shape in cells.py."""
+    model: StepTimeModel = MODEL
+    kv_tokens: int = KV_TOKENS
+    clip: int = CLIP
+    max_running: int = MAX_RUNNING
+
+
+SERVERS = {
+    "mixture": Server(),
+    # 256 tokens in full size
+    "clip": Server(clip=round(256 * SCALE)),
+    "dense": Server(shape="dense", model=H200_QWEN3_4B),
+    # Two of them take turns on one GPU, so that a step of each takes as long as one of all layers.
+    "half": Server(
+        shape="half", kv_tokens=KV_TOKENS // 4, clip=CLIP // 2, max_running=MAX_RUNNING // 2
+    ),
+}
+"""The servers: one for each GPU, with "half" of the layers and half of the lengths two."""
+
+
+class Arm(NamedTuple):
+    """An arm: its title, what it changes, its treatment of KV, and its server."""
+
+    title: str
+    change: Change
+    kept: dict[str, Any]
+    server: str = "mixture"
 
 
 _SAMPLES: dict[str, Any] = {"delivery": "samples", "siblings": 4}
@@ -96,32 +147,75 @@ _ARMS: dict[str, tuple[str, Change]] = {
     "auto@4": ("groups, auto, max_staleness=4", partial(_auto, max_staleness=4)),
     "auto-samples": ("samples, auto", partial(_auto, **_SAMPLES)),
 }
-ARMS: dict[str, tuple[str, Change, dict[str, Any]]] = {
-    **{name: (title, change, _KEPT) for name, (title, change) in _ARMS.items()},
+ARMS: dict[str, Arm] = {
+    **{name: Arm(title, change, _KEPT) for name, (title, change) in _ARMS.items()},
     **{
-        f"{name}:recompute": (f"{_ARMS[name][0]}, recompute", _ARMS[name][1], _BACK)
+        f"{name}:recompute": Arm(f"{_ARMS[name][0]}, recompute", _ARMS[name][1], _BACK)
         for name in ("wave@2.0", "samples@2.0", "samples@1.5", "wave@3.5")
     },
+    **{
+        f"{name}:clip": Arm(f"{_ARMS[name][0]}, clip 64", _ARMS[name][1], _KEPT, "clip")
+        for name in ("wave@2.0", "pool@1.75")
+    },
+    "pool@1.75:slices": Arm("groups, pool 1.75, slices", _sliced, _KEPT),
+    **{
+        f"{name}:dense": Arm(f"{_ARMS[name][0]}, dense", _ARMS[name][1], _KEPT, "dense")
+        for name in ("sync", "wave@2.0", "samples@2.0", "auto-samples")
+    },
+    "together@2.0": Arm("groups, pool 2.0, refits together", _running, _BACK),
+    "rolling@2.0": Arm(
+        "groups, pool 2.0, rolling refits",
+        partial(_running, refit="rolling"),
+        {"straggler": "run"},
+    ),
+    "wave@2.0:weights": Arm("groups, wave 2.0 (APRIL), weights", _wave(2.0), _KEPT),
+    "wave@2.0:killed": Arm("groups, wave 2.0 (APRIL), one engine killed", _wave(2.0), _KEPT),
 }
-"""Title, settings and treatment of KV of each arm. Samples have 4 siblings."""
+"""The arms. Samples have 4 siblings. In "weights" an update brings weights to the engines."""
 COMPARED = (
     ("samples@2.0", "wave@2.0"), ("auto-samples", "auto"), ("auto-samples", "sync"),
     ("auto", "wave@2.0"), ("pool@1.75", "auto"), ("samples@2.0:recompute", "wave@2.0:recompute"),
-    ("samples@2.0:recompute", "wave@3.5:recompute"),
+    ("samples@2.0:recompute", "wave@3.5:recompute"), ("pool@1.75:clip", "pool@1.75"),
+    ("pool@1.75:slices", "pool@1.75:clip"), ("wave@2.0:clip", "wave@2.0"),
+    ("samples@2.0:dense", "wave@2.0:dense"), ("auto-samples:dense", "sync:dense"),
 )  # fmt: skip
 """Arms of which the first is compared with the second."""
 LISTS = (
     (
-        "wave@2.0:s0", "samples@2.0:s0", "samples@1.5:s0", "wave@1.5:s0", "samples@2.5:s0",
-        "wave@3.0:s0", "wave@3.5:s0", "wave@2.0:s1", "samples@2.0:s1",
+        "wave@2.0:s1", "samples@2.0:s1", "samples@1.5:s1", "wave@3.5:s1", "samples@2.5:s0",
+        "auto@4:s0", "wave@3.0:s0", "wave@1.5:s0", "sync:dense:s0", "auto-samples:dense:s0",
+        "wave@2.0:dense:s0", "samples@2.0:dense:s0",
     ),
     (
-        "auto:s0", "auto-samples:s0", "sync:s0", "wave@2.0:recompute:s0",
-        "samples@2.0:recompute:s0", "pool@1.75:s0", "auto@4:s0", "samples@1.5:recompute:s0",
-        "wave@3.5:recompute:s0",
+        "auto-samples:s1", "sync:s1", "auto:s1", "pool@1.75:s1", "pool@1.75:clip:s1",
+        "wave@2.0:clip:s1", "samples@2.0:recompute:s0", "samples@1.5:recompute:s0",
+        "wave@3.5:recompute:s0", "pool@1.75:slices:s1",
     ),
 )  # fmt: skip
 """The cells of each GPU, in order. Arms that are compared run on the same one."""
+FLEET_ARMS = ("wave@2.0", "samples@2.0", "auto-samples", "auto")
+
+
+def fleets(gpus: int) -> list[list[str]]:
+    """Lists of cells with several engines: for the engines of each GPU, and for all of them.
+
+    Every engine has 16 groups of a batch, except where the batch is that of one GPU ("strong").
+    """
+    each = engines_of_a_gpu(gpus)
+    alone = [f"{each}x{16 * each}:{arm}:s0" for arm in FLEET_ARMS]
+    every, engines = f"{each * gpus}x{16 * each * gpus}", each * gpus
+    whole = [f"{every}:{arm}:s0" for arm in FLEET_ARMS] if gpus > 1 else []
+    strong = [f"{engines}x{16 * each}:{arm}:s0" for arm in FLEET_ARMS[:2]] if gpus > 1 else []
+    others = ("wave@2.0:killed", "together@2.0", "rolling@2.0", "wave@2.0:weights")
+    return [
+        *(alone[gpu::gpus] for gpu in range(gpus)),
+        [*whole, *strong, *(f"{every}:{arm}:s0" for arm in others)],
+    ]
+
+
+def engines_of_a_gpu(gpus: int) -> int:
+    """Return how many engines share a GPU: two, unless there are four GPUs."""
+    return 2 if gpus < 4 else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,37 +225,69 @@ class Cell:
     name: str
     arm: str
     seed: int
+    engines: int = 1
+    groups: int = GROUPS
+    """Of a batch."""
+    is_fleet: bool = False
+    """It is one of :func:`fleets`."""
 
     @classmethod
     def of(cls, name: str) -> Cell:
-        arm, _, seed = name.rpartition(":s")
-        if arm not in ARMS or not seed.isdecimal():
-            raise ValueError(f"{name} must be ARM:sSEED with an arm of {', '.join(ARMS)}")
-        return cls(name=name, arm=arm, seed=int(seed))
+        found = re.fullmatch(r"(?:(\d+)x(\d+):)?(.+):s(\d+)", name)
+        if found is None or found[3] not in ARMS:
+            raise ValueError(f"{name} must be [ENGINESxGROUPS:]ARM:sSEED, ARM of {', '.join(ARMS)}")
+        return cls(
+            name=name, arm=found[3], seed=int(found[4]), engines=int(found[1] or 1),
+            groups=int(found[2] or GROUPS), is_fleet=found[1] is not None,
+        )  # fmt: skip
+
+    @property
+    def title(self) -> str:
+        return ARMS[self.arm].title + (f", seed {self.seed}" if self.seed else "")
 
     @property
     def config(self) -> SchedulerConfig:
-        _, change, kept = ARMS[self.arm]
-        return change(SchedulerConfig(batch_groups=GROUPS, group_size=SIZE, **kept))
+        arm = ARMS[self.arm]
+        return arm.change(SchedulerConfig(batch_groups=self.groups, group_size=SIZE, **arm.kept))
+
+    @property
+    def server(self) -> str:
+        """The kind of its servers."""
+        return ARMS[self.arm].server if not self.is_fleet else "half"
+
+    @property
+    def scale(self) -> float:
+        """The scale of the lengths and their limit."""
+        return SCALE / 2 if self.is_fleet else SCALE
 
     @property
     def burn_in(self) -> int:
         """Number of batches that are not counted."""
-        if self.arm == "sync":  # Nothing is carried from one batch into the next.
+        if self.arm.startswith("sync"):  # Nothing is carried from one batch into the next.
             return 0
         return AUTO_BURN_IN if self.arm.startswith("auto") else BURN_IN
+
+    @property
+    def seconds(self) -> float:
+        """After them it takes no further batch."""
+        if self.is_fleet:
+            return KILLED_SECONDS if self.arm.endswith("killed") else FLEET_SECONDS
+        return LONG_SECONDS if self.arm in LONG and self.seed else SECONDS
 
     def continues(self, batches: int, seconds: float, limit: float) -> bool:
         """Return whether another batch is taken after `batches` that took `seconds`."""
         return seconds < limit or batches < self.burn_in + 2
 
-    def workload(self, vocabulary: int = VOCABULARY, scale: float = SCALE) -> Iterator[Prompt]:
+    def workload(
+        self, vocabulary: int = VOCABULARY, scale: float | None = None
+    ) -> Iterator[Prompt]:
         """Prompts with the stop tokens of their group.
 
         Args:
             vocabulary: size of the server's vocabulary.
-            scale: of the lengths and the limit.
+            scale: of the lengths and the limit; None for the cell's.
         """
+        scale = self.scale if scale is None else scale
         rng = random.Random(self.seed)
         group = 0
         while True:
@@ -182,6 +308,9 @@ class Meter:
 
     def __init__(self, cell: Cell) -> None:
         self.summary = Summary(trainer_waits=cell.config.first_pace == "synchronous")
+        self.cap = round(6000 * cell.scale)
+        self.events: list[tuple[float, str]] = []
+        """Seconds from the first batch's start, and what became of an engine or a group."""
         self.ends: list[float] = []
         self.chosen: list[str] = []
         """The automatic schedules."""
@@ -203,6 +332,9 @@ class Meter:
                 self._arrived = 0
             elif isinstance(fact, facts.ScheduleChanged):
                 self.chosen.append(str(fact.schedule))
+            elif isinstance(fact, facts.EngineLost | facts.EngineAdmitted | facts.GroupDropped):
+                at = now - (now if self._first is None else self._first)
+                self.events.append((round(at, 2), type(fact).__name__))
 
     def rows(self) -> list[dict[str, Any]]:
         """The figures of each batch whose update is over."""
@@ -216,7 +348,7 @@ class Meter:
             rows.append({
                 "step_s": round(end - before, 4), "tokens": found.tokens, "generated": arrived,
                 "responses": len(batch.lengths),
-                "capped": sum(bool(length >= CAP) for length in batch.lengths),
+                "capped": sum(bool(length >= self.cap) for length in batch.lengths),
                 "off_policy": round(found.off_policy_token_share, 5),
                 "age": round(found.staleness_mean, 5), "oldest": found.staleness_max,
             })  # fmt: skip
@@ -242,22 +374,33 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def simulated(cell: Cell, model: StepTimeModel = MODEL) -> list[dict[str, Any]]:
+def simulated(
+    cell: Cell, model: StepTimeModel | None = None, batches: int | None = None
+) -> list[dict[str, Any]]:
     """Return the batches that the simulator expects of a cell, on its own prompts.
 
     The toy model's tokens are uniform too, so stop tokens end its responses by the same law.
+
+    Args:
+        cell: the cell.
+        model: step times; None for those that are known beforehand.
+        batches: number of batches; None for those that the cell's seconds have room for.
     """
+    server = SERVERS[cell.server]
+    model = model or server.model
     meter = Meter(cell)
+    most = batches or MOST_BATCHES * (1 + (cell.seconds == LONG_SECONDS))
     simulation = Simulation(
-        cell.config, cell.workload(), batches=MOST_BATCHES, listeners=[meter],
-        engine=SimConfig(timing=model, max_running=MAX_RUNNING, kv_tokens=KV_TOKENS,
-                         reserve_clip=CLIP, vocab_size=VOCABULARY),
+        cell.config, cell.workload(), batches=most, listeners=[meter],
+        engines=cell.engines,
+        engine=SimConfig(timing=model, max_running=server.max_running, kv_tokens=server.kv_tokens,
+                         reserve_clip=server.clip, vocab_size=VOCABULARY),
         costs=Costs(refit_seconds=REFIT_SECONDS),
-        planner=Planner(model, max_running=MAX_RUNNING, inline=True),
+        planner=Planner(model, max_running=server.max_running, inline=True),
     )  # fmt: skip
     with rare_collections():
         simulation.run()
     rows = meter.rows()
     ends = [sum(row["step_s"] for row in rows[: n + 1]) for n in range(len(rows))]
-    taken = 1 + sum(cell.continues(n + 1, end, SECONDS) for n, end in enumerate(ends))
-    return rows[:taken]
+    taken = 1 + sum(cell.continues(n + 1, end, cell.seconds) for n, end in enumerate(ends))
+    return rows[: batches or taken]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 __all__ = [
+    "QWEN3_0_6B",
     "QWEN3_4B",
     "QWEN3_8B",
     "QWEN3_30B_A3B",
@@ -73,6 +74,14 @@ QWEN3_30B_A3B: dict[str, Any] = {
     "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }
+QWEN3_0_6B: dict[str, Any] = {
+    **QWEN3_4B,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_window_layers": 28,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+}
 TINY: dict[str, Any] = {
     **QWEN3_4B,
     "bos_token_id": 1,
@@ -106,9 +115,14 @@ def shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{at}.self_attn.o_proj.weight", (hidden, queries)
         yield f"{at}.self_attn.q_norm.weight", (head,)
         yield f"{at}.self_attn.k_norm.weight", (head,)
-        yield f"{at}.mlp.gate_proj.weight", (inner, hidden)
-        yield f"{at}.mlp.up_proj.weight", (inner, hidden)
-        yield f"{at}.mlp.down_proj.weight", (hidden, inner)
+        experts = config.get("num_experts", 0)
+        if experts:
+            yield f"{at}.mlp.gate.weight", (experts, hidden)
+        width = config["moe_intermediate_size"] if experts else inner
+        for of in [f"experts.{expert}." for expert in range(experts)] or [""]:
+            yield f"{at}.mlp.{of}gate_proj.weight", (width, hidden)
+            yield f"{at}.mlp.{of}up_proj.weight", (width, hidden)
+            yield f"{at}.mlp.{of}down_proj.weight", (hidden, width)
         yield f"{at}.input_layernorm.weight", (hidden,)
         yield f"{at}.post_attention_layernorm.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
