@@ -1,11 +1,12 @@
 """Makes frontier.json, the tables of README.md and the picture from the measured cells.
 
-    python experiments/h200/analysis.py [FOLDER]
+    python experiments/h200/analysis.py [FOLDER MACHINE]
 
-FOLDER has the files of run.sh: cells-N.jsonl and steps-N.txt.gz of each GPU. Without one, the
-tables and the picture are made from frontier.json again, and from the predictions alone if nothing
-was measured. Intervals are from the 5th to the 95th percentile of 10,000 bootstrap samples of the
-counted batches, drawn in blocks of two that follow each other.
+FOLDER has the files of run.sh: cells-N.jsonl and steps-N-KIND.txt.gz of each GPU. Its cells come to
+those of frontier.json, in the place of cells of the same name; MACHINE is its letter in the table.
+Without a folder the tables and the picture are made from frontier.json again. Intervals are from
+the 5th to the 95th percentile of 10,000 bootstrap samples of the counted batches, drawn in blocks
+of two that follow each other.
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ def interval(rows: list[dict[str, Any]]) -> list[float]:
     return np.quantile(tokens[drawn].sum(1) / seconds[drawn].sum(1), [0.05, 0.95]).tolist()
 
 
-def collected(folder: Path) -> dict[str, Any]:
-    """Return everything that the README shows of the files of a run."""
-    cells: dict[str, Any] = {}
-    machines: dict[str, Any] = {}
-    failed: dict[str, str] = {}
+def collected(folder: Path, machine: str, found: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that the README shows, with what the files of another run have."""
+    cells, machines, failed = found["cells"], found["machines"], found["failed"]
     for path in sorted(folder.glob("cells-*.jsonl")):
-        gpu = path.stem.partition("-")[2]
-        machines[gpu] = own = fitted(folder / f"steps-{gpu}.txt.gz")
+        number = path.stem.partition("-")[2]
+        gpu = machine + number
         for line in map(json.loads, path.read_text().splitlines()):
             if "boot_s" in line:
-                own["boot_s"] = line["boot_s"]
+                own = fitted(folder / f"steps-{number}-{line['kind']}.txt.gz")
+                machines[f"{gpu} {line['kind']}"] = own | {"boot_s": line["boot_s"]}
                 continue
             cell = Cell.of(line["cell"])
+            own = machines[f"{gpu} {cell.server}"]
             rows = line.pop("batches")
             counted = rows[cell.burn_in :]
             if len(counted) < 2:
@@ -66,7 +67,7 @@ def collected(folder: Path) -> dict[str, Any]:
             since = {}
             if "model" in own:
                 own_model = StepTimeModel(**own["model"])
-                since = figures(simulated(cell, own_model)[cell.burn_in :])
+                since = figures(simulated(cell, own_model, len(rows))[cell.burn_in :])
             cells[cell.name] = {
                 **figures(counted), "interval": interval(counted), "gpu": gpu,
                 "simulated_since": since, "error": line["error"], "wrong": line["wrong"],
@@ -112,14 +113,14 @@ def rows_table(found: dict[str, Any], predicted: dict[str, Any]) -> str:
             "mean length"]  # fmt: skip
     lines = []
     order = {name: place for place, name in enumerate(ARMS)}
-    names = sorted({*predicted, *found["cells"]}, key=lambda n: (n[-1], order[Cell.of(n).arm]))
+    names = {name for name in (*predicted, *found["cells"]) if not Cell.of(name).is_fleet}
+    names = sorted(names, key=lambda name: (name[-1], order[Cell.of(name).arm]))
     for name in names:
         cell, row, expected = Cell.of(name), found["cells"].get(name), predicted.get(name)
-        title = ARMS[cell.arm][0] + (f", seed {cell.seed}" if cell.seed else "")
         spread = "" if row is None else " ({:,.0f} to {:,.0f})".format(*row["interval"])
         since = row["simulated_since"] if row else None
         lines.append([
-            title, row["gpu"] if row else "", row["batches"] if row else "",
+            cell.title, row["gpu"] if row else "", row["batches"] if row else "",
             shown(row, "generated_s") + spread, shown(expected, "generated_s"),
             shown(since, "generated_s"), shown(row, "delivered_s"), shown(row, "age"),
             shown(expected, "age"), row["oldest"] if row else "", shown(row, "off_policy"),
@@ -145,7 +146,9 @@ def compared_table(found: dict[str, Any], predicted: dict[str, Any]) -> str:
             ]  # fmt: skip
             gpus = {cell["gpu"] for cell in cells if cell}
             where = "" if not all(cells) else ("one" if len(gpus) == 1 else "two")
-            title = f"{ARMS[first][0]} against {ARMS[second][0]}" + (", seed 1" if seed else "")
+            title = f"{ARMS[first].title} against {ARMS[second].title}" + (
+                ", seed 1" if seed else ""
+            )
             lines.append([title, where, pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]])
     head = ["compared", "GPUs", "generated tokens/s", "predicted", "mean age", "predicted"]
     return table(head, lines)
@@ -163,7 +166,7 @@ def forecast(found: dict[str, Any], predicted: dict[str, Any], name: str, words:
     worst = max(errors, key=lambda cell: abs(errors[cell]))
     return (
         f"{words} within 4 % of the prediction: {near} of {len(errors)} cells. The largest error "
-        f"is {errors[worst] * 100:+.0f} % ({ARMS[Cell.of(worst).arm][0]})."
+        f"is {errors[worst] * 100:+.0f} % ({Cell.of(worst).title})."
     )
 
 
@@ -177,7 +180,8 @@ def markdown(found: dict[str, Any], predicted: dict[str, Any]) -> str:
         text.append(forecast(found, predicted, "age", "Mean age"))
         text.append(f"Responses that ended otherwise, were delivered twice or had other than 4 "
                     f"siblings: {wrong or 'none'}.")  # fmt: skip
-    if missing := sorted({name for names in LISTS for name in names} - {*found["cells"]}):
+    listed = {name for names in LISTS for name in names}
+    if missing := sorted((listed | {*found["failed"]}) - {*found["cells"]}):
         because = "; ".join(f"{name}: {found['failed'].get(name, 'not run')}" for name in missing)
         text.append(f"Not measured: {because}.")
     return "\n\n".join(text)
@@ -192,7 +196,10 @@ def picture(found: dict[str, Any], predicted: dict[str, Any], path: Path) -> Non
     axes = figure.subplots()
     cells = found["cells"]
     for name in sorted({*predicted, *cells}):
-        title, cell = ARMS[Cell.of(name).arm][0], Cell.of(name)
+        cell = Cell.of(name)
+        title = ARMS[cell.arm].title
+        if cell.is_fleet or cell.server == "dense":
+            continue
         kind, _, short = title.partition(", ")
         colour, open_marker = colours[kind], "recompute" in title
         row, expected = cells.get(name), predicted.get(name)
@@ -237,8 +244,8 @@ def loaded() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def main() -> None:
     if len(sys.argv) > 1:
-        text = json.dumps(collected(Path(sys.argv[1])), indent=1) + "\n"
-        (HERE / "frontier.json").write_text(text)
+        merged = collected(Path(sys.argv[1]), sys.argv[2], loaded()[0])
+        (HERE / "frontier.json").write_text(json.dumps(merged, indent=1) + "\n")
     found, predicted = loaded()
     text = markdown(found, predicted)
     print(text)

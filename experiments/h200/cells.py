@@ -63,7 +63,9 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         cpu = options.cpu
         settings = {
-            "--model-path": write_config(TINY if cpu else SHAPES[kind.shape], folder / "model"),
+            "--model-path": write_config(
+                TINY if cpu else SHAPES[kind.shape], folder.parent / f"model-{kind.shape}"
+            ),
             "--load-format": "dummy", "--host": "127.0.0.1", "--port": port,
             "--dtype": "float32" if cpu else "bfloat16", "--weight-version": "0",
             "--attention-backend": "torch_native" if cpu else "triton",
@@ -148,6 +150,10 @@ class Server:
                 continue
 
 
+RECOVERED_S = 20.0
+"""A cell in which an engine was killed ends so long after the engine has returned."""
+
+
 class Labels:
     """Publishes a new version that has the old weights: only its label goes to the engines."""
 
@@ -203,6 +209,8 @@ async def drive(
         async with asyncio.timeout(options.until - time.time()):
             limit = options.seconds or cell.seconds
             while cell.continues(len(meter.ends), time.monotonic() - started_at, limit):
+                if meter.has_recovered(RECOVERED_S):
+                    break
                 batch = await rollouts.next_batch()
                 checks.take(batch)
                 await rollouts.update_weights(publisher)

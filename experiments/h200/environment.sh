@@ -8,6 +8,8 @@ site=/tmp/site
     for part in .gpu/*.tar.xz; do tar -xJf "$part" -C $site & done
     wait
     for wheel in .gpu/wheels/*.whl; do python3 -m zipfile -e "$wheel" $site || exit 1; done
+    # Otherwise each process of each server compiles what it imports.
+    python3 -m compileall -q -j 0 $site > /tmp/compiled.txt
     touch $site/done
   fi
 ) 9> /tmp/unpacking || exit 1

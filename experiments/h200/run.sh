@@ -2,6 +2,7 @@
 # One call on a machine with GPUs and no network; see README.md. In the repository's root:
 #     run.sh SECONDS DIRECTORY GPU=CELLS…, for example 0=wave@2.0:s0,samples@2.0:s0 1=auto:s0
 # Without CELLS a GPU measures its list of schedules.py, for example: run.sh 570 $OUT 0 1
+# PROGRAM=engines.py and PROGRAM=trainer.py take the GPUs in one argument: run.sh 570 $OUT 0,1
 # It needs an SGLang 0.5.17 for this machine's Python and torch in .gpu/*.tar.xz, and may have more
 # in .gpu/wheels/. The cells continue when a call ends; the next call waits for them and copies their
 # results. LAST is the Unix time by which everything is over, CODE the commit for the results, and
@@ -11,7 +12,8 @@ set -uo pipefail
 until=$(($(date +%s) + $1)) out=$2
 shift 2
 code=$(cd "$(dirname "$0")/../.." && pwd)
-work=${WORK:-/dev/shm/h200}
+program=${PROGRAM:-cells.py}
+work=${WORK:-/dev/shm/${program%.py}}
 mkdir -p "$work" "$out"
 gpu=none
 if [ -z "${CPU:-}" ]; then
@@ -20,11 +22,12 @@ if [ -z "${CPU:-}" ]; then
 fi
 each=$(($(nproc --all) / $#)) place=0
 for list in "$@"; do
-  name=${list%%=*} first=$((place * each))
+  gpus=${list%%=*} first=$((place * each))
+  name=${gpus//,/-}
   place=$((place + 1))
   [ -e "$work/$name.pid" ] && continue
-  CUDA_VISIBLE_DEVICES=$name setsid taskset -c "$first-$((first + each - 1))" \
-    "${PYTHON:-python3}" "$code/experiments/h200/cells.py" --out "$work/$name" --list "$list" \
+  CUDA_VISIBLE_DEVICES=$gpus setsid taskset -c "$first-$((first + each - 1))" \
+    "${PYTHON:-python3}" "$code/experiments/h200/$program" --out "$work/$name" --list "$list" \
     --until "${LAST:-$until}" --code "${CODE:-}" --gpu "$gpu" \
     ${CPU:+--cpu --server-python "$CPU"} ${ARGUMENTS:-} >> "$work/$name.log" 2>&1 < /dev/null &
   echo $! > "$work/$name.pid"
@@ -36,11 +39,14 @@ running() {
 while [ "$(date +%s)" -lt "$until" ] && running; do
   sleep 1
 done
-for folder in "$work"/[0-9]; do
-  name=${folder##*/}
-  cp "$folder/cells.jsonl" "$out/cells-$name.jsonl"
-  grep -hE "Decode batch|Prefill batch" "$folder/server.log" | gzip -c > "$out/steps-$name.txt.gz"
+for folder in "$work"/[0-9]*/; do
+  name=$(basename "$folder")
+  cat "$folder"/*.jsonl > "$out/${program%.py}-$name.jsonl"
+  for log in "$folder"*/server.log; do
+    kind=$(basename "$(dirname "$log")")
+    grep -hE "Decode batch|Prefill batch" "$log" | gzip -c > "$out/steps-$name-$kind.txt.gz"
+  done
 done
-tail -c 3000 "$work"/*/server.log > "$out/server.txt"
+tail -q -c 2000 "$work"/*/*/server.log > "$out/server.txt"
 cat "$work"/*.log | tee "$out/log.txt" | tail -n 40
 running && echo "cells are still measured: call again" || echo "all lists have ended"

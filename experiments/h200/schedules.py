@@ -63,10 +63,10 @@ AUTO_BURN_IN = 6
 """Those of automatic schedules, which learn the lengths too."""
 SECONDS = 75.0
 """After them a cell takes no further batch."""
-LONG_SECONDS = 150.0
+LONG_SECONDS = 120.0
 """Those of schedules whose tokens still became older after :data:`SECONDS`, from seed 1 on."""
 LONG = {"auto", "pool@1.75", "pool@1.75:clip", "pool@1.75:slices"}
-FLEET_SECONDS = 36.0
+FLEET_SECONDS = 30.0
 """Those of a cell of :func:`fleets`, whose lengths have half of the size (:attr:`Cell.scale`)."""
 KILLED_SECONDS = 130.0
 """Those of a cell in which an engine is killed and started again."""
@@ -182,18 +182,18 @@ COMPARED = (
 """Arms of which the first is compared with the second."""
 LISTS = (
     (
-        "wave@2.0:s1", "samples@2.0:s1", "samples@1.5:s1", "wave@3.5:s1", "samples@2.5:s0",
-        "auto@4:s0", "wave@3.0:s0", "wave@1.5:s0", "sync:dense:s0", "auto-samples:dense:s0",
-        "wave@2.0:dense:s0", "samples@2.0:dense:s0",
+        "wave@2.0:s1", "samples@2.0:s1", "samples@1.5:s1", "wave@3.5:s1",
+        "samples@2.0:recompute:s0", "samples@2.5:s0", "wave@3.5:recompute:s0",
+        "samples@1.5:recompute:s0", "wave@3.0:s0", "wave@1.5:s0", "sync:dense:s0",
+        "auto-samples:dense:s0", "wave@2.0:dense:s0", "samples@2.0:dense:s0",
     ),
     (
-        "auto-samples:s1", "sync:s1", "auto:s1", "pool@1.75:s1", "pool@1.75:clip:s1",
-        "wave@2.0:clip:s1", "samples@2.0:recompute:s0", "samples@1.5:recompute:s0",
-        "wave@3.5:recompute:s0", "pool@1.75:slices:s1",
+        "auto-samples:s1", "auto:s1", "sync:s1", "pool@1.75:s1", "pool@1.75:clip:s1",
+        "wave@2.0:clip:s1", "pool@1.75:slices:s1", "auto@4:s0",
     ),
 )  # fmt: skip
 """The cells of each GPU, in order. Arms that are compared run on the same one."""
-FLEET_ARMS = ("wave@2.0", "samples@2.0", "auto-samples", "auto")
+FLEET_ARMS = ("wave@2.0", "samples@2.0", "auto", "auto-samples")
 
 
 def fleets(gpus: int) -> list[list[str]]:
@@ -204,13 +204,16 @@ def fleets(gpus: int) -> list[list[str]]:
     each = engines_of_a_gpu(gpus)
     alone = [f"{each}x{16 * each}:{arm}:s0" for arm in FLEET_ARMS]
     every, engines = f"{each * gpus}x{16 * each * gpus}", each * gpus
-    whole = [f"{every}:{arm}:s0" for arm in FLEET_ARMS] if gpus > 1 else []
     strong = [f"{engines}x{16 * each}:{arm}:s0" for arm in FLEET_ARMS[:2]] if gpus > 1 else []
-    others = ("wave@2.0:killed", "together@2.0", "rolling@2.0", "wave@2.0:weights")
+    arms = ("rolling@2.0", "together@2.0", "wave@2.0:killed", "wave@2.0:weights")
+    first, last = (FLEET_ARMS[:3], FLEET_ARMS[3:]) if gpus > 1 else ((), ())
     return [
         *(alone[gpu::gpus] for gpu in range(gpus)),
-        [*whole, *strong, *(f"{every}:{arm}:s0" for arm in others)],
-    ]
+        [
+            *(f"{every}:{arm}:s0" for arm in first), *strong,
+            *(f"{every}:{arm}:s0" for arm in (*arms[:3], *last, *arms[3:])),
+        ],
+    ]  # fmt: skip
 
 
 def engines_of_a_gpu(gpus: int) -> int:
@@ -335,6 +338,15 @@ class Meter:
             elif isinstance(fact, facts.EngineLost | facts.EngineAdmitted | facts.GroupDropped):
                 at = now - (now if self._first is None else self._first)
                 self.events.append((round(at, 2), type(fact).__name__))
+
+    def has_recovered(self, seconds: float) -> bool:
+        """Return whether a lost engine has been in use again for `seconds`."""
+        lost = [at for at, event in self.events if event == "EngineLost"]
+        again = [at for at, event in self.events if event == "EngineAdmitted" and at > 0]
+        if not lost or not again or again[-1] < lost[-1] or not self.ends:
+            return False
+        assert self._first is not None
+        return self.ends[-1] - self._first > again[-1] + seconds
 
     def rows(self) -> list[dict[str, Any]]:
         """The figures of each batch whose update is over."""

@@ -1,0 +1,111 @@
+"""Makes engines.json and the tables of engines.md from what engines.py and trainer.py measured.
+
+    python experiments/h200/engines_tables.py [FOLDER …]
+
+A folder has the files of run.sh. Their cells and arms come to those of engines.json, in the place
+of those of the same name. Without a folder the tables are made again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from analysis import interval, rounded, written
+from schedules import ARMS, Cell, figures
+
+from experiments.library import table
+
+HERE = Path(__file__).resolve().parent
+FILE = HERE / "engines.json"
+PARTS = ("step_s", "waits_s", "pause_s", "refit_s", "trains_s")
+
+
+def merged(folders: list[str]) -> dict[str, dict[str, Any]]:
+    """Return the lines of engines.json and of the folders, by their names."""
+    found = json.loads(FILE.read_text()) if FILE.exists() else {"cells": {}, "arms": {}}
+    for path in (path for folder in folders for path in sorted(Path(folder).glob("*.jsonl"))):
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "updates" in line:
+                found["arms"][line["arm"]] = line
+            elif len(line.get("batches", ())) >= Cell.of(line["cell"]).burn_in + 2:
+                found["cells"][line["cell"]] = line
+    return rounded(found)
+
+
+def cells_table(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
+    """The table of cells. The share of linear scaling is that of the arm on one GPU's engines."""
+    rates = {}
+    for name, line in cells.items():
+        rates[name] = figures(line["batches"][Cell.of(name).burn_in :])
+    fewest = min((Cell.of(name).engines for name in cells), default=1)
+    lines = []
+    for name, line in cells.items():
+        cell, row = Cell.of(name), rates[name]
+        alone = re.sub(r"^\d+x\d+", f"{fewest}x{16 * fewest}", name)
+        of_linear = ""
+        if cell.engines > fewest and alone in rates:
+            linear = rates[alone]["generated_s"] * cell.engines / fewest
+            of_linear = f"{row['generated_s'] / linear:.2f}"
+        generated = sum(batch["generated"] for batch in line["batches"])
+        low, high = interval(line["batches"][cell.burn_in :])
+        lines.append([
+            ARMS[cell.arm].title, cell.engines, cell.groups, row["batches"],
+            f"{row['generated_s']:,.0f} ({low:,.0f} to {high:,.0f})",
+            f"{predicted[name]['generated_s']:,.0f}" if name in predicted else "", of_linear,
+            f"{row['age']:.2f}", f"{row['off_policy']:.2f}",
+            f"{line['cpu_s'] / generated * 1e6:.1f}", f"{line['cpu_s'] / line['seconds']:.2f}",
+        ])  # fmt: skip
+    head = ["arm", "engines", "groups", "batches", "generated tokens/s", "predicted",
+            "of linear", "mean age", "off-policy", "CPU, µs a token", "cores"]  # fmt: skip
+    return table(head, lines)
+
+
+def events(cells: dict[str, Any]) -> str:
+    """What became of engines and groups, and what must not happen."""
+    found = [
+        f"{name}: " + ", ".join(f"{event} after {at:.1f} s" for at, event in line["events"] if at)
+        for name, line in cells.items() if any(at for at, _ in line["events"])
+    ]  # fmt: skip
+    wrong = {name: line["wrong"] for name, line in cells.items() if any(line["wrong"].values())}
+    return (
+        f"Engines that were lost and came back, and dropped groups: {'; '.join(found) or 'none'}."
+        f"\n\nResponses that ended otherwise or were delivered twice: {wrong or 'none'}."
+    )
+
+
+def arms_table(arms: dict[str, Any]) -> str:
+    """The table of the trainer's arms: means over the counted updates."""
+    lines = []
+    for name, line in arms.items():
+        rows = line["updates"][min(Cell.of(f"1x1:{name}:s0").burn_in, len(line["updates"]) - 2) :]
+        means = [sum(row[part] for row in rows) / len(rows) for part in PARTS]
+        rate = figures(rows)
+        lines.append([
+            ARMS[name].title, len(rows), *(f"{mean:.3f}" for mean in means),
+            f"{means[0] - sum(means[1:]):.3f}", f"{rate['generated_s']:,.0f}",
+            f"{rate['age']:.2f}", f"{rate['off_policy']:.2f}",
+        ])  # fmt: skip
+    head = ["arm", "updates", "step, s", "generation wait", "pause", "refit", "training", "rest",
+            "generated tokens/s", "mean age", "off-policy"]  # fmt: skip
+    return table(head, lines)
+
+
+def markdown(found: dict[str, Any]) -> str:
+    predicted = json.loads((HERE / "predictions.json").read_text())
+    cells = found["cells"]
+    return "\n\n".join((cells_table(cells, predicted), events(cells), arms_table(found["arms"])))
+
+
+def main() -> None:
+    found = merged(sys.argv[1:])
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
+    print(markdown(found))
+    written(markdown(found), HERE / "engines.md")
+
+
+if __name__ == "__main__":
+    main()

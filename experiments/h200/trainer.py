@@ -1,0 +1,228 @@
+"""Trains a policy of 0.6B parameters on one GPU, with engines on the others; see trainer.md.
+
+    PYTHONPATH=.:examples/grpo python experiments/h200/trainer.py --out DIRECTORY --list 0,1
+
+The list has the numbers of the GPUs, the trainer's first. On one GPU the engine shares it, and the
+weights go by CUDA IPC in the place of NCCL. The trainer is examples/grpo's with the advantages of
+experiments/learning/samples.py, and saves no checkpoints. The weights are random and as small as
+those of ``--load-format dummy``, so stop tokens end a response as in the other experiments here.
+Each arm is a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cells import SHAPES, Server, arguments, known, note
+from engines import ended, options_of
+from model import TINY
+from schedules import CLIP, KV_TOKENS, MAX_RUNNING, VOCABULARY, Cell, Meter, figures
+from schedules import Server as Kind
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "learning"))
+
+import torch
+import train
+from samples import SampleTrainer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from aprilsched import (
+    DistributedPublisher,
+    Prompt,
+    Rollout,
+    SGLangFleet,
+    TensorPublisher,
+)
+from aprilsched.fronts.blocking import RolloutScheduler
+from aprilsched.kernel.core.messages import facts
+from aprilsched.observe.figures.engine_time import PARTS
+from aprilsched.observe.figures.run_state import RunState
+from aprilsched.planning import Planner
+
+ARMS = ("sync", "wave@2.0", "auto", "samples@2.0", "auto-samples")
+UPDATES = 20
+MOST_SECONDS = 100.0
+"""Of an arm, without its start."""
+_START_SECONDS = 40.0
+"""For the start of an arm's process at most."""
+KIND = Kind(shape="0.6B", kv_tokens=KV_TOKENS // 2, clip=CLIP // 2, max_running=MAX_RUNNING)
+
+
+class Trainer(SampleTrainer):
+    """The trainer without checkpoints, which would take longer than its updates."""
+
+    def save(self) -> None:
+        """Save nothing."""
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights in the engines' type."""
+        dtype = torch.float32 if self.device == "cpu" else torch.bfloat16
+        for name, tensor in self.model.named_parameters():
+            yield name, tensor.detach().to(dtype)
+
+
+class Updates:
+    """A listener that measures the parts of each update, in seconds."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self._times: dict[str, float] = {}
+
+    def on_facts(self, new: Sequence[facts.Fact], now: float) -> None:
+        for fact in new:
+            if isinstance(fact, facts.UpdateBegun):
+                self._times = {"begun": now}
+            elif isinstance(fact, facts.RefitBegun | facts.EngineRefitted):
+                self._times.setdefault("refit", now)
+                self._times["refitted"] = now
+            elif isinstance(fact, facts.UpdateFinished) and "refit" in self._times:
+                times = self._times
+                refit_s = times["refitted"] - times["refit"]
+                self.rows.append({
+                    "refit_s": round(refit_s, 4),
+                    "pause_s": round(now - times["begun"] - refit_s, 4),
+                })  # fmt: skip
+
+
+def reward(rollout: Rollout, prompt: Prompt) -> float:
+    """Return 0 or 1 by chance, so that responses of a group have advantages."""
+    return float(rollout.token_ids[-1] % 2)
+
+
+def policy(folder: Path, cpu: bool) -> Path:
+    """Write the policy's random weights, once."""
+    if not (folder / "model.safetensors").exists():
+        torch.manual_seed(1)
+        with torch.device("cpu" if cpu else "cuda"):
+            model = Qwen3ForCausalLM(Qwen3Config(**(TINY if cpu else SHAPES["0.6B"])))
+            with torch.no_grad():
+                for tensor in model.parameters():
+                    tensor.uniform_(-1e-3, 1e-3)
+        model.to(torch.float32 if cpu else torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def run(arm: str, urls: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Train one arm for :data:`UPDATES` updates."""
+    groups = options.groups
+    cell = Cell.of(f"{len(urls)}x{groups}:{arm}:s0")
+    of_samples = cell.config.delivery == "samples"
+    units, micro = (groups * 8, 32) if of_samples else (groups, 4)
+    folder = options.out.parent / f"arm-{arm}"
+    folder.mkdir(exist_ok=True)
+    torch.set_float32_matmul_precision("high")
+    trainer = Trainer(train.arguments([
+        "--engine", *urls, "--model", str(policy(options.out.parent / "policy", options.cpu)),
+        "--out", str(folder), "--updates", str(options.updates), "--groups", str(units),
+        "--micro", str(micro), "--steps", "1", "--lr", "1e-6", "--no-stream",
+        "--max-staleness", "64", "--evaluate-every", "0",
+        "--seconds", str(options.seconds or MOST_SECONDS),
+    ]))  # fmt: skip
+    shared = not options.cpu and set(options.places) == {options.trainer_gpu}
+    publisher: Any = (
+        TensorPublisher(trainer.named, bucket_bytes=2 * 2**30) if shared
+        else DistributedPublisher(trainer.named, backend="gloo" if options.cpu else "nccl",
+                                  bucket_bytes=2 * 2**30, timeout_s=30.0)
+    )  # fmt: skip
+    (folder / "log.jsonl").unlink(missing_ok=True)
+    log = train.Log(trainer.options, prints=False)
+    meter, state, updates = Meter(cell), RunState(), Updates()
+    vocabulary = TINY["vocab_size"] if options.cpu else VOCABULARY
+    cpu_s = time.process_time()
+    with RolloutScheduler(
+        SGLangFleet(urls, stream_interval=64), cell.workload(vocabulary, options.scale),
+        reward=reward, config=cell.config, planner=Planner(max_running=KIND.max_running),
+        listeners=[meter, state, updates],
+    ) as rollouts:  # fmt: skip
+        train.train(rollouts, trainer, publisher, log)
+        cpu_s = time.process_time() - cpu_s
+    lines = log.lines()
+    rows = meter.rows()[: len(lines)]
+    # The first update brings the initial weights.
+    parts = updates.rows[-len(lines) :]
+    engines = {
+        name: dict(zip(PARTS, (round(s, 3) for s in engine.seconds), strict=True))
+        for name, engine in state.engines.items()
+    }
+    return {
+        "arm": arm, "groups": groups, "engines": engines, "schedule": meter.chosen[-1:],
+        "cpu_s": round(cpu_s, 2), "events": meter.events,
+        "updates": [line | part | row for line, part, row in zip(lines, parts, rows, strict=False)],
+        "parameters": sum(each.numel() for each in trainer.model.parameters()),
+    }  # fmt: skip
+
+
+def shown(line: dict[str, Any]) -> str:
+    """The means of an arm's updates after the first three, of automatic schedules the first six."""
+    skipped = {"sync": 0}.get(line["arm"], 6 if line["arm"].startswith("auto") else 3)
+    rows = line["updates"][min(skipped, len(line["updates"]) - 2) :]
+    means = {
+        key: round(sum(row[key] for row in rows) / len(rows), 3)
+        for key in ("step_s", "waits_s", "pause_s", "refit_s", "trains_s", "age", "off_policy")
+    }
+    speed = round(figures(rows)["generated_s"])
+    return f"{line['arm']}: {len(rows)} updates, {speed} tokens/s {means}"
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Start the engines, and train each arm in a process of its own."""
+    started_at = time.time()
+    gpus = options.list.split(",")
+    results = options.out / "arms.jsonl"
+    servers = [
+        Server(options.out / f"server-{gpu}", KIND, options, gpu) for gpu in gpus[1:] or gpus
+    ]
+    try:
+        for server in servers:
+            server.wait(max(1.0, min(300.0, options.until - time.time())))
+            server.warm_up(2 if options.cpu else 60)
+        print(f"{len(servers)} servers: up after {time.time() - started_at:.0f} s", flush=True)
+        for arm in options.arms.split(","):
+            left = options.until - time.time()
+            if arm in {line["arm"] for line in known(results)} or left < 40.0:
+                print(f"{arm}: measured, or {left:.0f} s left", flush=True)
+                continue
+            for server in servers:
+                server.reset()
+            limit = min(left, (options.seconds or MOST_SECONDS) + _START_SECONDS)
+            command = [
+                sys.executable, __file__, "--arms", arm, "--out", str(results),
+                "--urls", *(each.url for each in servers), "--places", *(gpus[1:] or gpus),
+                "--trainer-gpu", gpus[0], "--groups", str(options.groups),
+                "--updates", str(options.updates), *options_of(options),
+            ]  # fmt: skip
+            if not ended(command, limit):
+                print(f"{arm}: ended after {limit:.0f} s", flush=True)
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def main() -> None:
+    parser = arguments(description=__doc__)
+    parser.add_argument("--list", help="GPUs, for example 0,1")
+    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--updates", type=int, default=UPDATES)
+    parser.add_argument("--urls", nargs="+", help="train one arm on these servers")
+    parser.add_argument("--places", nargs="+", help="their GPUs")
+    parser.add_argument("--trainer-gpu", help="the trainer's")
+    options = parser.parse_args()
+    if options.urls is None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        measure(options)
+        return
+    line = run(options.arms, options.urls, options)
+    note(options.out, **line, code=options.code, gpu=options.gpu)
+    print(shown(line), flush=True)
+    os._exit(0)  # A thread that hangs in a collective must not keep the process.
+
+
+if __name__ == "__main__":
+    main()
