@@ -160,6 +160,10 @@ class Labels:
     async def prepare(self, version: int) -> None:
         """Nothing to do."""
 
+    def holds(self, version: int) -> bool:
+        """Return True: a label can be sent to one engine after the other."""
+        return True
+
     async def publish(self, version: int, engines: Sequence[Any]) -> Mapping[str, Exception | None]:
         for engine in engines:
             await engine.begin_update()

@@ -2,10 +2,11 @@
 
     PYTHONPATH=. python experiments/h200/engines.py --out DIRECTORY --list 0,1
 
-The list has the numbers of the GPUs. Two servers share a GPU, unless there are four GPUs. The
-engines of each GPU measure their cells at the same time, and then all of them together. Each cell
-is a process of its own, so that its CPU time is the scheduler's, and one that hangs ends alone. A
-cell that is in the output, and one for which too little time is left, is left out.
+The list has the numbers of the GPUs, and may name cells for all engines (0,1=4x64:auto:s0). Two
+servers share a GPU, unless there are four GPUs. The engines of each GPU measure their cells at the
+same time, and then all of them together. Each cell is a process of its own, so that its CPU time is
+the scheduler's, and one that hangs ends alone. A cell that is in the output, and one for which too
+little time is left, is left out.
 """
 
 from __future__ import annotations
@@ -134,6 +135,8 @@ def in_turn(
         if not ended(command, limit):
             print(f"{name}: ended after {limit:.0f} s", flush=True)
         kills.cancel()
+        if cell.arm.endswith(":killed"):
+            servers[-1].wait(max(1.0, min(120.0, options.until - time.time())))
 
 
 def restart(server: Server) -> None:
@@ -145,7 +148,8 @@ def restart(server: Server) -> None:
 def measure(options: argparse.Namespace) -> None:
     """Start the servers and measure all cells."""
     started_at = time.time()
-    gpus = options.list.split(",")
+    numbers, _, names = options.list.partition("=")
+    gpus = numbers.split(",")
     each = engines_of_a_gpu(len(gpus))
     servers = [
         Server(options.out / f"server-{gpu}-{number}", SERVERS["half"], options, gpu)
@@ -155,7 +159,7 @@ def measure(options: argparse.Namespace) -> None:
         for server in servers:
             server.wait(max(1.0, min(300.0, options.until - time.time())))
         boot_s = time.time() - started_at
-        lists = fleets(len(gpus))
+        lists = [[]] * len(gpus) + [names.split(",")] if names else fleets(len(gpus))
         with ThreadPoolExecutor(len(servers)) as pool:
             list(pool.map(lambda server: server.warm_up(2 if options.cpu else 60), servers))
             print(f"{len(servers)} servers: up after {boot_s:.0f} s", flush=True)
@@ -176,7 +180,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = arguments(description=__doc__)
-    parser.add_argument("--list", help="GPUs, for example 0,1")
+    parser.add_argument("--list", help="GPU,GPU or GPU,GPU=CELL,CELL")
     parser.add_argument("--kill-after", type=float, default=KILLED_AFTER_S)
     parser.add_argument("--cell", help="measure one cell on running servers")
     parser.add_argument("--urls", nargs="+", help="their addresses")

@@ -31,7 +31,7 @@ def merged(folders: list[str]) -> dict[str, dict[str, Any]]:
         for line in map(json.loads, path.read_text().splitlines()):
             if "updates" in line:
                 found["arms"][line["arm"]] = line
-            elif len(line.get("batches", ())) >= Cell.of(line["cell"]).burn_in + 2:
+            elif "cell" in line and len(line["batches"]) >= Cell.of(line["cell"]).burn_in + 2:
                 found["cells"][line["cell"]] = line
     return rounded(found)
 

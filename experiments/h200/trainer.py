@@ -22,7 +22,7 @@ from typing import Any
 from cells import SHAPES, Server, arguments, known, note
 from engines import ended, options_of
 from model import TINY
-from schedules import CLIP, KV_TOKENS, MAX_RUNNING, VOCABULARY, Cell, Meter, figures
+from schedules import CLIP, KV_TOKENS, MAX_RUNNING, VOCABULARY, Cell, Meter
 from schedules import Server as Kind
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "learning"))
@@ -158,18 +158,6 @@ def run(arm: str, urls: Sequence[str], options: argparse.Namespace) -> dict[str,
     }  # fmt: skip
 
 
-def shown(line: dict[str, Any]) -> str:
-    """The means of an arm's updates after the first three, of automatic schedules the first six."""
-    skipped = {"sync": 0}.get(line["arm"], 6 if line["arm"].startswith("auto") else 3)
-    rows = line["updates"][min(skipped, len(line["updates"]) - 2) :]
-    means = {
-        key: round(sum(row[key] for row in rows) / len(rows), 3)
-        for key in ("step_s", "waits_s", "pause_s", "refit_s", "trains_s", "age", "off_policy")
-    }
-    speed = round(figures(rows)["generated_s"])
-    return f"{line['arm']}: {len(rows)} updates, {speed} tokens/s {means}"
-
-
 def measure(options: argparse.Namespace) -> None:
     """Start the engines, and train each arm in a process of its own."""
     started_at = time.time()
@@ -220,7 +208,10 @@ def main() -> None:
         return
     line = run(options.arms, options.urls, options)
     note(options.out, **line, code=options.code, gpu=options.gpu)
-    print(shown(line), flush=True)
+    last = line["updates"][-1]
+    parts = ("step_s", "waits_s", "pause_s", "refit_s", "trains_s", "age")
+    print(f"{line['arm']}: {len(line['updates'])} updates, {[(k, last[k]) for k in parts]}")
+    sys.stdout.flush()
     os._exit(0)  # A thread that hangs in a collective must not keep the process.
 
 

@@ -31,7 +31,6 @@ PHASES = {
     "tensor": 110.0,
     "disk": 120.0,
     "nccl": 120.0,
-    "nccl_reference": 60.0,
     "busy": 60.0,
 }
 """Seconds that each may take at most, in the order in which they run."""

@@ -137,29 +137,6 @@ class Phase:
             finally:
                 await close(publisher)
 
-    async def nccl_reference(self) -> None:
-        """Broadcasts through SGLang's own helper, at one size of bucket."""
-        from reference import ReferencePublisher
-
-        if self.cuda and torch.cuda.device_count() < 2:
-            self.write("note", text="skipped: NCCL wants a GPU for each rank, and there is one")
-            return
-        if not self.cuda:
-            stand_in()
-        backend = "nccl" if self.cuda else "gloo"
-        weights = RandomWeights(self.config, self.on(1))
-        publisher = ReferencePublisher(
-            weights.named, backend=backend, bucket_bytes=self.buckets[0], device=self.on(1)
-        )
-        engine = await open_engine(self.given.url)
-        try:
-            await publisher.join(engine)
-            way = f"{backend}_reference"
-            await self.repeat(way, weights, publisher, bucket_bytes=self.buckets[0])
-        finally:
-            await engine.leave_group("reference")
-            await engine.close()
-
     async def disk(self) -> None:
         """A directory of safetensors, written by the trainer and read by the engine."""
         from aprilsched.kernel.weights.disk import DiskPublisher
@@ -264,7 +241,7 @@ async def close(publisher: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    names = ("links", "tensor", "nccl", "nccl_reference", "disk", "busy")
+    names = ("links", "tensor", "nccl", "disk", "busy")
     parser.add_argument("name", choices=names)
     parser.add_argument("--url", required=True)
     parser.add_argument("--out", type=Path, required=True)
