@@ -26,16 +26,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import SHAPES, Server, arguments, known, measured, note, show
+from cells import SHAPES, Labels, Server, arguments, known, measured, note, show
 from model import TINY, RandomWeights
 from schedules import SERVERS, Cell, engines_of_a_gpu, fleets
 
 from aprilsched import DistributedPublisher, TensorPublisher
 
-KILLED_AFTER_S = 20.0
-"""Seconds from the start of the cell's process."""
+KILLED_AT_VERSION = 4
+"""An engine is killed soon after this update."""
 _SPARE_S = 45.0
 """Seconds that a cell's process may take longer than its batches."""
+
+
+class Killing(Labels):
+    """Publishes labels, and asks for the death of an engine by a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    async def publish(self, version: int, engines: Sequence[Any]) -> Mapping[str, Exception | None]:
+        if version == KILLED_AT_VERSION:
+            self._file.touch()
+        return await super().publish(version, engines)
 
 
 class FromEachGpu:
@@ -79,11 +91,17 @@ def _filled(device: str) -> RandomWeights:
 
 def publisher_of(cell: Cell, options: argparse.Namespace) -> Any:
     """Return the publisher of a cell's weights, or None if only labels are published."""
+    if cell.arm.endswith(":killed"):
+        return Killing(kill_file(options.out))
     if not cell.arm.endswith(":weights"):
         return None
     if options.cpu:
         return DistributedPublisher(_filled("cpu").named, backend="gloo")
     return FromEachGpu(dict(zip(options.urls, options.places, strict=True)))
+
+
+def kill_file(results: Path) -> Path:
+    return results.with_suffix(".kill")
 
 
 def ended(command: Sequence[str], seconds: float) -> bool:
@@ -129,20 +147,26 @@ def in_turn(
             "--until", str(time.time() + limit - 4.0), "--urls", *(each.url for each in servers),
             "--places", *(each.gpu or "" for each in servers), *options_of(options),
         ]  # fmt: skip
-        kills = threading.Timer(options.kill_after, restart, [servers[-1]])
+        kill_file(results).unlink(missing_ok=True)
         if cell.arm.endswith(":killed"):
-            kills.start()
+            threading.Thread(
+                target=restart, args=(servers[-1], kill_file(results), limit), daemon=True
+            ).start()
         if not ended(command, limit):
             print(f"{name}: ended after {limit:.0f} s", flush=True)
-        kills.cancel()
         if cell.arm.endswith(":killed"):
             servers[-1].wait(max(1.0, min(120.0, options.until - time.time())))
 
 
-def restart(server: Server) -> None:
-    """Kill a server, and start it again."""
-    server.stop(signal.SIGKILL)
-    server.start()
+def restart(server: Server, file: Path, seconds: float) -> None:
+    """Kill a server as soon as the file is there, and start it again."""
+    until = time.monotonic() + seconds
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.2)
+    if file.exists():
+        time.sleep(1.5)  # Until the engines generate again.
+        server.stop(signal.SIGKILL)
+        server.start()
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -181,7 +205,6 @@ def measure(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = arguments(description=__doc__)
     parser.add_argument("--list", help="GPU,GPU or GPU,GPU=CELL,CELL")
-    parser.add_argument("--kill-after", type=float, default=KILLED_AFTER_S)
     parser.add_argument("--cell", help="measure one cell on running servers")
     parser.add_argument("--urls", nargs="+", help="their addresses")
     parser.add_argument("--places", nargs="+", help="their GPUs")
