@@ -234,12 +234,10 @@ def written(text: str, page: Path) -> None:
 
 
 def loaded() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the measured cells, if there are any, and the predictions."""
-    result = HERE / "frontier.json"
-    found: dict[str, Any] = {"cells": {}, "failed": {}, "machines": {}}
-    if result.exists():
-        found = json.loads(result.read_text())
-    return found, json.loads((HERE / "predictions.json").read_text())
+    """Return the measured cells and the predictions."""
+    names = ("frontier.json", "predictions.json")
+    found, predicted = (json.loads((HERE / name).read_text()) for name in names)
+    return found, predicted
 
 
 def main() -> None:

@@ -27,13 +27,15 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path += [str(HERE), str(ROOT / "experiments" / "refit" / "gpu")]
+sys.path += [str(HERE), *(str(HERE.parent / name) for name in ("refit/gpu", "learning"))]
 
 from model import QWEN3_0_6B, QWEN3_4B, QWEN3_30B_A3B, TINY, write_config  # noqa: E402
 from schedules import LISTS, SERVERS, VOCABULARY, Cell, Meter, figures  # noqa: E402
 from schedules import Server as Kind  # noqa: E402
 
 from aprilsched import Batch, Prompt, Rollout, RolloutScheduler, SGLangFleet  # noqa: E402
+from aprilsched.errors import EngineError  # noqa: E402
+from aprilsched.kernel.engines.sglang import probe  # noqa: E402
 from aprilsched.planning import Planner  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -165,10 +167,15 @@ class Labels:
         return True
 
     async def publish(self, version: int, engines: Sequence[Any]) -> Mapping[str, Exception | None]:
+        outcomes: dict[str, Exception | None] = {}
         for engine in engines:
-            await engine.begin_update()
-            await engine.end_update(version)
-        return {engine.name: None for engine in engines}
+            outcomes[engine.name] = None
+            try:
+                await engine.begin_update()
+                await engine.end_update(version)
+            except EngineError as error:
+                outcomes[engine.name] = error
+        return outcomes
 
 
 class Checks:
@@ -202,6 +209,8 @@ async def drive(
     """Take the cell's batches, with an update after each and no trainer."""
     cpu, server = options.cpu, SERVERS[cell.server]
     model = TINY if cpu else SHAPES[server.shape]
+    if cell.arm.endswith(":slices"):
+        setattr(probe, "STOPS_FIRST_SINCE", (0, 5, 17))  # noqa: B010 (a development's module)
     checks = Checks(frozenset((model["eos_token_id"], model["bos_token_id"])))
     prompts = cell.workload(model["vocab_size"] if cpu else VOCABULARY, options.scale)
     # The planner of a run learns the step times.
@@ -314,7 +323,8 @@ def booted(options: argparse.Namespace, kind: str) -> Server:
 
 
 def arguments(**more: Any) -> argparse.ArgumentParser:
-    """The options of every program here."""
+    """The options of every program here, which stops its servers also on SIGTERM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     parser = argparse.ArgumentParser(**more)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, help="of a cell, in the place of its own")

@@ -66,7 +66,7 @@ SECONDS = 75.0
 LONG_SECONDS = 120.0
 """Those of schedules whose tokens still became older after :data:`SECONDS`, from seed 1 on."""
 LONG = {"auto", "pool@1.75", "pool@1.75:clip", "pool@1.75:slices"}
-FLEET_SECONDS = 30.0
+FLEET_SECONDS = 27.0
 """Those of a cell of :func:`fleets`, whose lengths have half of the size (:attr:`Cell.scale`)."""
 KILLED_SECONDS = 130.0
 """Those of a cell in which an engine is killed and started again."""
@@ -83,8 +83,8 @@ def _pool(config: SchedulerConfig) -> SchedulerConfig:
 
 
 def _sliced(config: SchedulerConfig) -> SchedulerConfig:
-    settings: dict[str, Any] = {"slice_tokens": round(256 * SCALE)}
-    return replace(_pool(config), **settings)
+    settings: dict[str, Any] = {"slice_tokens": "auto"}
+    return replace(_pool(config), dispatch=replace(config.dispatch, **settings))
 
 
 def _auto(config: SchedulerConfig, **more: Any) -> SchedulerConfig:
@@ -157,6 +157,8 @@ ARMS: dict[str, Arm] = {
         f"{name}:clip": Arm(f"{_ARMS[name][0]}, clip 64", _ARMS[name][1], _KEPT, "clip")
         for name in ("wave@2.0", "pool@1.75")
     },
+    # SGLang 0.5.17 looks at a slice's length before its stop tokens: a response runs on if a stop
+    # token is the last of a slice.
     "pool@1.75:slices": Arm("groups, pool 1.75, slices", _sliced, _KEPT),
     **{
         f"{name}:dense": Arm(f"{_ARMS[name][0]}, dense", _ARMS[name][1], _KEPT, "dense")
@@ -204,16 +206,13 @@ def fleets(gpus: int) -> list[list[str]]:
     each = engines_of_a_gpu(gpus)
     alone = [f"{each}x{16 * each}:{arm}:s0" for arm in FLEET_ARMS]
     every, engines = f"{each * gpus}x{16 * each * gpus}", each * gpus
-    strong = [f"{engines}x{16 * each}:{arm}:s0" for arm in FLEET_ARMS[:2]] if gpus > 1 else []
-    arms = ("rolling@2.0", "together@2.0", "wave@2.0:killed", "wave@2.0:weights")
-    first, last = (FLEET_ARMS[:3], FLEET_ARMS[3:]) if gpus > 1 else ((), ())
-    return [
-        *(alone[gpu::gpus] for gpu in range(gpus)),
-        [
-            *(f"{every}:{arm}:s0" for arm in first), *strong,
-            *(f"{every}:{arm}:s0" for arm in (*arms[:3], *last, *arms[3:])),
-        ],
-    ]  # fmt: skip
+    arms = ("rolling@2.0", "together@2.0", "wave@2.0:weights", "wave@2.0:killed")
+    whole = [f"{every}:{arm}:s0" for arm in arms]
+    if gpus > 1:
+        whole[:0] = [f"{every}:{arm}:s0" for arm in FLEET_ARMS[:3]]
+        whole.insert(3, f"{engines}x{16 * each}:{FLEET_ARMS[0]}:s0")
+        whole.append(f"{every}:{FLEET_ARMS[3]}:s0")
+    return [*(alone[gpu::gpus] for gpu in range(gpus)), whole]
 
 
 def engines_of_a_gpu(gpus: int) -> int:

@@ -19,26 +19,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import train
 from cells import SHAPES, Server, arguments, known, note
 from engines import ended, options_of
 from model import TINY
+from samples import SampleTrainer
 from schedules import CLIP, KV_TOKENS, MAX_RUNNING, VOCABULARY, Cell, Meter
 from schedules import Server as Kind
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "learning"))
-
-import torch
-import train
-from samples import SampleTrainer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from aprilsched import (
-    DistributedPublisher,
-    Prompt,
-    Rollout,
-    SGLangFleet,
-    TensorPublisher,
-)
+from aprilsched import DistributedPublisher, Prompt, Rollout, SGLangFleet, TensorPublisher
 from aprilsched.fronts.blocking import RolloutScheduler
 from aprilsched.kernel.core.messages import facts
 from aprilsched.observe.figures.engine_time import PARTS
@@ -208,10 +199,7 @@ def main() -> None:
         return
     line = run(options.arms, options.urls, options)
     note(options.out, **line, code=options.code, gpu=options.gpu)
-    last = line["updates"][-1]
-    parts = ("step_s", "waits_s", "pause_s", "refit_s", "trains_s", "age")
-    print(f"{line['arm']}: {len(line['updates'])} updates, {[(k, last[k]) for k in parts]}")
-    sys.stdout.flush()
+    print(f"{line['arm']}: {len(line['updates'])} updates, {line['updates'][-1]}", flush=True)
     os._exit(0)  # A thread that hangs in a collective must not keep the process.
 
 
