@@ -184,14 +184,14 @@ COMPARED = (
 """Arms of which the first is compared with the second."""
 LISTS = (
     (
-        "wave@2.0:s1", "samples@2.0:s1", "samples@1.5:s1", "wave@3.5:s1",
+        "wave@2.0:s1", "samples@2.0:s1", "samples@1.5:s1", "wave@3.5:s1", "sync:s1",
         "samples@2.0:recompute:s0", "samples@2.5:s0", "wave@3.5:recompute:s0",
         "samples@1.5:recompute:s0", "wave@3.0:s0", "wave@1.5:s0", "sync:dense:s0",
         "auto-samples:dense:s0", "wave@2.0:dense:s0", "samples@2.0:dense:s0",
     ),
     (
-        "auto-samples:s1", "auto:s1", "sync:s1", "pool@1.75:s1", "pool@1.75:clip:s1",
-        "wave@2.0:clip:s1", "pool@1.75:slices:s1", "auto@4:s0",
+        "auto-samples:s1", "auto:s1", "pool@1.75:s1", "pool@1.75:clip:s1", "wave@2.0:clip:s1",
+        "pool@1.75:slices:s1", "auto@4:s0",
     ),
 )  # fmt: skip
 """The cells of each GPU, in order. Arms that are compared run on the same one."""
