@@ -61,6 +61,21 @@ def test_stop_tokens_end_responses_of_h200_with_their_group_mean(paths: pytest.M
     assert {each.max_new_tokens for each in samplings} == {schedules.CAP}
 
 
+def test_engines_of_h200_have_the_same_share_of_a_batch(paths: pytest.MonkeyPatch):
+    paths.syspath_prepend(str(EXPERIMENTS / "h200"))
+    schedules = importlib.import_module("schedules")
+    for gpus in (1, 2, 4):
+        *alone, together = schedules.fleets(gpus)
+        each = schedules.engines_of_a_gpu(gpus)
+        assert {schedules.Cell.of(name).engines for names in alone for name in names} == {each}
+        cells = [schedules.Cell.of(name) for name in together]
+        assert {cell.engines for cell in cells} == {each * gpus}
+        shares = [cell.groups / cell.engines for cell in cells]
+        # Strong scaling gives all engines the batch of one GPU's.
+        assert sorted({*shares}) == sorted({16, 16 / gpus})
+        assert all(cell.config.batch_groups == cell.groups for cell in cells)
+
+
 def test_tables_of_groups_against_samples_follow_from_the_raw_data(paths: pytest.MonkeyPatch):
     paths.syspath_prepend(str(EXPERIMENTS / "learning"))
     tables_of_samples = importlib.import_module("samples_tables")
