@@ -136,7 +136,7 @@ def in_turn(
         cell = Cell.of(name)
         wanted = options.seconds or cell.seconds
         left = options.until - time.time()
-        if name in done or left < wanted + 8.0:
+        if name in done or left < min(wanted, 90.0) + 8.0:
             print(f"{name}: {'measured' if name in done else f'{left:.0f} s left'}", flush=True)
             continue
         for server in servers:
