@@ -16,6 +16,7 @@ from aprilsched.kernel.engines.vllm.engine import VLLMFleet, VLLMListedFleet
 from aprilsched.kernel.shell import PromptQueue, RefitReport, RolloutScheduler, Turn, TurnOutput
 from aprilsched.kernel.store import MemoryStore, SqliteStore
 from aprilsched.kernel.values.sampling import sampling_params
+from aprilsched.kernel.weights.delta import DeltaPublisher
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.distributed import DistributedPublisher
 from aprilsched.kernel.weights.external import ExternalWeights, Handshake
@@ -46,6 +47,7 @@ __all__ = [
     "Answer",
     "AprilschedError",
     "Batch",
+    "DeltaPublisher",
     "DiskPublisher",
     "DistributedPublisher",
     "ExternalWeights",

@@ -33,6 +33,8 @@ def main(log: str, *arguments: str) -> int:
         sys.argv = ["vllm", "serve", *arguments]
         if "--weight-transfer-config" in arguments:
             over_gloo.install()
+        if any("sparse_nccl" in argument for argument in arguments):
+            over_gloo.keep_linear_weights()
         vllm_main()
 
     return forked(run, log)

@@ -20,6 +20,7 @@ class _Gloo:
     def __init__(self, host: str, port: int, rank: int, world_size: int, device: object) -> None:
         import torch.distributed
 
+        self.device = torch.device("cpu")
         distributed: Any = torch.distributed
         store = distributed.TCPStore(host, port, world_size, rank == 0, _TIMEOUT)
         self._options = distributed.distributed_c10d.BroadcastOptions
@@ -51,3 +52,13 @@ def install() -> None:
     torch.cuda.stream = contextlib.nullcontext
     torch.accelerator.current_device_index = lambda: 0
     torch.accelerator.synchronize = lambda *device: None
+    torch.accelerator.device_index = contextlib.nullcontext
+    torch.cuda.current_stream = lambda device=None: _Stream()
+
+
+def keep_linear_weights() -> None:
+    """Let linear layers use their weights. On a CPU they keep a packed copy alone, which takes no
+    patch; on a GPU they use their weights."""
+    import vllm._custom_ops as custom_ops
+
+    custom_ops._supports_onednn = False

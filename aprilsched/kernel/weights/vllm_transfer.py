@@ -13,29 +13,37 @@ Requirements: the trainer has a GPU and vLLM, in the servers' version; the serve
   version. The next call makes a new group of the engines that are there then.
 - Every wait is bounded. A transfer that broke off may continue inside NCCL: vLLM's own thread is
   left behind, and its communicator is aborted.
+- Changed elements alone ("sparse_nccl") are sent only to the group that took the previous version
+  from this publisher, while each of its engines still reports that version. Every other update
+  sends all elements, so a missed version never stays.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import math
 import pickle  # noqa: TID251 (only dumps, for vLLM)
 import socket
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aprilsched.errors import ConfigError, ControlTimeout
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.refit import RefitByTransfer
 from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
+from aprilsched.kernel.weights.changes import LastWeights
 from aprilsched.kernel.weights.process_group import address_towards
 from aprilsched.kernel.weights.tensor_buckets import check_weights
 from aprilsched.kernel.weights.threads import Takers, call_each, in_daemon, in_thread
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, device
+
+log = logging.getLogger("aprilsched")
 
 _PACKAGE = "vllm.distributed.weight_transfer"
 _GRACE_SECONDS = 5.0
@@ -53,7 +61,10 @@ class VLLMPublisher:
         weights: returns an iterator over (name, CUDA tensor) of all weights, under their Hugging
             Face names, as whole (gathered) tensors. It is called for each version and runs in a
             thread. Before the first version it is called once more, for names, types and shapes.
-        backend: "nccl" to servers on any GPUs, or "ipc" to servers on the trainer's own GPU.
+        backend: "nccl" to servers on any GPUs, "ipc" to servers on the trainer's own GPU, or
+            "sparse_nccl" to send only what changed, which needs a copy of the weights in host
+            memory and three times the bytes for an update that sends everything (an index of 4
+            bytes for each element). The servers must be started with the same backend.
         address: address of this machine, as the engines reach it. None takes the address of the
             interface towards them, or loopback if they are on this machine.
         port: port at which the members of the NCCL group meet; 0 for any free one.
@@ -69,15 +80,15 @@ class VLLMPublisher:
         self,
         weights: Callable[[], Iterable[tuple[str, Tensor]]],
         *,
-        backend: Literal["nccl", "ipc"] = "nccl",
+        backend: Literal["nccl", "ipc", "sparse_nccl"] = "nccl",
         address: str | None = None,
         port: int = 0,
         bucket_bytes: int = 2**30,
         timeout_s: float = 300.0,
     ) -> None:
         check_weights(weights)
-        if backend not in ("nccl", "ipc"):
-            raise ConfigError(f'backend is {backend!r}; give "nccl" or "ipc".')
+        if backend not in ("nccl", "ipc", "sparse_nccl"):
+            raise ConfigError(f'`backend` must be "nccl", "ipc" or "sparse_nccl", got {backend!r}.')
         check_range(AT_LEAST_1, bucket_bytes=bucket_bytes)
         self._weights = weights
         self._backend = backend
@@ -88,14 +99,22 @@ class VLLMPublisher:
         self._client: _Client | None = None
         self._end: Any = None
         """vLLM's trainer end, which has a group with the engines of `_client`."""
+        self._device: device | None = None
+        """The device of the weights."""
+        self._patches: list[Any] | None = None
+        """What changed since the version that the engines of `_client` have; None: everything."""
+        self.sent_bytes = 0
+        """Bytes of values and indices in the last update; counted with "sparse_nccl"."""
 
     async def prepare(self, version: int) -> None:
-        """Import vLLM, which takes seconds, while the engines still generate.
+        """Import vLLM, which takes seconds, and find what changed, while the engines generate.
 
         Raises:
             ConfigError: if vLLM is not installed.
         """
         await in_thread(_vllm, "base")
+        if self._backend == "sparse_nccl":
+            self._patches = await in_thread(self._find_patches)
 
     async def publish(
         self, version: int, engines: Sequence[Engine]
@@ -109,7 +128,12 @@ class VLLMPublisher:
             engines, RefitByTransfer, "take weights by vLLM's transfer"
         )
         if takers.left:
-            takers.outcomes |= await self._send(self._client_of(takers.left, version))
+            client = self._client_of(takers.left, version)
+            if self._backend == "sparse_nccl" and not await client.has_last():
+                self._patches = None
+            outcomes = await self._send(client)
+            client.last_version = None if any(outcomes.values()) else version
+            takers.outcomes |= outcomes
         return takers.outcomes
 
     def _client_of(self, engines: Sequence[_Target], version: int) -> _Client:
@@ -162,15 +186,66 @@ class VLLMPublisher:
 
     def _transfer(self, client: _Client) -> None:
         """Send the weights once; the first time the engines join a group."""
-        if self._end is None:
-            source = _source(self._weights)
-            end = _vllm("factory").WeightTransferTrainerFactory.trainer_init(
-                self._init_info(client, source.metadata()), client=client, source=source
-            )
-            if self._client is not client:  # The call was given up in between.
-                return end.shutdown()
-            self._end = end
-        self._end.send_weights()
+        source = _source(self._weights) if self._end is None else None
+        if source is not None:
+            source.metadata()
+            self._device = source.device
+        with _settled(self._device):
+            if source is not None:
+                end = _vllm("factory").WeightTransferTrainerFactory.trainer_init(
+                    self._init_info(client, source.metadata()),
+                    client=client,
+                    source=None if self._backend == "sparse_nccl" else source,
+                )
+                if self._client is not client:  # The call was given up in between.
+                    return end.shutdown()
+                self._end = end
+            end: Any = self._end
+            if self._backend == "sparse_nccl":
+                self._send_patches(client, end)
+            else:
+                end.send_weights()
+
+    def _find_patches(self) -> list[Any] | None:
+        """The changes since the engines' version; None if one of them cannot be a patch."""
+        last = self._client.last if self._client is not None else LastWeights()
+        patches: list[Any] = []
+        names: set[str] = set()
+        whole = True
+        for name, tensor in self._weights():  # To its end: other ranks may take part.
+            indices = last.changed(name, tensor)
+            names.add(name)
+            if indices is None:
+                whole = False
+            elif whole and len(indices):
+                patches.append(_patch(name, tensor, indices))
+        return patches if whole and names == last.tensors.keys() else None
+
+    def _send_patches(self, client: _Client, end: Any) -> None:
+        """Send what changed, or all elements if the engines may lack the previous version."""
+        patches, self._patches = self._patches, None
+        found = self._everything(client.last) if patches is None else patches
+        self.sent_bytes = 0
+        client.start_weight_update()
+        for chunk in _chunks(found, self._bucket_bytes):
+            end.send_weight_chunk(chunk)
+            self.sent_bytes += sum(patch.values.nbytes + patch.indices.nbytes for patch in chunk)
+            if patches is not None:
+                for patch in chunk:
+                    flat = client.last.tensors[patch.name].flatten()
+                    flat[patch.indices.long().cpu()] = patch.values.cpu()
+        client.finish_weight_update()
+        what = "all weights" if patches is None else "changed weights"
+        log.info("sent %s to %d engines bytes=%d", what, len(client.engines), self.sent_bytes)
+
+    def _everything(self, last: LastWeights) -> Iterator[Any]:
+        """Patches of all elements, which become the last weights."""
+        import torch
+
+        last.tensors.clear()
+        for name, tensor in self._weights():
+            last.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            yield _patch(name, tensor, torch.arange(tensor.numel(), device=tensor.device))
 
     def _init_info(self, client: _Client, metadata: Sequence[Any]) -> Any:
         sizes = [meta.dtype.itemsize * math.prod(meta.shape) for meta in metadata]
@@ -182,13 +257,15 @@ class VLLMPublisher:
                 rank=0, packed=True, packed_buffer_size_bytes=bucket
             )
         address = self._address or address_towards(engine.name for engine in client.engines)
-        return _vllm("nccl_engine").NCCLTrainerInitInfo(
-            rank=0,
-            master_address=address,
-            master_port=self._port or _free_port(address),
-            world_size=1 + sum(engine.capabilities.ranks for engine in client.engines),
-            packed_buffer_size_bytes=bucket,
-        )
+        group = {
+            "rank": 0,
+            "master_address": address,
+            "master_port": self._port or _free_port(address),
+            "world_size": 1 + sum(engine.capabilities.ranks for engine in client.engines),
+        }
+        if self._backend == "sparse_nccl":
+            return _vllm("sparse_nccl_engine").SparseNCCLTrainerInitInfo(**group)
+        return _vllm("nccl_engine").NCCLTrainerInitInfo(**group, packed_buffer_size_bytes=bucket)
 
 
 class _Client:
@@ -205,6 +282,9 @@ class _Client:
         """The engines that have ended the update with its version."""
         self.failed = asyncio.Event()
         self.given_up = False
+        self.last = LastWeights()
+        self.last_version: int | None = None
+        """The version that all of `engines` took last; None before the first one."""
         self._loop = asyncio.get_running_loop()
         self._version = 0
 
@@ -217,6 +297,15 @@ class _Client:
     def joined(self) -> bool:
         """Whether every engine is in the group still: a server that was restarted is not."""
         return all(engine.in_transfer(id(self)) for engine in self.engines)
+
+    async def has_last(self) -> bool:
+        """Whether every engine has `last_version` still, so that changes to it suffice."""
+        if self.last_version is None:
+            return False
+        versions = await asyncio.gather(
+            *(engine.version() for engine in self.engines), return_exceptions=True
+        )
+        return set(versions) == {self.last_version}
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Let every engine join; vLLM gives the rank of the first one."""
@@ -277,13 +366,15 @@ def _source(weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> Any:
     class Source(base.WeightSource):
         def __init__(self) -> None:
             self._metadata: list[Any] | None = None
+            self.device: device | None = None
 
         def metadata(self) -> list[Any]:
             if self._metadata is None:
-                self._metadata = [
-                    base.ParamMeta(name, tensor.dtype, tuple(tensor.shape))
-                    for name, tensor in weights()
-                ]
+                self._metadata = []
+                for name, tensor in weights():
+                    self.device = self.device or tensor.device
+                    meta = base.ParamMeta(name, tensor.dtype, tuple(tensor.shape))
+                    self._metadata.append(meta)
             return self._metadata
 
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -291,6 +382,46 @@ def _source(weights: Callable[[], Iterable[tuple[str, Tensor]]]) -> Any:
                 yield name, tensor.detach()
 
     return Source()
+
+
+@contextmanager
+def _settled(device: device | None) -> Generator[None]:
+    """Use the trainer's GPU in this thread, after what the trainer has queued on it.
+
+    A new thread uses the first GPU, and vLLM packs the tensors on streams that wait for no other.
+    """
+    if device is None or device.type != "cuda":
+        yield
+        return
+    import torch
+
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        yield
+
+
+def _patch(name: str, tensor: Tensor, indices: Tensor) -> Any:
+    """vLLM's patch of the elements at flat `indices`."""
+    import torch
+
+    flat = tensor.detach().contiguous().flatten()
+    return _vllm("sparse_nccl_engine").SparseWeightPatch(
+        name, indices.to(torch.int32), flat[indices], tuple(tensor.shape)
+    )
+
+
+def _chunks(patches: Iterable[Any], limit: int) -> Iterator[list[Any]]:
+    """Cut patches into chunks of at most `limit` bytes of values, or of one patch."""
+    chunk: list[Any] = []
+    size = 0
+    for patch in patches:
+        if chunk and size + patch.values.nbytes > limit:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(patch)
+        size += patch.values.nbytes
+    if chunk:
+        yield chunk
 
 
 def _vllm(module: str) -> Any:

@@ -1,0 +1,230 @@
+"""Publishes weights through files that have only the changed elements.
+
+The trainer compares its weights with a copy of the version before, in host memory, and writes what
+changed. On each host of engines a checkpoint is patched while the engines generate, and they load
+it in the pause: the network carries the changes, and the load reads local files.
+
+- A host that lacks the previous version, or whose checkpoint fails the checksums after the patch,
+  gets a full file. Until it has the version, its engines do not take it.
+- The first version of a trainer is full, and so is one with other names, types or shapes.
+- An engine that returns waits for the next update, since a host has one version at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from aprilsched.errors import ConfigError, EngineError
+from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.refit import RefitFromDisk
+from aprilsched.kernel.weights.changes import LastWeights, bits
+from aprilsched.kernel.weights.delta_file import Pieces, apply_delta, encode, write
+from aprilsched.kernel.weights.disk import DiskEngine, VersionsOnDisk
+from aprilsched.kernel.weights.tensor_buckets import Weights, check_weights
+from aprilsched.kernel.weights.threads import Takers, in_thread
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger("aprilsched")
+
+_DELTA, _FULL = "delta.bin", "full.bin"
+_DTYPES = {
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float32": "F32",
+    "float64": "F64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "int16": "I16",
+    "int32": "I32",
+    "int64": "I64",
+    "bool": "BOOL",
+}
+"""The names that safetensors has for torch's types."""
+
+
+class DeltaPublisher:
+    """Publishes what changed since the version before, and loads patched checkpoints.
+
+    Args:
+        directory: directory for the files, on storage that every host of engines reads.
+        weights: returns an iterator, plain or asynchronous, over (name, tensor) of all weights,
+            under their Hugging Face names, as whole tensors. It is called once for each version
+            and read to its end.
+        config: the model's config.json.
+        local: directory of the patched checkpoint, under the same path on each host, on local
+            storage with room for two checkpoints. Start no server from it.
+        patch: function ``patch(engine_name, file)``, plain or asynchronous, that runs
+            ``python -m aprilsched.kernel.weights.delta_file FILE LOCAL`` on the engine's host, and
+            returns whether it succeeded (exit status 0). None: all engines are on this host.
+        keep: number of versions whose files stay in `directory`.
+
+    Attributes:
+        written_bytes: the size of the files of the last version.
+
+    Raises:
+        ConfigError: if `keep` is below 1, `config` is missing, or `weights` is not a function.
+    """
+
+    loads_whole = True
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        weights: Weights,
+        *,
+        config: str | os.PathLike[str],
+        local: str | os.PathLike[str],
+        patch: Callable[[str, Path], Any] | None = None,
+        keep: int = 2,
+    ) -> None:
+        check_weights(weights)
+        self._versions = VersionsOnDisk(directory, check=_check_files, keep=keep)
+        self._weights = weights
+        self._config = Path(config)
+        if not self._config.is_file():
+            raise ConfigError(f"`config` must be a config.json, got {config}.")
+        self._local = Path(os.path.abspath(local))
+        self._patch = patch
+        self._last = LastWeights()
+        self._name = ""
+        self._version: int | None = None
+        self._members: dict[str, Engine] = {}
+        """The engines of the last update, whose hosts are patched before the next pause."""
+        self._patched: dict[str, asyncio.Task[None]] = {}
+        """The patching of the hosts of `_members` for the version that is prepared."""
+        self._writing = asyncio.Lock()
+        self.written_bytes = 0
+
+    async def prepare(self, version: int) -> None:
+        """Write what changed, and patch the hosts of the engines, which generate meanwhile.
+
+        Raises:
+            ConfigError: if torch is not installed, or `weights` yields nothing.
+        """
+        self._version = None
+        await self._versions.write(version, self._write)
+        self._version = version
+        self._patched = {
+            name: asyncio.create_task(self._bring(engine, version))
+            for name, engine in self._members.items()
+        }
+        await asyncio.gather(*self._patched.values(), return_exceptions=True)
+
+    async def publish(
+        self, version: int, engines: Sequence[Engine]
+    ) -> Mapping[str, Exception | None]:
+        """Let every engine load its host's checkpoint, in parallel.
+
+        Raises:
+            ConfigError: if `version` was not prepared.
+        """
+        if version != self._version:
+            raise ConfigError(f"version {version} was not prepared, or a newer one was.")
+
+        async def load(engine: DiskEngine) -> None:
+            patched = self._patched.pop(engine.name, None)
+            await (self._bring(engine, version) if patched is None else patched)
+            await engine.update_from_disk(self._local, version)
+
+        takers: Takers[DiskEngine] = Takers(engines, RefitFromDisk, "load weights from a disk")
+        await takers.each(load)
+        self._members = {engine.name: engine for engine in takers.left}
+        await self._versions.forget(version)
+        return takers.outcomes
+
+    async def _bring(self, engine: Engine, version: int) -> None:
+        """Patch the checkpoint on the engine's host, by all weights if the changes do not fit."""
+        folder = self._versions.path(version)
+        delta, full = folder / _DELTA, folder / _FULL
+        if delta.exists() and await self._apply(engine, delta):
+            return
+        if delta.exists():
+            log.warning("%s gets all weights version=%d", engine.name, version)
+        async with self._writing:
+            if not full.exists():
+                await in_thread(self._write_full, full)
+        if not await self._apply(engine, full):
+            raise EngineError(
+                engine.name, f"got no checkpoint of version {version}: {full} was not applied."
+            )
+
+    async def _apply(self, engine: Engine, file: Path) -> bool:
+        if self._patch is None:
+            return await in_thread(apply_delta, file, self._local)
+        done = await in_thread(self._patch, engine.name, file)
+        return bool(await done if inspect.isawaitable(done) else done)
+
+    async def _write(self, folder: Path) -> None:
+        """Write the next version into an empty folder."""
+        given = await in_thread(self._weights)
+        named: Any = await given if inspect.isawaitable(given) else given
+        previous, self._name = self._name, secrets.token_hex(8)
+        before = self._last.tensors.keys()
+        names: list[str] = []
+        found: dict[str, Pieces] | None = {} if previous else None
+
+        def add(name: str, tensor: Tensor) -> None:
+            nonlocal found
+            names.append(name)
+            copy = tensor.detach().to("cpu", copy=True).contiguous()
+            indices = None if found is None else self._last.changed(name, copy)
+            self._last.tensors[name] = copy
+            if indices is None:
+                found = None
+            elif found is not None:
+                found[name] = _described(encode(bits(copy).numpy(), indices.numpy()), tensor)
+
+        if hasattr(named, "__aiter__"):
+            async for name, tensor in named:
+                await in_thread(add, name, tensor)
+        else:
+            await in_thread(lambda: [add(*pair) for pair in named])
+        if not names:
+            raise ConfigError("weights() gave no tensors; it has to give all, each time.")
+        for name in before - set(names):
+            del self._last.tensors[name]
+            found = None
+        await in_thread(shutil.copyfile, self._config, folder / "config.json")
+        self.written_bytes = 0
+        if found is None:
+            await in_thread(self._write_full, folder / _FULL)
+        else:
+            self.written_bytes = await in_thread(
+                write, folder / _DELTA, self._name, previous, found, self._flats()
+            )
+
+    def _write_full(self, path: Path) -> None:
+        pieces = {
+            name: _described(encode(flat, None), tensor)
+            for (name, tensor), flat in zip(self._last.tensors.items(), self._flats(), strict=True)
+        }
+        self.written_bytes += write(path, self._name, "", pieces, self._flats())
+
+    def _flats(self) -> list[Any]:
+        return [bits(tensor).numpy() for tensor in self._last.tensors.values()]
+
+
+def _described(pieces: Pieces, tensor: Tensor) -> Pieces:
+    entry, places, values = pieces
+    dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
+    if dtype is None:
+        raise ConfigError(f"`weights` must have types of safetensors, got {tensor.dtype}.")
+    entry |= {"dtype": dtype, "shape": list(tensor.shape), "item": tensor.element_size()}
+    return entry, places, values
+
+
+def _check_files(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in (_DELTA, _FULL)):
+        raise ConfigError(f"{folder} has no weights; call prepare() first.")

@@ -1,0 +1,118 @@
+"""Tests patched checkpoints on two real servers amid rollouts, token by token.
+
+Each version has some elements of a second, very different model. One server has a file system of
+its own, and its host misses two versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from aprilsched import Batch, DeltaPublisher, SGLangFleet
+from aprilsched.kernel.weights.delta_file import apply_delta
+from tests.sglang.conftest import ADMIN_KEY
+from tests.sglang.recorded import TOLERANCE, Recorder, check_whole, scheduled, sequence_scores
+from tests.sglang.server import CpuServer
+from tests.sglang.trained import tensors
+
+SHARES = (0.5, 0.01, 0.03, 0.3, 0.01, 0.03, 0.01)
+
+
+class Trainer:
+    """Weights that change by shares, and the checkpoint of each version as a host has it."""
+
+    def __init__(self, models: tuple[Path, Path], folder: Path) -> None:
+        self._first, self._second = (dict(tensors(model)) for model in models)
+        self.weights = {name: tensor.clone() for name, tensor in self._first.items()}
+        self.folder = folder
+        self._random = torch.Generator().manual_seed(0)
+
+    def step(self, version: int) -> None:
+        source = self._second if version % 2 else self._first
+        for name, tensor in self.weights.items():
+            chosen = torch.rand(tensor.shape, generator=self._random) < SHARES[version - 1]
+            tensor[chosen] = source[name][chosen]
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.weights.items()
+
+
+async def load_from(load: Any, folder: Path, path: Path, version: int) -> None:
+    """Load from the folder that one host has at `path`."""
+    await load(folder, version)
+
+
+@pytest.mark.long
+async def test_every_token_is_of_its_version_also_after_missed_deltas(
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
+):
+    trainer = Trainer(models, tmp_path)
+    fleet = SGLangFleet([each.url for each in clean_pair], admin_key=ADMIN_KEY, stream_interval=16)
+    folders = {engine.name: tmp_path / f"host-{i}" for i, engine in enumerate(fleet.engines)}
+    second = fleet.engines[1].name
+    files: dict[str, list[str]] = {name: [] for name in folders}
+    down: set[str] = set()
+
+    def patch(name: str, file: Path) -> bool:
+        files[name].append(file.name)
+        return name not in down and apply_delta(file, folders[name])
+
+    for engine in fleet.engines:  # The path is the same on each host.
+        vars(engine)["update_from_disk"] = partial(
+            load_from, engine.update_from_disk, folders[engine.name]
+        )
+    publisher = DeltaPublisher(
+        tmp_path / "shared",
+        trainer.named,
+        config=models[0] / "config.json",
+        local=tmp_path / "local",
+        patch=patch,
+    )
+    batches: list[Batch] = []
+    sizes: list[int] = []
+    missing: list[set[str]] = []
+    checkpoints = [models[0]]
+    async with scheduled([], Recorder(), fleet=fleet) as rollouts:
+        for version in range(1, len(SHARES) + 1):
+            batches.append(await rollouts.next_batch())
+            trainer.step(version)
+            down = {second} if version in (4, 5) else set()
+            report = await rollouts.update_weights(publisher)
+            sizes.append(publisher.written_bytes)
+            missing.append(set(report.quarantined))
+            checkpoint = tmp_path / f"version-{version}"
+            checkpoint.mkdir()
+            for name in ("model.safetensors", "config.json"):
+                held = folders[fleet.engines[0].name] / name
+                (checkpoint / name).write_bytes(held.read_bytes())
+            stored = dict(tensors(checkpoint))
+            assert all(torch.equal(stored[name], own) for name, own in trainer.named())
+            checkpoints.append(checkpoint)
+        batches += [await rollouts.next_batch() for _ in range(2)]
+        delivered = check_whole(rollouts, batches)
+    assert missing == [set(), set(), set(), {second}, {second}, set(), set()]
+    assert set(files[fleet.engines[0].name][1:]) == {"delta.bin"}
+    # Down, it was offered both files twice. Back, its delta did not fit; the last one did.
+    assert files[second][-3:] == ["delta.bin", "full.bin", "delta.bin"]
+    assert sizes[1] < 0.04 * sizes[0]
+    responses = [(each.prompt_ids, each.token_ids) for each in delivered]
+    by_version = sequence_scores(checkpoints, responses, tmp_path)
+    seen: set[int] = set()
+    for index, rollout in enumerate(delivered):
+        versions: list[int] = rollout.versions.tolist()
+        own = np.array([by_version[v][index][at] for at, v in enumerate(versions)])
+        assert np.abs(rollout.logprobs - own).max() < TOLERANCE
+        seen |= set(versions)
+    assert len(seen) > 5
+    crossed = [i for i, rollout in enumerate(delivered) if len(set(rollout.versions.tolist())) > 1]
+    assert crossed
+    far = [np.abs(by_version[v][0] - by_version[v - 1][0]).max() for v in range(1, len(by_version))]
+    assert min(far) > 0.05  # Tokens of another version would have failed.
