@@ -25,6 +25,9 @@ ones, and in FlexKV, keys separate the KV in the server's own memory alone."""
 _SHORT_OF = 4
 """Number of tokens by which SGLang's longest input is shorter than its context and KV pool allow.
 It takes 5 off, and the response to the longest input ends one token early (0.5.21)."""
+_OWN_DRAFT = frozenset({"EAGLE3", "STANDALONE", "DFLASH"})
+"""Algorithms whose draft model has a checkpoint of its own. EAGLE's drafts may come from layers of
+the target's checkpoint (MTP)."""
 _UNKNOWN_REQUEST = "aprilsched-probe-of-the-key"
 
 
@@ -92,6 +95,8 @@ async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFac
         request_fields=schema.properties("GenerateReqInput"),
         expiring_sessions="timeout" in schema.properties("OpenSessionReqInput"),
         one_seed=bool(info.enable_deterministic_inference),
+        drafter=info.speculative_algorithm or "",
+        own_draft=info.speculative_algorithm in _OWN_DRAFT,
     )
 
 
