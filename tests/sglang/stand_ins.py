@@ -64,6 +64,14 @@ def unregister() -> None:
     common._cuda_host_register = lambda *_, **__: None
 
 
+def pad_ranks() -> None:
+    """Let SGLang pad the batches of data-parallel ranks to one size with its torch attention, which
+    lacks the length of a padding sequence that its other kernels have."""
+    from sglang.srt.layers.attention import torch_native_backend
+
+    torch_native_backend.TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda _: 1
+
+
 def copy_kv() -> None:
     """Let SGLang copy KV between its pools by torch, in the place of a kernel for GPUs."""
     from sglang.srt.mem_cache.pool_host import base, mha

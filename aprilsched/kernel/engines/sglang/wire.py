@@ -130,6 +130,14 @@ class ServerInfo(msgspec.Struct, frozen=True):
     internal_states: list[InternalState] = []
 
     @property
+    def dp_ranks(self) -> int:
+        """The number of data-parallel ranks, each with its own KV pool.
+
+        With data-parallel attention dp_size is 1 since 0.5.22: its figures would be of one rank.
+        """
+        return (self.dp_size or 1) * (self.attn_dp_size or 1)
+
+    @property
     def stores_kv(self) -> bool:
         """Whether the server reports that it keeps KV where a flush does not reach."""
         return any(
