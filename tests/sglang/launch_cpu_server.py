@@ -73,7 +73,7 @@ def _loaded() -> Callable[[Sequence[str]], None]:
             stand_ins.unpin()
         if "--enable-dp-attention" in arguments:
             stand_ins.unpin()
-            stand_ins.pad_ranks()
+            stand_ins.join_ranks()
         if "--enable-return-routed-experts" in arguments:
             stand_ins.unpin()
             stand_ins.unregister()
