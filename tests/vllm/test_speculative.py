@@ -1,7 +1,8 @@
 """Tests speculative decoding on real vLLM servers: every token has its version and its logprob.
 
 Two servers draft by n-grams and by a draft model, which has the weights of the target at first, so
-that it is right. Their steps end in the middle of an accepted run wherever a response does.
+that it is right. A wide batch has shorter drafts. Steps end in the middle of an accepted run if a
+response does.
 """
 
 from __future__ import annotations
@@ -29,16 +30,21 @@ from tests.vllm.server import VLLMServer
 
 DRAFTS = 4
 """Largest number of draft tokens of a step."""
-NGRAM: dict[str, object] = {
-    "method": "ngram",
+LENGTHS: dict[str, object] = {
     "num_speculative_tokens": DRAFTS,
+    # From the first batch to the last one.
+    "num_speculative_tokens_per_batch_size": [[1, 4, DRAFTS], [5, 64, DRAFTS // 2]],
+}
+NGRAM: dict[str, object] = {
+    **LENGTHS,
+    "method": "ngram",
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
 
 
 def draft_model(path: Path) -> dict[str, object]:
-    return {"method": "draft_model", "model": str(path), "num_speculative_tokens": DRAFTS}
+    return {**LENGTHS, "method": "draft_model", "model": str(path)}
 
 
 @pytest.fixture(scope="module")
