@@ -118,7 +118,7 @@ async def drafts(server: Server) -> Verdict:
         return Verdict("warn", seen, "set --max-running-requests")
     if facts.own_draft:
         seen = f"it drafts with {facts.drafter}, whose model keeps its weights at an update"
-        return Verdict("warn", seen, "watch the acceptance, or draft by n-grams")
+        return Verdict("warn", seen, "watch the acceptance in its metrics, or draft by n-grams")
     return Verdict("pass", f"it drafts with {facts.drafter}")
 
 
