@@ -14,10 +14,10 @@ from aprilsched.planning.step_times.server_log import Floats
 ALIKE = 0.05
 """Largest difference of the numbers of tokens, as a share, for which the batch is ignored."""
 _LEAST_SHARE = 0.01
-"""Share of the weight with which a doubling of the batch has a mean of its own."""
+"""Share of the windows with which a doubling of the batch has a mean of its own."""
 
 
-def acceptance_of(running: Floats, accepted: Floats, weights: Floats | None = None) -> Acceptance:
+def acceptance_of(running: Floats, accepted: Floats) -> Acceptance:
     """Return the mean of `accepted` for each doubling of the batch.
 
     It is one pair if the batch makes no difference, and none if every step gives one token.
@@ -25,22 +25,16 @@ def acceptance_of(running: Floats, accepted: Floats, weights: Floats | None = No
     Args:
         running: batch of each window, float64 [windows].
         accepted: tokens that its steps gave each sequence, float64 [windows].
-        weights: weight of each window; without them all count alike.
     """
     if not len(accepted) or (accepted == 1).all():
         return ()
-    own = np.ones(len(accepted)) if weights is None else weights
     doublings = np.floor(np.log2(np.maximum(running, 1.0)))
     pairs: list[tuple[float, float]] = []
     for doubling in np.unique(doublings):
         here = doublings == doubling
-        if own[here].sum() >= _LEAST_SHARE * own.sum():
-            batch, tokens = (
-                float(np.average(values[here], weights=own[here])) for values in (running, accepted)
-            )
-            pairs.append((max(batch, 1.0), tokens))
+        if here.mean() >= _LEAST_SHARE:
+            pairs.append((max(float(running[here].mean()), 1.0), float(accepted[here].mean())))
     numbers = [tokens for _, tokens in pairs]
     if max(numbers) <= (1 + ALIKE) * min(numbers):
-        one = float(np.average(accepted, weights=own))
-        return ((1.0, max(one, 1.0)),)
+        return ((1.0, float(accepted.mean())),)
     return tuple(pairs)
