@@ -162,7 +162,7 @@ def _tried(schedule: Schedule, outcome: Outcome, setting: Setting) -> Tried:
         mean_age=outcome.mean_age,
         distance=outcome.distance,
         token_seconds=model.token_seconds(setting.max_running) / engines,
-        read_seconds=model.t2 / engines,
+        read_seconds=model.read_seconds / engines,
     )
     return Tried(schedule=replace(schedule, forecast=forecast, why=why), outcome=outcome)
 

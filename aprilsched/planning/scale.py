@@ -71,4 +71,5 @@ class Scale:
             wide_from=round(model.wide_from / thinner),
             fill=model.fill / thinner,
             expert_share=share_of_experts(model.expert_share, thinner),
+            tokens_per_step=tuple((b / thinner, tokens) for b, tokens in model.tokens_per_step),
         )

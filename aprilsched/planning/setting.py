@@ -123,7 +123,7 @@ class Setting:
         For an array, return T_bound of each response.
         """
         each = self.model.token_seconds(self.max_running)
-        return tokens * (each + self.model.t2 * (self.prompt_tokens + tokens / 2))
+        return tokens * (each + self.model.read_seconds * (self.prompt_tokens + tokens / 2))
 
     @property
     def thinner(self) -> float:

@@ -65,6 +65,7 @@ class TrialEngines:
         """Heap of (last step, ticket); entries of preempted responses are ignored."""
         self._sum_of_ends = 0
         self._token_seconds = setting.model.token_seconds(setting.max_running)
+        self._read_seconds = setting.model.read_seconds
         self._costs: dict[int, tuple[float, float]] = {}
         """For each size of a batch the seconds of a step without its reads, and of one read. A
         trial needs few sizes, but hundreds of thousands of times."""
@@ -119,7 +120,7 @@ class TrialEngines:
             seconds = self._decode_seconds(batch, kv, steps)
         tokens = steps * running
         reads = steps * self._kv + tokens * (steps - 1) / 2
-        self.bound += (self._token_seconds * tokens + self._model.t2 * reads) / engines
+        self.bound += (self._token_seconds * tokens + self._read_seconds * reads) / engines
         self._step += steps
         self._kv += tokens
         self.peak_kv = max(self.peak_kv, self._kv)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,8 @@ SMALL = StepTimeModel(
     prefill_chunk=64,
 )
 
+DRAFTING = replace(SMALL, tokens_per_step=((1, 4.0), (8, 1.0)))
+
 SHAPES = st.tuples(st.integers(1, 200), st.integers(1, 60), st.booleans())
 ACTIONS = st.lists(
     st.one_of(
@@ -38,7 +42,7 @@ ACTIONS = st.lists(
 )
 CONFIGS = st.builds(
     SimConfig,
-    timing=st.sampled_from([T, SMALL]),
+    timing=st.sampled_from([T, SMALL, DRAFTING]),
     max_running=st.integers(1, 12),
     kv_tokens=st.integers(260, 1500),
     stream_interval=st.integers(1, 80),

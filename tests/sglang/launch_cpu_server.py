@@ -71,6 +71,9 @@ def _loaded() -> Callable[[Sequence[str]], None]:
         sys.argv = ["launch_cpu_server.py", *arguments]
         if "--enable-lora" in arguments:
             stand_ins.unpin()
+        if "--enable-dp-attention" in arguments:
+            stand_ins.unpin()
+            stand_ins.join_ranks()
         if "--enable-return-routed-experts" in arguments:
             stand_ins.unpin()
             stand_ins.unregister()

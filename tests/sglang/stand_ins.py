@@ -2,8 +2,9 @@
 
 Call :func:`install` before sglang or transformers' models are imported, :func:`fork` and
 :func:`doze` before a server boots, :func:`unpin` before one with LoRA does, that and
-:func:`unregister` before one that returns routed experts does, and all of these and
-:func:`copy_kv` before one with a hierarchical cache does.
+:func:`unregister` before one that returns routed experts does, all of these and
+:func:`copy_kv` before one with a hierarchical cache does, and :func:`unpin` and :func:`join_ranks`
+before one with data-parallel attention does.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -62,6 +63,22 @@ def unregister() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda *_, **__: None
+
+
+def join_ranks() -> None:
+    """Let data-parallel ranks exchange their batches by gloo; SGLang registers GPUs alone.
+
+    They use its own copy for processors, and a length of padding sequences that its torch
+    attention lacks.
+    """
+    from sglang.srt.distributed.parallel_state import GroupCoordinator
+    from sglang.srt.layers import dp_attention
+    from sglang.srt.layers.attention import torch_native_backend
+
+    GroupCoordinator.all_gather_into_tensor = GroupCoordinator._all_gather_into_tensor
+    GroupCoordinator.reduce_scatter_tensor = GroupCoordinator._reduce_scatter_tensor
+    dp_attention.memcpy_func = dp_attention.memcpy_cpu
+    torch_native_backend.TorchNativeAttnBackend.get_cuda_graph_seq_len_fill_value = lambda _: 1
 
 
 def copy_kv() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -348,8 +349,31 @@ def test_steps_of_speculative_decoding_give_several_tokens(tmp_path: Path) -> No
     assert windows.steps.tolist() == [120.0] * len(windows)
     found = fit(windows, linear=True, replicates=2).model
     for name in ("t0", "t1", "t2"):
-        assert 3 * getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.15)
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.15)
+    assert found.tokens_per_step == ((1.0, 3.0),)
+    assert found.step_seconds(8, 900) == pytest.approx(TRUE.step_seconds(8, 900) / 3, rel=0.15)
     assert found.prefill_pass == pytest.approx(TRUE.prefill_pass, rel=0.15)
+
+
+def test_the_acceptance_of_a_log_depends_on_the_batch(tmp_path: Path) -> None:
+    """The log of a server that drafts less for a wide batch, and the file of its model."""
+    true = replace(TRUE, tokens_per_step=((1, 4.0), (40, 2.5), (512, 1.2)))
+    rows: list[tuple[float, str]] = []
+    for at, text in engine_log("", seed=0):
+        if line := re.search(r"#running-req: (\d+), (?=#token)", text):
+            accepted = round(true.tokens(int(line[1])), 2)
+            rate = float(text.split("(token/s): ")[1].split(",")[0])
+            faster = f"accept len: {accepted:.2f}, gen throughput (token/s): {accepted * rate:.4f}"
+            text = re.sub(r"gen throughput.*?(?=, #queue)", faster, text)
+        rows.append((at, text))
+    found = fit(windows_of(read_log(written(tmp_path / "spec.log", rows))), replicates=2).model
+    for name in ("t0", "t1", "t2"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=0.05)
+    for batch in (1, 4, 20, 100, 400):
+        seconds = found.step_seconds(batch, 1000 * batch)
+        assert seconds == pytest.approx(true.step_seconds(batch, 1000 * batch), rel=0.1)
+    save_model(found, tmp_path / "model.toml")
+    assert load_model(tmp_path / "model.toml") == found
 
 
 def test_numbers_that_are_none_end_no_window(tmp_path: Path) -> None:

@@ -36,7 +36,11 @@ from aprilsched.planning.halving import Halving, Tried, trials
 from aprilsched.planning.planner import choose
 from aprilsched.planning.presets import PRESETS
 from aprilsched.planning.setting import Outcome, Setting
-from aprilsched.planning.step_times.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR
+from aprilsched.planning.step_times.model import (
+    H200_QWEN3_4B,
+    H200_QWEN3_4B_LINEAR,
+    StepTimeModel,
+)
 from aprilsched.planning.trial import Trial, try_out
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine.settings import SimConfig
@@ -405,6 +409,7 @@ def simulated_and_tried(
     reward_seconds: float = 0.0,
     accepted: tuple[float, float, float] = (0.0, 1.0, 1.0),
     pauses: tuple[float, ...] = (),
+    timing: StepTimeModel = H200_QWEN3_4B_LINEAR,
 ) -> tuple[Measured, Outcome]:
     """Return what the simulation and a trial measure for batches `burn_in` to `counted`.
 
@@ -418,7 +423,7 @@ def simulated_and_tried(
         WORKLOAD,
         engines=engines,
         batches=counted + 1,
-        engine=modelled(kv or 1_000_000),
+        engine=replace(modelled(kv or 1_000_000), timing=timing),
         costs=Costs(
             train_seconds=train_seconds,
             refit_seconds=refit_seconds,
@@ -445,6 +450,7 @@ def simulated_and_tried(
         max_staleness=policies.staleness.bound,
         stop=policies.stop,
         siblings=policies.siblings,
+        model=timing,
         kv_tokens=kv,
         train_seconds=train_seconds,
         refit_seconds=refit_seconds,
@@ -539,6 +545,24 @@ def test_a_trial_does_what_the_simulation_does(straggler: str, changes: dict[str
     assert outcome.efficiency == pytest.approx(measured.efficiency, rel=near)
     assert outcome.off_policy_share == pytest.approx(measured.off_policy_share, abs=near)
     assert outcome.step_seconds == pytest.approx(measured.step_seconds, rel=0.03)
+
+
+def test_a_trial_knows_that_speculation_speeds_up_the_tail() -> None:
+    """A batch of 256 responses gets one token per step, and a response that is alone gets four."""
+    drafting = replace(H200_QWEN3_4B_LINEAR, tokens_per_step=((1, 4.0), (32, 2.0), (256, 1.0)))
+    seconds: dict[StepTimeModel, list[float]] = {H200_QWEN3_4B_LINEAR: [], drafting: []}
+    for timing, of in seconds.items():
+        for ratio in (1.0, 2.0):
+            settings = SchedulerConfig(straggler="in_place", over_provision=ratio)
+            measured, outcome = simulated_and_tried(settings, 24, 9, timing=timing)
+            assert outcome.step_seconds == pytest.approx(measured.step_seconds, rel=0.03)
+            assert outcome.off_policy_share == pytest.approx(measured.off_policy_share, abs=0.01)
+            assert outcome.efficiency <= 1
+            of.append(outcome.step_seconds)
+    (plain_wait, plain), (wait, early) = seconds.values()
+    assert wait < 0.75 * plain_wait
+    assert plain > early > 0.75 * plain, "wide batches gain little"
+    assert wait / early < 0.85 * plain_wait / plain
 
 
 @pytest.mark.parametrize(

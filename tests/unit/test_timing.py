@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, H200_QWEN3_4B_LINEAR, StepTimeModel
 from aprilsched.simulation.engine import Batcher, SimConfig
@@ -21,7 +23,10 @@ EXPERTS = StepTimeModel(
     t0=6.4e-3, t1=15e-6, t2=34e-9, prefill_pass=44e-3, prefill_rate=66e3,
     t0_experts=10.8e-3, expert_share=1 / 16,
 )  # fmt: skip
-MODELS = each_row("model", [T, R, EXPERTS], ids=["linear", "refined", "experts"])
+DRAFTING = replace(R, tokens_per_step=((1, 4.0), (33, 2.0), (257, 1.0)))
+MODELS = each_row(
+    "model", [T, R, EXPERTS, DRAFTING], ids=["linear", "refined", "experts", "drafting"]
+)
 
 
 @each_row(("batch", "kv", "steps"), [(1, 9, 1), (8, 64, 100), (512, 900_000, 777)])
@@ -64,6 +69,26 @@ def test_small_batches_of_a_mixture_of_experts_read_few_of_them() -> None:
     shares = (1 / 16, 31 / 256, 1.0)
     assert read == pytest.approx([6.4e-3 + 10.8e-3 * share for share in shares])
     assert EXPERTS.token_seconds(512) == pytest.approx(EXPERTS.t1 + 17.2e-3 / 512)
+
+
+def test_a_step_of_speculative_decoding_gives_tokens_by_the_batch() -> None:
+    batches = (0.5, 1, 17, 33, 145, 257, 512)
+    assert [DRAFTING.tokens(batch) for batch in batches] == [4, 4, 3, 2, 1.5, 1, 1]
+    assert replace(R, tokens_per_step=((8, 2.5),)).tokens(512) == 2.5
+    assert DRAFTING.step_seconds(17, 900) == pytest.approx(R.step_seconds(17, 900) / 3)
+    assert DRAFTING.token_seconds(512) == R.token_seconds(512) / 4
+    for batch in (1, 33, 512):
+        own = DRAFTING.step_seconds(batch, 100 * batch) / batch
+        assert own >= DRAFTING.bound_seconds([100], [1], 512)
+
+
+@each_row(
+    "pairs",
+    [((1, 0.5),), ((2, 2.0), (1, 3.0)), ((0, 2.0),), ((1, math.nan),), ((1, math.inf),), (3,), 3],
+)
+def test_other_tokens_per_step_are_refused(pairs: object) -> None:
+    with pytest.raises(ConfigError, match="tokens_per_step must be pairs of a growing batch"):
+        replace(R, tokens_per_step=pairs)  # type: ignore[arg-type]
 
 
 # Decode windows of the server's log: running requests, context tokens in use at the window's end,

@@ -225,6 +225,27 @@ async def test_an_ability_that_the_server_reports_is_judged():
         assert finding.status == status
 
 
+@pytest.mark.parametrize(
+    ("drafter", "own_draft", "running", "status", "words"),
+    [
+        ("", False, 48, "pass", "does not draft"),
+        ("NGRAM", False, 48, "warn", "set --max-running-requests"),
+        ("NGRAM", False, 256, "pass", "NGRAM"),
+        ("EAGLE3", True, 256, "warn", "keeps its weights"),
+    ],
+)
+async def test_a_server_that_drafts_is_judged(
+    drafter: str, own_draft: bool, running: int, status: str, words: str
+):
+    able = Capabilities(version_spans=True, flush_while_paused=True, max_running_requests=running)
+    facts = SimpleNamespace(drafter=drafter, own_draft=own_draft, capabilities=able)
+    server: Any = SimpleNamespace(facts=facts)
+    finding = await rows("drafts")[0].finding(server)
+    assert finding is not None
+    assert finding.status == status
+    assert words in f"{finding.seen} {finding.to_do}"
+
+
 @pytest.fixture
 async def two(server: SimServer, tmp_path: Path) -> tuple[Path, Path]:
     """Two checkpoints; the server starts with the first."""

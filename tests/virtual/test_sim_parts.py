@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
+from aiohttp import web
 
-from aprilsched.errors import ConfigError, EngineProtocolError, EngineRejected, EngineUnreachable
+from aprilsched.errors import (
+    ConfigError,
+    EngineError,
+    EngineProtocolError,
+    EngineRejected,
+    EngineUnreachable,
+)
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.weights.lora import LoraPublisher
 from aprilsched.simulation.engine import SimAdapterPublisher, SimEngine, run_virtual
+from aprilsched.testing import SimServer
 from aprilsched.testing.contract import Stream, whole
 from tests.sglang.adapter_contract import (
     ADAPTER_CHECKS,
@@ -20,8 +31,10 @@ from tests.sglang.adapter_contract import (
     adapted,
     fake_adapters,
 )
-from tests.support.sim_http import INTERVAL, Raw, served
+from tests.support.sim_http import CONFIG, INTERVAL, Raw, served
 from tests.support.table import each_row
+
+Handler: TypeAlias = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @each_row("check", ADAPTER_CHECKS, ids=lambda check: check.__name__)
@@ -118,3 +131,36 @@ def test_a_publisher_of_simulated_adapters_reports_each_engine():
 def _fill(path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (path / name).write_text("{}")
+
+
+@each_row(("algorithm", "selector"), [(None, "all"), ("EAGLE", "all"), ("EAGLE3", "target")])
+async def test_an_update_leaves_a_draft_model_of_its_own_alone(
+    algorithm: str | None, selector: str, tmp_path: Path
+):
+    """SGLang loads a tensor into every model that the selector names."""
+    bodies: dict[str, Any] = {}
+
+    @web.middleware
+    async def drafting(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in ("/begin_weight_update", "/update_weights_from_tensor"):
+            # The embedded engine has one model, whatever is selected.
+            bodies[request.path] = await request.json()
+            return web.json_response({"success": True, "message": ""})
+        answer = await handler(request)
+        if request.path == "/server_info" and isinstance(answer, web.Response):
+            facts = json.loads(answer.text or "") | {"speculative_algorithm": algorithm}
+            return web.json_response(facts)
+        return answer
+
+    async with SimServer(CONFIG, middlewares=[drafting]) as server:
+        engine = SGLangEngine(server.url)
+        await engine.open()
+        assert engine.facts.drafter == (algorithm or "")
+        await engine.begin_update()
+        await engine.update_from_tensors(["x"], load_format=None)
+        if selector == "target":
+            with pytest.raises(EngineError, match="into its draft model too; publish by broadcast"):
+                await engine.update_from_disk(tmp_path, 1)
+        await engine.close()
+    assert bodies["/begin_weight_update"] == {"selector": selector}
+    assert bodies["/update_weights_from_tensor"].get("selector", "all") == selector

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,12 +110,13 @@ def _parameters(found: Fit) -> Table:
     for name in ("value", "standard error"):
         table.add_column(name, justify="right")
     table.add_column("unit")
-    for field in fields(found.model):
-        scale, unit = _UNITS[field.name]
-        error = found.errors.get(field.name)
-        note = "assumed" if field.name in found.assumed else "-"
-        value = f"{scale * getattr(found.model, field.name):,.6g}"
-        table.add_row(field.name, value, note if error is None else f"{scale * error:.2g}", unit)
+    for name, (scale, unit) in _UNITS.items():
+        error = found.errors.get(name)
+        note = "assumed" if name in found.assumed else "-"
+        value = f"{scale * getattr(found.model, name):,.6g}"
+        table.add_row(name, value, note if error is None else f"{scale * error:.2g}", unit)
+    for batch, tokens in found.model.tokens_per_step:
+        table.add_row("tokens_per_step", f"{tokens:.3g}", "-", f"tokens at {batch:.0f} sequences")
     return table
 
 

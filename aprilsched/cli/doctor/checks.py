@@ -23,6 +23,8 @@ from aprilsched.testing import contract
 LIMITS = HttpLimits(control_timeout=20.0, flush_timeout=5.0)
 STREAM_INTERVAL = 8
 """Tokens between two events of a response."""
+_DRAFTING_REQUESTS = 48
+"""SGLang's limit on running requests with speculative decoding, unless it is set."""
 MAX_LOGPROB_GAP = 1e-3
 """Difference of logprobs under the same weights on an idle server without a cached prefix."""
 
@@ -106,6 +108,20 @@ async def tied_embeddings(server: Server) -> Verdict | None:
     return Verdict("pass", "the embeddings are not tied")
 
 
+async def drafts(server: Server) -> Verdict:
+    """With speculative decoding the limit of SGLang falls to 48, and a draft model ages."""
+    facts, room = server.facts, server.facts.capabilities.max_running_requests
+    if not facts.drafter:
+        return Verdict("pass", "it does not draft")
+    if room == _DRAFTING_REQUESTS and not isinstance(facts, VLLMFacts):
+        seen = f"it drafts with {facts.drafter} and runs {room} requests, SGLang's default then"
+        return Verdict("warn", seen, "set --max-running-requests")
+    if facts.own_draft:
+        seen = f"it drafts with {facts.drafter}, whose model keeps its weights at an update"
+        return Verdict("warn", seen, "watch the acceptance in its metrics, or draft by n-grams")
+    return Verdict("pass", f"it drafts with {facts.drafter}")
+
+
 async def refit(server: Server) -> Verdict:
     """What an engine made of new weights shows in what it generates, and in no checksum."""
     if server.refit is None:
@@ -176,6 +192,7 @@ ROWS: tuple[Row, ...] = (
     Row("KV tier", kv_tier),
     Row("logprobs", logprobs_mode),
     Row("tied embeddings", tied_embeddings),
+    Row("drafts", drafts),
     _kept("tokens", contract.every_token_arrives_once, UPDATE, alone=False),
     _kept("abort", contract.abort_returns_the_partial, UPDATE, alone=False),
     _kept("continuation", contract.a_re_sent_prefix_continues_the_response, UPDATE, alone=False),

@@ -101,6 +101,9 @@ class Facts:
         vocab_size: smallest token id that may crash the server; None if unknown.
         process: identifies the server's process, as opposed to a later one at its address.
         context_tokens: limit on the tokens of a prompt and its response together; None if unknown.
+        drafter: its method of speculative decoding, as the server spells it; empty without one.
+        own_draft: whether the drafts come from a model that an update of the weights leaves as it
+            is.
     """
 
     model_path: str
@@ -109,6 +112,8 @@ class Facts:
     vocab_size: int | None
     process: object
     context_tokens: int | None = None
+    drafter: str = ""
+    own_draft: bool = False
 
 
 FactsT = TypeVar("FactsT", bound=Facts)

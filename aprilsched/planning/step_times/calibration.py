@@ -13,6 +13,7 @@ from itertools import compress
 import numpy as np
 
 from aprilsched.errors import ConfigError
+from aprilsched.planning.step_times.acceptance import acceptance_of
 from aprilsched.planning.step_times.least_squares import robust
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel, share_of_experts
 from aprilsched.planning.step_times.server_log import Floats, Windows
@@ -105,6 +106,7 @@ def _model(
         fill=shape.fill,
         wide_from=shape.wide_from or 0,
         expert_share=shape.expert_share,
+        tokens_per_step=acceptance_of(windows.running, windows.accepted),
         **found,
     )
     if not windows.stalled.any():
@@ -170,7 +172,9 @@ class Shape:
 
     def window_rows(self, windows: Windows) -> Floats:
         """The factors for the seconds of whole windows; the last two are of passes and tokens."""
-        steps = windows.steps[:, None] * self.step_rows(windows.running, windows.kv)
+        steps = (windows.steps / windows.accepted)[:, None] * self.step_rows(
+            windows.running, windows.kv
+        )
         return np.column_stack([steps, windows.passes, windows.prefilled])
 
 

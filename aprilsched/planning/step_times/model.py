@@ -11,6 +11,10 @@ the sequences uses. Every step adds ``b`` tokens to ``kv``. The model is linear 
 ``t0_wide`` and ``t0_experts`` at 0, their defaults. A prefill pass takes
 ``prefill_pass + tokens / prefill_rate``, and decoding waits for it.
 
+With speculative decoding, a step of ``b`` sequences gives each of them ``tokens(b)`` tokens. The
+model then divides a step into that number of equal ones, so that each gives a sequence one token.
+These are the steps of its methods.
+
 Invariants: the batch is constant within a call, so a step's time is linear in ``kv``;
 ``decode_seconds(b, kv, n)`` is the sum of n single steps, and
 ``steps_within(b, kv, s)`` is the largest n with ``decode_seconds(b, kv, n) <= s``.
@@ -18,15 +22,21 @@ Invariants: the batch is constant within a call, so a step's time is linear in `
 
 from __future__ import annotations
 
+import itertools
 import math
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, overload
+from typing import Annotated, TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, NOT_NEGATIVE, POSITIVE
+
+Acceptance: TypeAlias = tuple[tuple[float, float], ...]
+"""Pairs of a batch and of the tokens that a step of this batch gives each sequence."""
 
 RESERVE_SHARE = 0.098
 """Share of the tokens still to come for which SGLang's admission leaves room: the lower bound of
@@ -52,6 +62,9 @@ class StepTimeModel:
             their share of it. With 0, any number uses it fully.
         t0_experts: seconds for reading all experts of a mixture of experts, in addition to `t0`.
         expert_share: share of the experts that one sequence uses: 1/16 for 8 of 128.
+        tokens_per_step: tokens that a step gives each sequence, by the batch, with speculative
+            decoding: pairs (batch, tokens) in the order of the batches. Between them the number is
+            linear in the batch. Without pairs it is 1.
     """
 
     t0: Annotated[float, NOT_NEGATIVE]
@@ -65,6 +78,32 @@ class StepTimeModel:
     fill: Annotated[float, NOT_NEGATIVE] = 0.0
     t0_experts: Annotated[float, NOT_NEGATIVE] = 0.0
     expert_share: Annotated[float, NOT_NEGATIVE] = 0.0
+    tokens_per_step: Acceptance = ()
+
+    def __post_init__(self) -> None:
+        try:
+            pairs = tuple((float(batch), float(tokens)) for batch, tokens in self.tokens_per_step)
+        except (TypeError, ValueError):
+            pairs = ((0.0, 0.0),)
+        batches = [0.0, *(batch for batch, _ in pairs), math.inf]
+        growing = all(low < high for low, high in itertools.pairwise(batches))
+        if not growing or not all(1 <= tokens < math.inf for _, tokens in pairs):
+            raise ConfigError(
+                "tokens_per_step must be pairs of a growing batch and at least 1 token, got "
+                f"{self.tokens_per_step!r}."
+            )
+        object.__setattr__(self, "tokens_per_step", pairs)
+
+    def tokens(self, batch: float) -> float:
+        """Return the tokens that a step of `batch` sequences gives each of them; at least 1."""
+        pairs = self.tokens_per_step
+        if not pairs:
+            return 1.0
+        after = bisect(pairs, (batch, math.inf))
+        if after in (0, len(pairs)):
+            return pairs[max(0, after - 1)][1]
+        (low, of_low), (high, of_high) = pairs[after - 1], pairs[after]
+        return of_low + (of_high - of_low) * (batch - low) / (high - low)
 
     def step_seconds(self, batch: float, kv: float) -> float:
         """Return seconds of one step; the arguments may be means over several steps."""
@@ -102,7 +141,12 @@ class StepTimeModel:
 
         They are its own work, and its part of a weight read that serves `max_running` tokens.
         """
-        return self.t1 + self._weight_seconds(max_running) / max_running
+        return (self.t1 + self._weight_seconds(max_running) / max_running) / self._most_tokens
+
+    @property
+    def read_seconds(self) -> float:
+        """The seconds of T_bound for each context token that a token reads."""
+        return self.t2 / self._most_tokens
 
     def bound_seconds(
         self,
@@ -117,7 +161,8 @@ class StepTimeModel:
         t1 * sum(L) + t2 * sum(p * L + L^2 / 2) + t0 * sum(L) / max_running, where t0 includes the
         experts that `max_running` sequences use: each token costs its own work and the context that
         it reads; one read of the weights serves `max_running` tokens; prefill and the terms of
-        `fill` and `t0_wide` cost nothing. Both arrays have one entry for each response, in tokens.
+        `fill` and `t0_wide` cost nothing. With speculative decoding each step gives the largest of
+        `tokens_per_step`. Both arrays have one entry for each response, in tokens.
         Several engines take their share of that each.
 
         Raises:
@@ -131,12 +176,12 @@ class StepTimeModel:
             )
         total = float(outputs.sum())
         reads = float((prompts * outputs + outputs * outputs / 2).sum())
-        return (self.token_seconds(max_running) * total + self.t2 * reads) / engines
+        return (self.token_seconds(max_running) * total + self.read_seconds * reads) / engines
 
     def _work_seconds(self, batch: float) -> float:
         """Return seconds of a step without its reads of KV."""
         wide = self.t0_wide if batch > self.wide_from else 0.0
-        return self._weight_seconds(batch) + self.t1 * batch + wide
+        return (self._weight_seconds(batch) + self.t1 * batch + wide) / self.tokens(batch)
 
     def _weight_seconds(self, batch: float) -> float:
         """Return seconds of reading the weights."""
@@ -144,7 +189,11 @@ class StepTimeModel:
 
     def _read_seconds(self, batch: float) -> float:
         """Return seconds for each context token of a step."""
-        return self.t2 * max(1.0, self.fill / max(batch, 1.0))
+        return self.t2 * max(1.0, self.fill / max(batch, 1.0)) / self.tokens(batch)
+
+    @property
+    def _most_tokens(self) -> float:
+        return max((tokens for _, tokens in self.tokens_per_step), default=1.0)
 
 
 @overload

@@ -19,7 +19,9 @@ from aprilsched.planning.step_times.model import StepTimeModel
 def model_toml(model: StepTimeModel, comments: tuple[str, ...] = ()) -> str:
     """Return the text of the file; each of the `comments` is a line at its beginning."""
     lines = [f"# {comment}" for comment in comments]
-    values = [f"{field.name} = {getattr(model, field.name)!r}" for field in fields(model)]
+    settings = {field.name: getattr(model, field.name) for field in fields(model)}
+    settings["tokens_per_step"] = [list(pair) for pair in model.tokens_per_step]
+    values = [f"{name} = {value!r}" for name, value in settings.items()]
     return "\n".join([*lines, "[timing]", *values]) + "\n"
 
 

@@ -1,7 +1,8 @@
 """Fits the model to the running engines: robust least squares with forgetting.
 
-The shape of the model (``fill``, ``wide_from``, ``expert_share``, the chunk) is the prior's. The
-coefficients are fitted to the latest observations, whose weight decreases with their age.
+The shape of the model (``fill``, ``wide_from``, ``expert_share``, ``tokens_per_step``, the chunk)
+is the prior's. Streams show how long a token takes, and not how many a step gave. The coefficients
+are fitted to the latest observations, whose weight decreases with their age.
 Everything is relative: a row holds the share of each coefficient in the measured time, in units of
 the prior, so that the rows of decoding add up to 1 and one weight suits all.
 
@@ -33,7 +34,8 @@ class Observation:
     Attributes:
         running: mean batch of its decode steps.
         kv_tokens: mean number of context tokens that a step read.
-        seconds_per_step: `seconds` divided by the number of decode steps.
+        seconds_per_step: `seconds` divided by the number of tokens that a sequence got: of its
+            decode steps, times the tokens of a step with speculative decoding.
         seconds: duration of the stretch, prefill passes included.
         prefill_passes: number of prefill passes in the stretch.
         prefilled_tokens: number of tokens that those passes computed.
@@ -107,7 +109,8 @@ class OnlineFit:
 
     def _row(self, seen: Observation) -> Floats:
         """Return the seconds that each coefficient of the prior contributes to the observation."""
-        steps, model = seen.seconds / seen.seconds_per_step, self._prior
+        model = self._prior
+        steps = seen.seconds / seen.seconds_per_step / model.tokens(seen.running)
         read = seen.kv_tokens * max(1.0, model.fill / max(seen.running, 1.0))
         wide = float(seen.running > model.wide_from)
         experts = share_of_experts(model.expert_share, seen.running)

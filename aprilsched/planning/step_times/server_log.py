@@ -66,6 +66,7 @@ class Windows:
         change: change of the batch, as a share of the larger batch.
         steps: number of tokens that a sequence got in the window: its decode steps, times the
             tokens of a step with speculative decoding.
+        accepted: number of tokens that a step gave each sequence.
     """
 
     engine: NDArray[np.str_]
@@ -76,6 +77,7 @@ class Windows:
     prefilled: Floats
     change: Floats
     steps: Floats
+    accepted: Floats
 
     def __len__(self) -> int:
         return len(self.seconds)
@@ -123,6 +125,7 @@ def windows_of(lines: Sequence[LogLine], *, steps: int = 40) -> Windows:
         prefilled=prefilled,
         change=change,
         steps=tokens,
+        accepted=np.array([new.accepted for _, new in pairs], dtype=np.float64),
     )
 
 
@@ -265,6 +268,7 @@ def _table(file: TextIO) -> Iterator[LogLine]:
                 tokens_per_s=_bounded(float(row["decode_tokens_per_s"])),
                 passes=_bounded(int(row.get("prefill_batches_since") or 0)),
                 prefilled=_bounded(int(row.get("prefill_tokens_since") or 0)),
+                accepted=max(1.0, _bounded(float(row.get("accept_len") or 1))),
             )
         except (KeyError, TypeError, ValueError):
             raise ConfigError(

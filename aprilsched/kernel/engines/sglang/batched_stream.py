@@ -27,6 +27,7 @@ from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.engines.generations import Call, HungUp
 from aprilsched.kernel.engines.server import HttpEngine, companion_bytes, drain
 from aprilsched.kernel.engines.sglang.chunks import ChunkAssembler
+from aprilsched.kernel.engines.sglang.dp_ranks import DpRanks
 from aprilsched.kernel.engines.sglang.probe import ServerFacts
 from aprilsched.kernel.engines.sockets import inflow_of
 from aprilsched.kernel.engines.sse import Allowance, EventSplitter
@@ -79,11 +80,24 @@ class SharingEngine(HttpEngine[ServerFacts]):
         super()._bind_to_loop()
         self._asked: list[_Member] = []
         """The requests made in this turn of the event loop."""
+        self._dp_ranks = DpRanks(1)
 
     def _reader(self, request: GenerationRequest) -> ChunkAssembler:
         return ChunkAssembler(self.name, request, first_version=self._first_version)
 
     async def _answer(self, request: GenerationRequest, call: Call) -> AsyncGenerator[Chunk, None]:
+        ranks = self._dp_ranks
+        ranks.choose(request)
+        try:
+            async with aclosing(self._answer_of_rank(request, call)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            ranks.leave(request.request_id)
+
+    async def _answer_of_rank(
+        self, request: GenerationRequest, call: Call
+    ) -> AsyncGenerator[Chunk, None]:
         if self._may_share(request):
             member = _Member(request, call, self._reader(request))
             if not self._asked:
@@ -120,7 +134,10 @@ class SharingEngine(HttpEngine[ServerFacts]):
             if member.waits:
                 request = member.request
                 keys = (request.cache_key is None, request.adapter is None)
-                alike.setdefault((request.companions, request.rank, keys), []).append(member)
+                dp_rank = self._dp_ranks.of(request.request_id)
+                alike.setdefault((request.companions, request.rank, keys, dp_rank), []).append(
+                    member
+                )
         for members in alike.values():
             first, tokens = 0, 0
             for end, member in enumerate(members):

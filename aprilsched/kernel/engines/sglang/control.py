@@ -156,6 +156,7 @@ class ServerControl(Control[ServerFacts]):
 
     async def update_from_disk(self, path: Path, version: int) -> None:
         """Load `path` as `version`; the server itself reads the path."""
+        self._check_draft()
         before = self._open_update
         with self._update(f"loading {path}"):
             try:
@@ -174,6 +175,21 @@ class ServerControl(Control[ServerFacts]):
                     self._open_update = before
                 raise
 
+    def _check_draft(self) -> None:
+        """Refuse an update that SGLang would load into a draft model of other tensors too."""
+        if self._target:
+            raise EngineError(
+                self.name,
+                f"drafts with {self.facts.drafter}, and would load this update into its draft "
+                "model too; publish by broadcast or from tensors, or draft without a model.",
+            )
+
+    @property
+    def _target(self) -> Mapping[str, str]:
+        """The field that keeps an update off a draft model with tensors of its own."""
+        apart = self.facts.own_draft and self.facts.update_sessions
+        return {"selector": "target"} if apart else {}
+
     # --- in buckets ----------------------------------------------------------------------------
 
     async def begin_update(self) -> None:
@@ -181,12 +197,11 @@ class ServerControl(Control[ServerFacts]):
         self._open_update = "an update"
         if not self.facts.update_sessions:
             return
-        opened = await self._control(
-            "begin_weight_update", {"selector": "all"}, accept=(200, _REFUSED)
-        )
+        selected = {"selector": "all", **self._target}
+        opened = await self._control("begin_weight_update", selected, accept=(200, _REFUSED))
         if opened.status == _REFUSED:
             await self._control("end_weight_update", {})
-            await self._control("begin_weight_update", {"selector": "all"})
+            await self._control("begin_weight_update", selected)
 
     async def end_update(self, version: int) -> None:
         """Finalize and label the weights; SGLang's default would abort all requests."""
@@ -244,6 +259,7 @@ class ServerControl(Control[ServerFacts]):
                 "shapes": [list(tensor.shape) for tensor in tensors],
                 "group_name": group,
                 "load_format": load_format,
+                **self._target,
             },
         )
 
@@ -253,11 +269,16 @@ class ServerControl(Control[ServerFacts]):
         """Load one bucket from the trainer's own memory."""
         await self._load(
             "update_weights_from_tensor",
-            {"serialized_named_tensors": list(serialized), "load_format": load_format},
+            {
+                "serialized_named_tensors": list(serialized),
+                "load_format": load_format,
+                **self._target,
+            },
         )
 
     async def update_from_sockets(self, handles: Mapping[str, str], version: int) -> None:
         """Load from a checkpoint-engine on the server's machine."""
+        self._check_draft()
         with self._update("an update from a checkpoint-engine"):
             await self._load(
                 "update_weights_from_ipc",

@@ -16,6 +16,7 @@ from aprilsched.kernel.engines.fleet import ListedFleet, UrlFleet
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.sglang.batched_stream import SharingEngine
 from aprilsched.kernel.engines.sglang.control import ServerControl
+from aprilsched.kernel.engines.sglang.dp_ranks import DpRanks
 from aprilsched.kernel.engines.sglang.probe import ServerFacts, probe
 from aprilsched.kernel.engines.transport import Transport
 
@@ -56,6 +57,7 @@ class SGLangEngine(SharingEngine, ServerControl):
         """Connect and probe; close the connections again if the server cannot be used."""
         self._groups.clear()
         await super().open()
+        self._dp_ranks = DpRanks(self.facts.dp_ranks)
         if self.facts.incremental is False:
             _log.warning(
                 "%s streams cumulatively, which costs the square of a response's length; start "
@@ -130,7 +132,8 @@ class SGLangEngine(SharingEngine, ServerControl):
         await self._questions.ask("close_session", {"session_id": session})
 
     def _post(self, request: GenerationRequest) -> tuple[str, dict[str, Any]]:
-        return "generate", self._body(request)
+        body, dp_rank = self._body(request), self._dp_ranks.of(request.request_id)
+        return "generate", body if dp_rank is None else {**body, "routed_dp_rank": dp_rank}
 
     async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
         await self._server.call("POST", "abort_request", {"rid": request_id}, timeout=timeout)

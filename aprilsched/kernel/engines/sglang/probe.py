@@ -25,6 +25,9 @@ ones, and in FlexKV, keys separate the KV in the server's own memory alone."""
 _SHORT_OF = 4
 """Number of tokens by which SGLang's longest input is shorter than its context and KV pool allow.
 It takes 5 off, and the response to the longest input ends one token early (0.5.21)."""
+_OWN_DRAFT = frozenset({"EAGLE3", "STANDALONE", "DFLASH"})
+"""Algorithms whose draft model has a checkpoint of its own. EAGLE's drafts may come from layers of
+the target's checkpoint (MTP)."""
 _UNKNOWN_REQUEST = "aprilsched-probe-of-the-key"
 
 
@@ -44,6 +47,7 @@ class ServerFacts(Facts):
         expiring_sessions: whether a session of the server may have a timeout.
         one_seed: whether requests without a seed have the same one, with
             --enable-deterministic-inference.
+        dp_ranks: number of data-parallel ranks of which a request may name its own.
     """
 
     incremental: bool | None
@@ -55,6 +59,7 @@ class ServerFacts(Facts):
     request_fields: frozenset[str] = frozenset()
     expiring_sessions: bool = False
     one_seed: bool = False
+    dp_ranks: int = 1
 
 
 async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFacts:
@@ -74,6 +79,7 @@ async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFac
     unknown = {"rid": _UNKNOWN_REQUEST}
     await asked.server.call("POST", "abort_request", unknown, timeout=asked.timeout)
     schema = await _schema(asked)
+    fields = schema.properties("GenerateReqInput")
     return ServerFacts(
         model_path=model.model_path,
         label=model.weight_version,
@@ -89,9 +95,12 @@ async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFac
         context_tokens=(
             None if info.max_req_input_len is None else info.max_req_input_len + _SHORT_OF
         ),
-        request_fields=schema.properties("GenerateReqInput"),
+        request_fields=fields,
         expiring_sessions="timeout" in schema.properties("OpenSessionReqInput"),
         one_seed=bool(info.enable_deterministic_inference),
+        drafter=info.speculative_algorithm or "",
+        dp_ranks=info.dp_ranks if "routed_dp_rank" in fields else 1,
+        own_draft=info.speculative_algorithm in _OWN_DRAFT,
     )
 
 
@@ -114,8 +123,7 @@ async def _model_info(asked: Questions) -> ModelInfo:
 
 def _capabilities(model: ModelInfo, info: ServerInfo, schema: OpenApi) -> Capabilities:
     found = release(info.version)
-    # With data-parallel attention dp_size is 1 since 0.5.22: its figures would be of one rank.
-    ranks = (info.dp_size or 1) * (info.attn_dp_size or 1)
+    ranks = info.dp_ranks
     running = info.max_running_requests
     if info.internal_states:
         per_rank = info.internal_states[0].effective_max_running_requests_per_dp

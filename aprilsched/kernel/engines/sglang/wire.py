@@ -126,7 +126,16 @@ class ServerInfo(msgspec.Struct, frozen=True):
     unified_cache_external_linker_config: Any = None
     schedule_policy: Name | None = None
     schedule_low_priority_values_first: bool | None = None
+    speculative_algorithm: Name | None = None
     internal_states: list[InternalState] = []
+
+    @property
+    def dp_ranks(self) -> int:
+        """The number of data-parallel ranks, each with its own KV pool.
+
+        With data-parallel attention dp_size is 1 since 0.5.22: its figures would be of one rank.
+        """
+        return (self.dp_size or 1) * (self.attn_dp_size or 1)
 
     @property
     def stores_kv(self) -> bool:

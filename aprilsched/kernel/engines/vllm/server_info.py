@@ -31,6 +31,9 @@ _KEYED = frozenset(
 )
 """Connectors that keep KV of other salts apart, or keep none (read in the source of 0.32). Others
 find KV by its tokens alone, such as HF3FSKVConnector, or are not part of vLLM."""
+_WITHOUT_MODEL = frozenset({"", "ngram", "ngram_gpu", "suffix"})
+"""Methods of speculative decoding without a draft model. A refit leaves a draft model as it is
+(0.32)."""
 _NOT_FOUND = 404
 _TOO_LARGE = 2**31 - 1
 _SERIES_BYTES = 2**22
@@ -67,6 +70,10 @@ class _Scheduler(msgspec.Struct, frozen=True):
     max_num_seqs: Count
 
 
+class _Speculative(msgspec.Struct, frozen=True):
+    method: Name = ""
+
+
 class _Device(msgspec.Struct, frozen=True):
     device: Name = ""
 
@@ -96,6 +103,7 @@ class _Config(msgspec.Struct, frozen=True):
     lora_config: dict[str, Any] | None = None
     kv_transfer_config: _Transfer | msgspec.UnsetType | None = msgspec.UNSET
     aux_output_config: _Aux = _Aux()
+    speculative_config: _Speculative | None = None
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
@@ -169,6 +177,7 @@ async def probe(asked: Questions) -> ServerFacts:
         "top_logprobs": True,
     }
     asleep = model.enable_sleep_mode or config.device_config.device == "cpu"
+    drafter = config.speculative_config.method if config.speculative_config else ""
     return ServerFacts(
         model_path=model.model,
         # The load was never finished, so the version is asked for later.
@@ -193,6 +202,8 @@ async def probe(asked: Questions) -> ServerFacts:
         context_tokens=model.max_model_len,
         logprobs_mode=model.logprobs_mode,
         device=config.device_config.device,
+        drafter=drafter,
+        own_draft=drafter not in _WITHOUT_MODEL,
     )
 
 

@@ -1,0 +1,61 @@
+"""The data-parallel ranks of one SGLang server, as places for its requests.
+
+Each rank has its own KV pool and prefix cache. With data-parallel attention all ranks step
+together, so the rank with the most requests sets the pace of all (miles 2012: a step of a large
+mixture took twice as long without a choice of the rank).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from aprilsched.kernel.engines.base import GenerationRequest
+
+MAX_LEAD_REQUESTS = 8
+"""Largest lead in requests, over the least loaded rank, of the rank that has the prefix of another
+request of the same affinity."""
+_MOST_AFFINITIES = 2**16
+_NAMED = frozenset({"routed_dp_rank", "data_parallel_rank"})
+
+
+class DpRanks:
+    """Chooses the rank of each request by the cached prefix, then by the load.
+
+    Args:
+        count: number of ranks; with one, no request names a rank.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._open: dict[str, int] = {}
+        """The rank of each open request."""
+        self._loads = [0] * count
+        self._last = OrderedDict[int, int]()
+        """The rank of the last request of each affinity, the latest affinity last."""
+
+    def choose(self, request: GenerationRequest) -> None:
+        """Choose the rank of a request that will be sent; it counts until :meth:`leave`.
+
+        A request that names its rank itself is ignored, and so is each one if there is one rank.
+        """
+        if self._count == 1 or not _NAMED.isdisjoint(request.sampling.request):
+            return
+        affinity, least = request.affinity, min(self._loads)
+        rank = self._last.get(affinity)
+        if rank is None or self._loads[rank] >= least + MAX_LEAD_REQUESTS:
+            rank = self._loads.index(least)
+        self._last[affinity] = rank
+        self._last.move_to_end(affinity)
+        if len(self._last) > _MOST_AFFINITIES:
+            self._last.popitem(last=False)
+        self._loads[rank] += 1
+        self._open[request.request_id] = rank
+
+    def leave(self, request_id: str) -> None:
+        """Count a request no longer; one that was never placed is ignored."""
+        if (rank := self._open.pop(request_id, None)) is not None:
+            self._loads[rank] -= 1
+
+    def of(self, request_id: str) -> int | None:
+        """Return the rank of an open request; None if it names no rank."""
+        return self._open.get(request_id)

@@ -1,0 +1,58 @@
+"""Tests which data-parallel rank of a server a request names."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from aprilsched import SamplingParams
+from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.kernel.engines.sglang.dp_ranks import MAX_LEAD_REQUESTS, DpRanks
+
+
+def request(number: int, affinity: int, **fields: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"{number:032d}",
+        input_ids=np.arange(3, dtype=np.int32),
+        sampling=SamplingParams(request=fields),
+        affinity=affinity,
+    )
+
+
+def placed(ranks: DpRanks, sent: GenerationRequest) -> int | None:
+    ranks.choose(sent)
+    return ranks.of(sent.request_id)
+
+
+def test_a_group_shares_a_rank_and_groups_are_spread() -> None:
+    ranks = DpRanks(4)
+    found = {(n, g): placed(ranks, request(100 * g + n, g)) for g in range(8) for n in range(8)}
+    assert all(len({found[n, g] for n in range(8)}) == 1 for g in range(8))
+    assert Counter(found.values()) == dict.fromkeys(range(4), 16)
+
+
+def test_a_large_group_leads_by_a_few_requests_at_most() -> None:
+    ranks = DpRanks(2)
+    for number in range(32):
+        ranks.choose(request(number, 1))
+    on = Counter(ranks.of(f"{number:032d}") for number in range(32))
+    assert max(on.values()) - min(on.values()) <= MAX_LEAD_REQUESTS
+
+
+def test_a_later_turn_returns_to_the_rank_of_its_prefix() -> None:
+    ranks = DpRanks(3)
+    first = [placed(ranks, request(affinity, affinity)) for affinity in range(3)]
+    assert sorted(map(str, first)) == ["0", "1", "2"]
+    for affinity in range(3):
+        ranks.leave(f"{affinity:032d}")
+        ranks.leave(f"{affinity:032d}")
+    assert [placed(ranks, request(9 + a, a)) for a in reversed(range(3))] == first[::-1]
+
+
+def test_a_request_that_names_its_rank_keeps_it() -> None:
+    ranks = DpRanks(3)
+    for field in ("routed_dp_rank", "data_parallel_rank"):
+        assert placed(ranks, request(1, 1, **{field: 2})) is None
+    assert placed(DpRanks(1), request(2, 1)) is None
+    ranks.leave(f"{1:032d}")
