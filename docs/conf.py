@@ -56,6 +56,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"aprilsched\.kernel\.core\..*"),
     (r"py:mod", r"aprilsched\..*"),
     (r"py:class", r"aprilsched\.types\.Receipt"),
+    (r"py:class", r"aprilsched\.kernel\.values\.capabilities\.Reservation"),
     (r"py:class", r"aprilsched\.simulation\.engine\.toy_model\.(ToyModel|KvTier)"),
     (r"py:class", r"aprilsched\.kernel\.engines\.fleet\.(EngineT|ServerSettings)"),
     (r"py:class", r"aprilsched\.kernel\.shell\.rollouts\.SchedulerOptions"),
