@@ -55,7 +55,7 @@ def simulated(arm: str) -> dict[str, float]:
     summary = Summary(trainer_waits=config.first_pace == "synchronous")
     simulation = Simulation(
         config,
-        LongTailWorkload(**LENGTHS, group_size=8, seed=1, vocab_size=256),
+        LongTailWorkload(**LENGTHS, group_size=8, seed=1, vocab_size=256, limits="exact"),
         engine=SimConfig(timing=STEPS, max_running=512, kv_tokens=600_000, make_tokens=False,
                          stream_interval=NEVER),
         batches=BATCHES,

@@ -176,6 +176,50 @@ def test_eos_is_a_stop_token_unless_ignored(ignore_eos: bool) -> None:
     assert driver.outcomes["a"].last.finish == ("length" if ignore_eos else "stop")
 
 
+@each_row("limits", [(400, 120), (120, 120)])
+def test_without_stop_tokens_min_new_tokens_is_the_length(limits: tuple[int, int]) -> None:
+    limit, length = limits
+    driver = Driver(SimConfig())
+    driver.submit(request("a", limit, min_new=length, ignore_eos=False))
+    driver.settle()
+    outcome = driver.outcomes["a"]
+    assert np.array_equal(outcome.ids, alone(300)[:length])
+    assert outcome.last.finish == ("stop" if length < limit else "length")
+
+
+@each_row("mode", ["retract", "in_place"])
+def test_a_length_stays_through_pauses_and_new_weights(mode: str) -> None:
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 400, min_new=120, ignore_eos=False))
+    driver.until(0.1)
+    driver.pause(mode)
+    driver.batcher.refit(1)
+    driver.resume()
+    driver.settle()
+    assert (len(driver.outcomes["a"].ids), driver.outcomes["a"].last.finish) == (120, "stop")
+
+
+def test_a_response_reserves_its_limit_and_not_its_length() -> None:
+    driver = Driver(SimConfig(kv_tokens=1000))
+    for name in "abc":
+        driver.submit(request(name, 400, min_new=300, ignore_eos=False))
+    driver.until(0.2)
+    assert (driver.batcher.running, driver.batcher.waiting) == (2, 1)
+    driver.settle()
+    assert {len(outcome.ids) for outcome in driver.outcomes.values()} == {300}
+
+
+@each_row(("length", "min_new"), [(30, 0), (150, 0), (30, 90)])
+def test_a_given_length_ends_a_response_unless_a_stop_token_does(length: int, min_new: int) -> None:
+    tokens = alone(300)
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 300, stop=(int(tokens[100]),), min_new=min_new), length=length)
+    driver.settle()
+    first = int(np.flatnonzero(tokens == tokens[100])[0]) + 1
+    assert len(driver.outcomes["a"].ids) == min(first, max(length, min_new))
+    assert driver.outcomes["a"].last.finish == "stop"
+
+
 def test_a_refit_moves_the_stop() -> None:
     driver = Driver(SimConfig(vocab_size=50))
     driver.submit(request("a", 400, stop=(3,), min_new=60))

@@ -16,7 +16,7 @@ from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.observe.exports.tracker_writers import tracker_names
 from aprilsched.observe.log.lengths_of_run import known_lengths, law_of
-from aprilsched.simulation.workload import Empirical, LongTailWorkload
+from aprilsched.simulation.workload import Empirical, Limits, LongTailWorkload
 
 CAP = 6000
 COMMAS = "a list with commas"
@@ -52,6 +52,10 @@ class WorkloadSettings:
     given, prompts never repeat."""
     drift: float = 0.0
     """Share of a prompt's effect on its lengths that is new in each epoch, 0 to 1."""
+    limits: Limits | None = None
+    """The limit of a request: the cap, as in training, or exact, the length of its response. If not
+    given, cap with the embedded engine, and exact with servers, whose models do not know the
+    lengths."""
 
     def checked(self, *, seed: int, group_size: int) -> LongTailWorkload:
         """Return the workload.

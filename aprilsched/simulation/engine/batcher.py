@@ -136,8 +136,10 @@ class Batcher:
             )
         return None
 
-    def submit(self, request: GenerationRequest, now: float) -> None:
+    def submit(self, request: GenerationRequest, now: float, *, length: int | None = None) -> None:
         """Queue a request. During a pause it is held and cannot be aborted (as in SGLang).
+
+        The response ends by itself after `length` tokens, if that is given.
 
         Raises:
             ValueError: if :meth:`refusal` gives a reason.
@@ -147,7 +149,7 @@ class Batcher:
         adapter = 0 if request.adapter is None else self.adapters[request.adapter]
         stops, seed = self._output.stop_ids(request.sampling), self._output.seed(request)
         ids = expand(request, self.config.vocab_size)
-        sequence = Sequence(request, ids, stops, adapter, seed)
+        sequence = Sequence(request, ids, stops, adapter, seed, length)
         self._by_id[request.request_id] = sequence
         if self._paused or self._pausing:
             self._held[request.request_id] = sequence
