@@ -123,6 +123,8 @@ class Planner:
             kv_tokens=None if kv is None else int(kv / command.engines / scale.thinner),
             prompt_tokens=command.prompt_tokens,
             spare_tokens=command.spare_tokens,
+            reservation=command.reservation,
+            empties=config.behaviour.called_back == "always",
             keeps_kv=config.cached_kv == "keep",
             runs_out=config.behaviour.called_back == "never",
             max_staleness=staleness.bound,

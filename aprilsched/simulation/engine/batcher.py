@@ -294,10 +294,21 @@ class Batcher:
 
     def _preempt(self) -> None:
         """Put the request that was admitted last back into the queue; it is prefilled again."""
+        pool, members = self._pool, self._batch.members
+        if self.config.admission != "vllm":
+            pool.share.overflow(
+                self._batch.steps,
+                requests=len(members),
+                generated=sum(self._batch.tokens_of(s) for s in members),
+                limits=sum(s.limit for s in members),
+            )
         (sequence,) = self._batch.take([self._batch.newest], self.weights_key)
-        self._pool.running -= sequence.context
+        pool.running -= sequence.context
         sequence.drop_kv()
-        self._pool.queue(sequence)
+        if self.config.admission == "vllm":
+            pool.put_back(sequence)
+        else:
+            pool.queue(sequence)
         self.counters.preemptions += 1
 
     def _plan_prefill(self, now: float) -> _Prefill | None:
@@ -368,6 +379,8 @@ class Batcher:
 
     def _end(self, sequence: Sequence, ending: Ending) -> None:
         del self._by_id[sequence.request.request_id]
+        if not self._by_id:
+            self._pool.share.idle(self._batch.steps)
         if self._prefixes is not None:
             self._prefixes.end(sequence.request, sequence.context)
         self._output.end(sequence, ending, self.version)

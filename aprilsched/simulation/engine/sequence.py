@@ -114,6 +114,8 @@ class Sequence:
     """Number of the admission, or -1 while not running; heap entries of older ones are ignored."""
     finish_at: int = 0
     stopped: bool = False
+    fixed: bool = False
+    """Whether its tokens to come count in full while it runs."""
     aborting: bool = False
     tokens: list[Int32Array] = field(init=False)
     unsent: list[tuple[Int32Array, Float32Array]] = field(init=False)
