@@ -187,6 +187,15 @@ def test_simulated_engines_are_tried_out_with_the_room_that_they_keep() -> None:
     assert {each.reservation for each in tried_on} == {Reservation(clip=99)}
 
 
+def test_trials_know_a_clip_that_servers_do_not_report() -> None:
+    command = plan(schedule(1.0))
+    assert command.reservation is not None
+    own = Planner(reserve_clip=256).setting(command, rules()).reservation
+    assert own == replace(command.reservation, clip=256)
+    command = structs.replace(command, reservation=None)
+    assert Planner(reserve_clip=256).setting(command, rules()).reservation is None
+
+
 def test_a_plan_has_the_times_of_rewards_and_what_is_accepted() -> None:
     """A group's time runs from the end of its last response, with the verdict in it. A shorter
     group is accepted here, and a longer one refused."""

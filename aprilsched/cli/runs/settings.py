@@ -16,6 +16,7 @@ from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.observe.exports.tracker_writers import tracker_names
 from aprilsched.observe.log.lengths_of_run import known_lengths, law_of
+from aprilsched.simulation.engine.settings import Admission
 from aprilsched.simulation.workload import Empirical, Limits, LongTailWorkload
 
 CAP = 6000
@@ -101,6 +102,13 @@ class SimSettings:
     """Largest number of requests that one engine decodes together."""
     kv_tokens: int = 1_000_000
     """Number of tokens in the KV pool of one engine."""
+    admission: Admission = "sglang"
+    """The rule by which waiting requests are admitted: of SGLang since 0.5.22 (running requests
+    with ignore_eos reserve all of their tokens to come), of SGLang up to 0.5.21, or of vLLM (none
+    are reserved; requests are preempted)."""
+    reserve_clip: int = 4096
+    """SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION: tokens to come that a request reserves at most. Trials
+    of automatic schedules expect it of servers too."""
     stream_interval: int = 64
     """Number of tokens between two chunks of a response."""
     prefix_cache: bool = False
