@@ -159,13 +159,10 @@ def test_the_frontier_has_the_arms_of_its_result(capsys: pytest.CaptureFixture[s
 
 
 def test_the_frontier_meets_what_was_measured_elsewhere():
-    """Tokens/s and ages of an independent wave engine and of an earlier simulator."""
+    """Tokens/s and ages of an independent wave engine, where the KV pool is not full."""
     rows = json.loads((EXPERIMENTS / "frontier" / "result.json").read_text())
     points = {row["arm"]: (row["tokens_per_s"], row["age"]) for row in rows}
-    expected = {
-        "wave@2": (6989, 1.32), "samples:4@2": (9680, 1.33), "samples:2@2": (10_263, 1.38),
-        "samples:4@1.5": (7627, 0.81), "pool@1.75": (10_513, 3.39),
-    }  # fmt: skip
+    expected = {"wave@2": (6989, 1.32), "samples:4@1.5": (7627, 0.81)}
     for arm, wanted in expected.items():
         assert points[arm] == pytest.approx(wanted, rel=0.02)
 
