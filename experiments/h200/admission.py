@@ -1,4 +1,4 @@
-"""Simulates the measured cells with the falling share of SGLang's admission, and makes admission.md.
+"""Simulates the measured cells with SGLang's whole rule of admission, and makes admission.md.
 
     python experiments/h200/admission.py [--table]
 

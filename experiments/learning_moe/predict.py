@@ -57,6 +57,7 @@ def simulated(arm: str) -> dict[str, float]:
         config,
         LongTailWorkload(**LENGTHS, group_size=8, seed=1, vocab_size=256, limits="exact"),
         engine=SimConfig(timing=STEPS, max_running=512, kv_tokens=600_000, make_tokens=False,
+                         admission="sglang-0.5.21",
                          stream_interval=NEVER),
         batches=BATCHES,
         costs=Costs(train_seconds=TRAINS, refit_seconds=REFITS),

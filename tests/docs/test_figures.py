@@ -130,7 +130,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (
         "docs/frontier.md",
         r"`samples:4@2` delivers ([\d.]+) times[\s\S]*is faster than (\d), which delivers ([\d,]+) "
-        r"tokens/s at an age of ([\d.]+)[\s\S]*as with groups, at ([\d.]+) of the age",
+        r"tokens/s at an age of (\d\.\d+)[\s\S]*as with groups, at ([\d.]+) of the age",
         lambda: [
             f"{point('samples:4@2')['tokens_per_s'] / point('wave@2')['tokens_per_s']:.2f}",
             *fastest_wave(),
