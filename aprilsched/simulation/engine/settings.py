@@ -34,8 +34,8 @@ class SimConfig:
             SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION of SGLang.
         stream_interval: number of steps between the chunks of running requests.
         vocab_size: vocabulary size of the toy model.
-        eos_token_id: token that ends responses whose sampling has not ``ignore_eos``; with None
-            the model never ends a response.
+        eos_token_id: token that ends responses whose sampling has not ``ignore_eos``. With None
+            and without stop tokens such a response ends at its ``min_new_tokens``, if not 0.
         stream_at_pause: whether a pause sends all tokens that are not sent yet. With False, as in
             SGLang, they are sent later, and an abort of a retracted request loses them.
         prefix_cache: whether prompts of a group are prefilled once, and a request that is sent
