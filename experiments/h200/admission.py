@@ -1,9 +1,9 @@
 """Simulates the measured cells with SGLang's whole rule of admission, and makes admission.md.
 
-    python experiments/h200/admission.py [--table]
+    python experiments/h200/admission.py [CELL…]
 
 Cells and step times are those of frontier.json; admission.json has the result, and with a constant
-share of 0.098 that of commit 4c563dc7. `--table` makes the table alone.
+share of 0.098 that of commit 4c563dc7. Without names all of its cells are simulated.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from aprilsched.planning.step_times.model import StepTimeModel  # noqa: E402
 from experiments.library import table  # noqa: E402
 
 RESULT, PAGE = HERE / "admission.json", HERE / "admission.md"
-MARKS = ("<!-- table -->\n", "<!-- end of table -->")
+MARKS = ("<!-- table -->\n", "\n<!-- end of table -->")
 
 
-def simulate() -> None:
-    """Add every measured cell of one server to admission.json."""
+def simulate(names: list[str]) -> None:
+    """Simulate these cells of admission.json again, or all of them."""
     found = json.loads(RESULT.read_text())
     frontier = json.loads((HERE / "frontier.json").read_text())
-    for name, measured in frontier["cells"].items():
-        model = frontier["machines"].get(measured["gpu"], {}).get("model")
-        cell = Cell.of(name)
-        if model is None or name not in found:
-            continue
-        rows = simulated(cell, StepTimeModel(**model))[cell.burn_in :]
+    for name in names or found:
+        cell, measured = Cell.of(name), frontier["cells"][name]
+        machine = frontier["machines"][f"{measured['gpu']} {cell.server}"]
+        model = StepTimeModel(**machine["model"])
+        rows = simulated(cell, model)[cell.burn_in :]
         found[name] |= {
             "measured": {key: measured[key] for key in ("generated_s", "age", "batches")},
             "falling": {key: figures(rows)[key] for key in ("generated_s", "age", "batches")},
@@ -42,13 +41,15 @@ def simulate() -> None:
         RESULT.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def rows(found: dict[str, Any]) -> str:
+def rows_table(found: dict[str, Any]) -> str:
     """The table of admission.md."""
     head = ["arm", "measured, tokens/s", "constant share", "error", "falling share", "error",
             "measured age", "constant", "falling"]  # fmt: skip
     lines: list[list[str]] = []
     errors: dict[str, list[float]] = {"constant": [], "falling": []}
     for name, cell in found.items():
+        if "falling" not in cell:
+            continue
         line = [ARMS[Cell.of(name).arm][0], f"{cell['measured']['generated_s']:,.0f}"]
         for rule, all_of in errors.items():
             error = cell[rule]["generated_s"] / cell["measured"]["generated_s"] - 1
@@ -61,8 +62,7 @@ def rows(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if "--table" not in sys.argv:
-        simulate()
+    simulate(sys.argv[1:])
     before, _, after = PAGE.read_text().partition(MARKS[0])
-    text = rows(json.loads(RESULT.read_text()))
+    text = rows_table(json.loads(RESULT.read_text()))
     PAGE.write_text(before + MARKS[0] + text + MARKS[1] + after.partition(MARKS[1])[2])
