@@ -31,6 +31,7 @@ from aprilsched.__main__ import main
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.kernel.values.capabilities import Reservation
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.testing import DrawnLengths, SimServer
 from aprilsched.testing.contract import ALL_CHECKS, Check, Stream, Subject, greedy, until
@@ -185,3 +186,14 @@ async def test_a_server_reserves_the_limit_of_a_response_with_a_drawn_length():
     for answer in answers:
         assert len(answer["output_ids"]) == 600
         assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+@each_row(("version", "in_full"), [("0.5.21", False), ("0.5.22", True), ("0.5.23", True)])
+async def test_a_server_reserves_by_its_version(version: str, in_full: bool):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aprilsched.testing.served._VERSION", version)
+        async with served() as server:
+            engine = SGLangEngine(server.url, stream_interval=INTERVAL)
+            await engine.open()
+            assert engine.capabilities.reservation == Reservation(fixed_in_full=in_full)
+            await engine.close()
