@@ -175,6 +175,13 @@ def test_every_schedule_has_the_same_responses(changes: dict[str, object]) -> No
         assert rollout.finish_reason == ("length" if len(rollout) == WORKLOAD.cap else "stop")
 
 
+def test_a_pool_smaller_than_a_limit_is_named() -> None:
+    """Each request reserves the cap, whatever its length."""
+    small_pool = replace(MODEL, kv_tokens=500)
+    with pytest.raises(ConfigError, match="need 608 tokens of KV cache and the engine has 500"):
+        simulate(WORKLOAD, config(), engine=small_pool, batches=2)
+
+
 def test_the_same_run_twice_is_the_same() -> None:
     assert on_the_heap(config(), 3) == on_the_heap(config(), 3)
 
