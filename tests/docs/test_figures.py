@@ -165,6 +165,11 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
             ("single samples, auto", "auto-samples:s0"),
         )
     ),
+    (
+        "docs/frontier.md",
+        r"`pool@1.75` delivers ([\d,]+) instead of ([\d,]+)\.",
+        lambda: [speed("pool@1.75", "clip"), speed("pool@1.75")],
+    ),
     *(
         (
             "docs/frontier.md",

@@ -170,7 +170,7 @@ def test_the_frontier_meets_what_was_measured_elsewhere():
 def test_the_tables_of_the_frontier_follow_from_its_results():
     folder = EXPERIMENTS / "frontier"
     readme = (folder / "README.md").read_text()
-    for name in ("result", "dense_kept", "dense"):
+    for name in ("result", "clip", "dense_kept", "dense"):
         rows: list[str] = []
         for row in json.loads((folder / f"{name}.json").read_text()):
             least, most = row["tokens_per_s_range"]
