@@ -47,6 +47,9 @@ def test_the_tables_of_h200_follow_from_its_result(paths: pytest.MonkeyPatch):
     paths.syspath_prepend(str(folder))
     analysis = importlib.import_module("analysis")
     assert analysis.markdown(*analysis.loaded()) in (folder / "README.md").read_text()
+    admission = importlib.import_module("admission")
+    found = json.loads((folder / "admission.json").read_text())
+    assert admission.rows_table(found) in (folder / "admission.md").read_text()
 
 
 def test_stop_tokens_end_responses_of_h200_with_their_group_mean(paths: pytest.MonkeyPatch):
