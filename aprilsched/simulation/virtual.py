@@ -114,8 +114,8 @@ class Simulation:
 
     Args:
         config: configuration of the scheduler.
-        prompts: the prompts; each response has the length of its
-            :func:`~aprilsched.simulation.engine.sequence.drawn_length`. If they have a method
+        prompts: the prompts; a response has ``max_new_tokens`` tokens with ``ignore_eos``, and
+            otherwise ends at ``min_new_tokens``, if that is not 0. If they have a method
             ``lengths_again``, it returns the lengths of a prompt that is generated again because
             its tokens became too stale.
         engines: number of engines.
