@@ -59,6 +59,8 @@ class Planner:
         max_running: largest number of requests that one engine decodes together.
         inline: choose on the caller's thread, for virtual clocks, which wait for no process. On a
             real clock this would block the event loop for seconds.
+        reserve_clip: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION of the servers, which they do not
+            report; None for what the engines report, of servers SGLang's default.
 
     Without `inline` a running scheduler calls :meth:`plan` in another process, on a copy that
     pickle makes, so what a subclass changes in itself there is lost. A subclass must be defined in
@@ -71,10 +73,12 @@ class Planner:
         *,
         max_running: int = 512,
         inline: bool = False,
+        reserve_clip: int | None = None,
     ) -> None:
         self.model = model
         self.max_running = max_running
         self.inline = inline
+        self.reserve_clip = reserve_clip
 
     def plan(self, command: Plan, config: SchedulerConfig) -> Schedule:
         """Return the schedule to follow, with its expected outcome; it may be the one in force."""
@@ -112,6 +116,9 @@ class Planner:
             most=command.most_tokens,
         )
         kv, gaps = command.kv_tokens, min(command.gaps, _MOST_GAPS)
+        reservation = command.reservation
+        if reservation is not None and self.reserve_clip is not None:
+            reservation = replace(reservation, clip=self.reserve_clip)
         return Setting(
             lengths=lengths,
             batch_groups=batch_groups,
@@ -123,6 +130,8 @@ class Planner:
             kv_tokens=None if kv is None else int(kv / command.engines / scale.thinner),
             prompt_tokens=command.prompt_tokens,
             spare_tokens=command.spare_tokens,
+            reservation=reservation,
+            empties=config.behaviour.called_back == "always",
             keeps_kv=config.cached_kv == "keep",
             runs_out=config.behaviour.called_back == "never",
             max_staleness=staleness.bound,

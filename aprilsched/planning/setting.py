@@ -11,9 +11,13 @@ from numpy.typing import NDArray
 from aprilsched.kernel.core.policies.objective import Objective
 from aprilsched.kernel.core.policies.schedule import Pace
 from aprilsched.kernel.core.policies.stop import Groups, Stop
+from aprilsched.kernel.values.capabilities import Reservation
 from aprilsched.planning.step_times.model import StepTimeModel
 
 Amount = TypeVar("Amount", float, NDArray[np.float64])
+
+
+_UNTIL_A_STOP = Reservation(fixed_in_full=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,8 +37,9 @@ class Setting:
         kv_tokens: size of one engine's KV pool; None if unlimited. Requests that do not fit wait,
             or are preempted and recomputed.
         prompt_tokens: mean prompt length.
-        spare_tokens: mean number of tokens between the end of a response and its limit, for which
-            its engine reserves room; None if the engine reserves none for future tokens.
+        spare_tokens: mean number of tokens between the end of a response and its limit.
+        reservation: room that engines leave for tokens to come; None if they leave none.
+        empties: whether a refit leaves the engines without requests (``straggler="abort"``).
         keeps_kv: whether a refit keeps the KV; otherwise every request in flight is recomputed.
         runs_out: whether every response in flight finishes before a refit, while no group is
             started (``straggler="run"``); otherwise a refit interrupts it.
@@ -81,7 +86,9 @@ class Setting:
     max_running: int = 512
     kv_tokens: int | None = None
     prompt_tokens: float = 0.0
-    spare_tokens: float | None = 0.0
+    spare_tokens: float = 0.0
+    reservation: Reservation | None = _UNTIL_A_STOP
+    empties: bool = False
     keeps_kv: bool = False
     runs_out: bool = False
     max_staleness: int | None = None

@@ -18,8 +18,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from aprilsched.planning.reserved_share import ReservedShare
 from aprilsched.planning.setting import Setting
-from aprilsched.planning.step_times.model import RESERVE_CLIP, RESERVE_SHARE
 from aprilsched.planning.trial_groups import TrialGroup
 
 
@@ -54,6 +54,7 @@ class TrialEngines:
         tokens = setting.kv_tokens
         self._pool = math.inf if tokens is None else float(tokens * setting.engines)
         self._prompt, self._spare = setting.prompt_tokens, setting.spare_tokens
+        self._rule, self._share = setting.reservation, ReservedShare(busy=True)
         self._chunk = setting.model.prefill_chunk * setting.engines
         self._read = self._joined = 0.0
         """Tokens that the present pass reads, and for which its responses need more room."""
@@ -131,6 +132,8 @@ class TrialEngines:
                 ended.append(self.running.pop(ticket))
         for each in ended:
             self._leave(each)
+        if not self.running and not self.queue:
+            self._share.idle(self._step)
         return seconds, ended
 
     def stop(self, *, forget: bool) -> None:
@@ -140,6 +143,8 @@ class TrialEngines:
         """
         for running in self.running.values():
             self._note(running)
+        if forget or self._setting.empties:
+            self._share.idle(self._step)
         if forget:
             self.queue.clear()
         elif self._setting.keeps_kv:
@@ -157,9 +162,8 @@ class TrialEngines:
     def _fits(self, context: float, left: int) -> bool:
         """Return whether one more response fits.
 
-        Engines that reserve room use SGLang's rule
-        (:class:`~aprilsched.simulation.engine.cache.KvPool`): room for all tokens that the
-        responses of the pass may still generate, and for a share of those that running ones may.
+        The rule is that of the engines' admission
+        (:class:`~aprilsched.kernel.values.capabilities.Reservation`).
         """
         count = len(self.running)
         if self._pool == math.inf or not count:
@@ -167,22 +171,27 @@ class TrialEngines:
         if 0 < self._full_at <= count:
             return False
         need = self._kv + context + 1 + self._joined + self._to_come(left)
-        if self._spare is not None:
+        if self._rule is not None:
             to_come = self._sum_of_ends - count * (self._step - self._spare)
-            need += RESERVE_SHARE * min(to_come, count * RESERVE_CLIP)
+            need += self._running_share * min(to_come, count * self._rule.clip)
         fits = need <= self._pool
         self._full_at = 0 if fits else count
         return fits
 
     def _to_come(self, left: int) -> float:
-        return 0.0 if self._spare is None else min(left + self._spare, RESERVE_CLIP)
+        return 0.0 if self._rule is None else min(left + self._spare, self._rule.clip)
+
+    @property
+    def _running_share(self) -> float:
+        in_full = self._rule is not None and self._rule.fixed_in_full
+        return 1.0 if in_full else self._share.at(self._step)
 
     def _join(self, group: TrialGroup, member: int, goal: int) -> None:
         have = group.have[member]
         self._tickets += 1
         running = Running(self._tickets, member, group, goal, self._step + goal - have)
         self._read += self._prompt + have
-        self._joined += (1 - RESERVE_SHARE) * self._to_come(goal - have)
+        self._joined += (1 - self._running_share) * self._to_come(goal - have)
         if self._read >= self._chunk:
             # Another pass starts; the requests of the previous one now count as running.
             self._read = self._joined = 0.0
@@ -207,6 +216,14 @@ class TrialEngines:
         The response that was admitted last is put back until there is room for one step.
         """
         while len(self.running) > 1 and self._pool - self._kv < len(self.running):
+            generated = self._kv - self._prompt * len(self.running)
+            to_come = self._sum_of_ends - len(self.running) * (self._step - self._spare)
+            self._share.overflow(
+                self._step,
+                requests=len(self.running),
+                generated=generated,
+                limits=generated + to_come,
+            )
             _, preempted = self.running.popitem()
             self._leave(preempted)
             self.queue.append((preempted.group, preempted.member))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
@@ -40,6 +41,11 @@ class ModelledEngine:
         self._armed: float | None = None
 
     def send(self, command: do.Send) -> None:
+        """Queue an attempt.
+
+        Raises:
+            ConfigError: if the KV pool is smaller than its context and its limit.
+        """
         key = (command.request_id, command.attempt)
         name = f"{key[0]}-{key[1]}"
         self._attempts[name] = key
@@ -50,6 +56,8 @@ class ModelledEngine:
             affinity=command.group_id,
             rank=command.rank,
         )
+        if (why := self.batcher.refusal(request)) is not None:
+            raise ConfigError(f"{self.name} refused a request: {why}")
         self.batcher.submit(request, self._agenda.now)
         self._arm()
 

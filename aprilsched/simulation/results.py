@@ -168,9 +168,9 @@ def simulate(
     cap is logged as a warning.
 
     Args:
-        workload: the prompts. Each response has the length that ``max_new_tokens`` gives, as
-            :class:`~aprilsched.LongTailWorkload` draws it. A workload of that class gets the
-            configuration's group size.
+        workload: the prompts. A response has ``max_new_tokens`` tokens with ``ignore_eos``, and
+            otherwise ends at ``min_new_tokens``, if that is not 0. A
+            :class:`~aprilsched.LongTailWorkload` gets the configuration's group size.
         config: how it is scheduled; by default :class:`~aprilsched.SchedulerConfig`'s defaults.
             Recipes are in :mod:`aprilsched.planning.presets`.
         engines: number of engines.

@@ -35,6 +35,7 @@ from aprilsched.kernel.shell.loop import EventLoop
 from aprilsched.kernel.values.checks import checked, typed
 from aprilsched.planning import Planner
 from aprilsched.simulation.agenda import Agenda
+from aprilsched.simulation.engine.sequence import drawn_length, with_length
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.modelled_trainer import Costs, ModelledTrainer
@@ -113,7 +114,8 @@ class Simulation:
 
     Args:
         config: configuration of the scheduler.
-        prompts: the prompts; each response has the length ``max_new_tokens``. If they have a method
+        prompts: the prompts; a response has ``max_new_tokens`` tokens with ``ignore_eos``, and
+            otherwise ends at ``min_new_tokens``, if that is not 0. If they have a method
             ``lengths_again``, it returns the lengths of a prompt that is generated again because
             its tokens became too stale.
         engines: number of engines.
@@ -261,13 +263,13 @@ class Simulation:
                 self._draw_again(redraws, fact.group_id)
 
     def _draw_again(self, redraws: Redraws, group_id: int) -> None:
-        """Give a group other lengths. A length is a limit here, so the group's record has it."""
+        """Give a group other lengths, which are in its record."""
         group = self.state.in_flight.groups.get(group_id)
         if group is None:
             return
         lengths = redraws.lengths_again(group.prompt, group.group_id)[: group.size]
         for member, length in zip(group.members, lengths, strict=True):
-            member.sampling = replace(member.sampling, max_new_tokens=int(length))
+            member.sampling = with_length(member.sampling, int(length))
             if member.request is not None:
                 member.request.sampling = member.sampling
 
@@ -289,14 +291,15 @@ class Simulation:
         if self._pauses is not None:
             pauses = list(self._pauses(command.prompt, command.index))
             turns = len(pauses) + 1
-            ends = [command.sampling.max_new_tokens * n // turns for n in range(turns + 1)]
+            length = drawn_length(command.sampling)
+            ends = [length * n // turns for n in range(turns + 1)]
             tokens = [max(1, end - start) for start, end in pairwise(ends)]
             episode = _Episode(command.sampling, command.prompt.input_ids, tokens, pauses)
             self._episodes[command.rollout_id] = episode
             self._ask(command.rollout_id, episode)
 
     def _ask(self, rollout_id: int, episode: _Episode) -> None:
-        sampling = replace(episode.sampling, max_new_tokens=episode.tokens.pop(0))
+        sampling = with_length(episode.sampling, episode.tokens.pop(0))
         turn = ev.TurnRequested(rollout_id=rollout_id, input_ids=episode.context, sampling=sampling)
         self._loop.feed(turn)
 

@@ -1,7 +1,10 @@
 """Prompts whose response lengths are drawn beforehand from a law, mostly one with a long tail.
 
-Each response has its length as ``max_new_tokens``, with ``ignore_eos``. So the same workload has
-the same lengths on the embedded engine and on a real server, under any schedule.
+With ``limits="cap"`` every request has the cap as its limit, as in training, and the embedded
+engine ends a response by itself at its length, which it knows from ``min_new_tokens``. Schedulers
+do not read that field. With ``limits="exact"`` the length is the limit, with ``ignore_eos``. Then a
+workload has the same lengths on the embedded engine and on a real server, but admission knows them
+too. A length never depends on the schedule.
 
 The log of a length is ``log(median) + sigma * x`` with x of variance 1, of which `within_group`
 is shared by the responses of one prompt:
@@ -35,7 +38,7 @@ from functools import lru_cache
 from itertools import count as count_up
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any, Protocol, Self, cast
+from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias, cast
 
 import numpy as np
 from numpy.random import Generator, Philox
@@ -54,6 +57,8 @@ from aprilsched.kernel.values.bounds import (
 from aprilsched.kernel.values.checks import MAX_COUNT, checked, converted, typed
 from aprilsched.kernel.values.files import read_text
 from aprilsched.types import Prompt, SamplingParams
+
+Limits: TypeAlias = Literal["cap", "exact"]
 
 _SHARE = Bound(least=0, most=1, words="0 to 1")
 _GRID = 1 << 16
@@ -244,6 +249,7 @@ class LongTailWorkload:
         count: number of prompts; None for an endless workload.
         epoch_prompts: number of prompts of one epoch; None for prompts that never come again.
         drift: share of a prompt's effect on its lengths that is new in each epoch, 0 to 1.
+        limits: "cap" if requests have the cap as their limit, "exact" if they have their length.
 
     Raises:
         ConfigError: if a parameter is out of its range.
@@ -261,6 +267,7 @@ class LongTailWorkload:
     count: Annotated[int, AT_LEAST_0] | None = None
     epoch_prompts: Annotated[int, AT_LEAST_1] | None = None
     drift: Annotated[float, _SHARE] = 0.0
+    limits: Limits = "cap"
 
     def __post_init__(self) -> None:
         if self.law is not None and (isinstance(self.law, type) or not callable(self.law)):
@@ -301,10 +308,12 @@ class LongTailWorkload:
             self._draw(first, 1)
             input_ids = first.integers(0, self.vocab_size, self.prompt_tokens, dtype=np.int32)
         seeds = rng.integers(0, 2**31 - 1, self.group_size)
+        exact = self.limits == "exact"
         sampling = tuple(
             SamplingParams(
-                max_new_tokens=int(length),
-                ignore_eos=True,
+                max_new_tokens=int(length) if exact else self.cap,
+                min_new_tokens=0 if exact else int(length),
+                ignore_eos=exact,
                 temperature=1.0,
                 sampling_seed=int(seed),
             )

@@ -280,24 +280,19 @@ class ServedEngine:
 
     async def _generated(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
         """Yield the engine's chunks of a response, up to its drawn length."""
-        lengths, sampling = self._lengths, request.sampling
-        if lengths is None or sampling.ignore_eos:
+        lengths = self._lengths
+        if lengths is None or request.sampling.ignore_eos:
             async with aclosing(self.engine.generate(request)) as chunks:
                 async for chunk in chunks:
                     yield chunk
             return
         length, tokens = lengths.take(request.input_ids), list[Int32Array]()
-        most = min(length, sampling.max_new_tokens)
-        cut = replace(sampling, max_new_tokens=most, min_new_tokens=0)
         ends = False
         try:
-            drawn = msgspec.structs.replace(request, sampling=cut)
-            async with aclosing(self.engine.generate(drawn)) as chunks:
+            async with aclosing(self.engine.generate(request, length=length)) as chunks:
                 async for chunk in chunks:
                     tokens.append(chunk.token_ids)
                     ends = chunk.finish in ("length", "stop")
-                    if chunk.finish == "length" and length <= sampling.max_new_tokens:
-                        chunk = msgspec.structs.replace(chunk, finish="stop")
                     yield chunk
         finally:
             done = sum(map(len, tokens))

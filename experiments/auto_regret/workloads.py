@@ -177,6 +177,7 @@ def simulation_of(
         workload,
         engines=workload.engines,
         engine=SimConfig(
+            admission="sglang-0.5.21",
             timing=workload.model,
             max_running=workload.max_running,
             kv_tokens=workload.kv_tokens,

@@ -82,9 +82,13 @@ def _measured(model: StepTimeModel, config: SchedulerConfig) -> dict[str, Any]:
         meter, summary = _Meter(), Summary(trainer_waits=True)
         simulation = Simulation(
             config,
-            LongTailWorkload(seed=seed),
+            LongTailWorkload(seed=seed, limits="exact"),
             engine=SimConfig(
-                timing=model, kv_tokens=KV_TOKENS, make_tokens=False, stream_interval=NEVER
+                timing=model,
+                kv_tokens=KV_TOKENS,
+                admission="sglang-0.5.21",
+                make_tokens=False,
+                stream_interval=NEVER,
             ),
             batches=BATCHES,
             listeners=[summary, meter],

@@ -48,7 +48,9 @@ class Rig:
 
     def __init__(self, seed: int, timing: StepTimeModel) -> None:
         self.workload = LongTailWorkload(seed=seed)
-        self.batcher = Batcher(SimConfig(timing=timing, make_tokens=False))
+        self.batcher = Batcher(
+            SimConfig(timing=timing, make_tokens=False, admission="sglang-0.5.21")
+        )
         self.now = 0.0
         self.groups = 0
         self.sent: dict[str, tuple[Open, int]] = {}

@@ -55,8 +55,9 @@ def simulated(arm: str) -> dict[str, float]:
     summary = Summary(trainer_waits=config.first_pace == "synchronous")
     simulation = Simulation(
         config,
-        LongTailWorkload(**LENGTHS, group_size=8, seed=1, vocab_size=256),
+        LongTailWorkload(**LENGTHS, group_size=8, seed=1, vocab_size=256, limits="exact"),
         engine=SimConfig(timing=STEPS, max_running=512, kv_tokens=600_000, make_tokens=False,
+                         admission="sglang-0.5.21",
                          stream_interval=NEVER),
         batches=BATCHES,
         costs=Costs(train_seconds=TRAINS, refit_seconds=REFITS),

@@ -69,9 +69,9 @@ class Driver:
         self.now = 0.0
         self.outcomes: dict[str, Outcome] = {}
 
-    def submit(self, sent: GenerationRequest) -> None:
+    def submit(self, sent: GenerationRequest, *, length: int | None = None) -> None:
         self.outcomes[sent.request_id] = Outcome()
-        self.batcher.submit(sent, self.now)
+        self.batcher.submit(sent, self.now, length=length)
 
     def until(self, when: float) -> None:
         """Let time pass, event by event."""

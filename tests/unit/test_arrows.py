@@ -151,7 +151,7 @@ _RULES: dict[str, Rule] = {
         "observe planning types",
     ),
     # Pure arithmetic for one command of the core; both shells carry it out.
-    "planning": rule("kernel.core planning", others=NUMPY, pure=True),
+    "planning": rule("kernel.core kernel.values.capabilities planning", others=NUMPY, pure=True),
     "planning.presets": rule("config", others=frozenset(), pure=True),
     "planning.step_times": rule(
         "errors kernel.values.bounds kernel.values.files planning.step_times", others=NUMPY

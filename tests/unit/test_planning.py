@@ -27,6 +27,7 @@ from aprilsched.kernel.core.policies.schedule import Forecast, Pace, Schedule
 from aprilsched.kernel.core.policies.tail_batching import TailBatching
 from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.kernel.core.state.caller_functions import CallerTimes
+from aprilsched.kernel.values.capabilities import Reservation
 from aprilsched.observe.figures.figures import steady_state
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
@@ -158,10 +159,12 @@ def test_a_plan_has_all_that_is_known() -> None:
     assert (plan.engines, plan.kv_tokens, plan.prompt_tokens) == (2, None, 2.0)
     spare = driver.state.config.sampling.max_new_tokens - 8
     assert driver.state.expectations.spare_tokens == pytest.approx(spare)
-    assert plan.spare_tokens is None  # These engines keep no room.
-    for control in driver.state.fleet.control.engines.values():
-        control.able = replace(control.able, reserves=True)
-    assert driver.state.fleet.control.reserves
+    assert plan.spare_tokens == pytest.approx(spare)
+    assert plan.reservation is None  # These engines keep no room.
+    engines = driver.state.fleet.control.engines
+    name = next(iter(engines))
+    engines[name].able = replace(engines[name].able, reservation=Reservation(clip=7))
+    assert driver.state.fleet.control.reservation == Reservation(clip=7)
     assert plan.current == driver.state.plan.schedule
 
 
@@ -178,7 +181,23 @@ def test_simulated_engines_are_tried_out_with_the_room_that_they_keep() -> None:
     Simulation(settings, WORKLOAD, batches=3, engine=modelled(30_000),
                planner=Noted(inline=True)).run()  # fmt: skip
     assert tried_on
+    assert all(each.spare_tokens > 100 for each in tried_on)
+    assert {each.reservation for each in tried_on} == {Reservation(fixed_in_full=False)}
+    tried_on.clear()
+    fixed = replace(WORKLOAD, limits="exact")
+    Simulation(settings, fixed, batches=3, engine=replace(modelled(30_000), reserve_clip=99),
+               planner=Noted(inline=True)).run()  # fmt: skip
     assert {each.spare_tokens for each in tried_on} == {0.0}
+    assert {each.reservation for each in tried_on} == {Reservation(clip=99)}
+
+
+def test_trials_know_a_clip_that_servers_do_not_report() -> None:
+    command = plan(schedule(1.0))
+    assert command.reservation is not None
+    own = Planner(reserve_clip=256).setting(command, rules()).reservation
+    assert own == replace(command.reservation, clip=256)
+    command = structs.replace(command, reservation=None)
+    assert Planner(reserve_clip=256).setting(command, rules()).reservation is None
 
 
 def test_a_plan_has_the_times_of_rewards_and_what_is_accepted() -> None:
@@ -833,7 +852,7 @@ def plan(
         ended=ended,
         open=(),
         prompt_tokens=8.0,
-        spare_tokens=0.0,
+        reservation=Reservation(fixed_in_full=False),
         engines=engines,
         kv_tokens=kv_tokens,
         current=current,
@@ -931,8 +950,22 @@ def test_a_smaller_pool_makes_every_schedule_slower(keeps_kv: bool) -> None:
         asked = setting(kv_tokens=30_000, keeps_kv=keeps_kv, spare_tokens=3000.0)
         assert try_out(candidate, asked).efficiency < 0.95 * speeds[1]
         # vLLM keeps none, and preempts instead.
-        filled = setting(kv_tokens=30_000, keeps_kv=keeps_kv, spare_tokens=None)
+        filled = setting(kv_tokens=30_000, keeps_kv=keeps_kv, reservation=None)
         assert 0.9 < try_out(candidate, filled).efficiency / speeds[1] < 1.01
+
+
+def test_trials_follow_the_rule_of_admission() -> None:
+    """Less is reserved with a smaller clip. A share that starts high after every update, and
+    running requests that count in full, leave less room."""
+    tight = setting(kv_tokens=15_000, spare_tokens=400.0)
+    usual = try_out(schedule(2.0), tight).efficiency
+
+    def speed(**changes: Any) -> float:
+        return try_out(schedule(2.0), replace(tight, **changes)).efficiency / usual
+
+    assert speed(reservation=Reservation(clip=40, fixed_in_full=False)) > 1.1
+    assert speed(reservation=Reservation()) < 0.9
+    assert speed(empties=True) < 0.995
 
 
 @pytest.mark.parametrize("delivery", ["groups", "samples"])

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from aprilsched.planning.reserved_share import ReservedShare
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.sequence import version_spans
-from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.settings import Admission, SimConfig
 from aprilsched.simulation.engine.toy_model import weights_key_of_version
 from aprilsched.types import Int32Array, VersionSpan
 from tests.support.sim_batcher import Driver, explained, request
@@ -100,7 +101,7 @@ def test_a_long_context_is_prefilled_in_chunks() -> None:
 
 
 def test_an_overflowing_pool_sends_the_newest_back_and_changes_no_token() -> None:
-    driver = Driver(SimConfig(kv_tokens=700))
+    driver = Driver(SimConfig(kv_tokens=700, reserve_clip=20))
     for at, name in enumerate("abc"):
         driver.until(0.1 * at)
         driver.submit(request(name, 500, prompt=20))
@@ -117,8 +118,8 @@ def test_an_overflowing_pool_sends_the_newest_back_and_changes_no_token() -> Non
 
 
 def test_a_pass_has_room_for_all_that_its_requests_may_generate() -> None:
-    """Behind it requests count with a tenth of that, but none is admitted before fewer run."""
-    driver = Driver(SimConfig(kv_tokens=1000))
+    """Behind it requests count with a share of that, but none is admitted before fewer run."""
+    driver = Driver(SimConfig(kv_tokens=1000, admission="sglang-0.5.21"))
     for name in "abc":
         driver.submit(request(name, 400))
     driver.until(0.2)
@@ -126,12 +127,60 @@ def test_a_pass_has_room_for_all_that_its_requests_may_generate() -> None:
     driver.settle()
     ended = {name: outcome.ended_at or 0.0 for name, outcome in driver.outcomes.items()}
     assert ended["c"] > ended["a"] + T.decode_seconds(1, 5, 390)
-    later = Driver(SimConfig(kv_tokens=1000))
+
+
+@each_row(
+    ("admission", "ignore_eos", "running"),
+    [
+        ("sglang", True, 2),
+        ("sglang", False, 3),
+        ("sglang-0.5.21", True, 3),
+        ("vllm", True, 3),
+    ],
+)
+def test_running_requests_reserve_by_the_rule_of_the_version(
+    admission: Admission, ignore_eos: bool, running: int
+) -> None:
+    driver = Driver(SimConfig(kv_tokens=1050, admission=admission))
     for at, name in enumerate("abc"):
-        later.until(0.1 * at)
-        later.submit(request(name, 400))
-    later.until(0.3)
-    assert (later.batcher.running, later.batcher.waiting) == (3, 0)
+        driver.until(0.1 * at)
+        driver.submit(request(name, 400, ignore_eos=ignore_eos))
+    driver.until(0.3)
+    assert driver.batcher.running == running
+    driver.settle()
+    assert {len(outcome.ids) for outcome in driver.outcomes.values()} == {400}
+
+
+def test_the_share_of_running_requests_falls_in_600_steps_until_an_engine_is_idle() -> None:
+    share = ReservedShare()
+    assert [share.at(step) for step in (0, 300, 600, 900)] == pytest.approx(
+        [0.7, 0.399, 0.098, 0.098]
+    )
+    share.idle(900)
+    assert share.at(900) == 0.7
+    share.overflow(900, requests=2, generated=160, limits=999)
+    assert share.at(900) == pytest.approx(0.2)
+    assert ReservedShare(busy=True).at(0) == pytest.approx(0.098)
+    for wait, runs_beside in ((0.1, 1), (H200_QWEN3_4B.decode_seconds(1, 0, 700), 2)):
+        driver = Driver(SimConfig(kv_tokens=3050, admission="sglang-0.5.21"))
+        driver.submit(request("a", 5))
+        driver.settle()
+        driver.submit(request("b", 3000))
+        driver.until(driver.now + wait)
+        driver.submit(request("c", 1200))
+        driver.until(driver.now + 0.1)
+        assert driver.batcher.running == runs_beside
+
+
+def test_vllm_runs_a_preempted_request_before_those_that_wait() -> None:
+    driver = Driver(SimConfig(kv_tokens=1000, max_running=3, admission="vllm"))
+    for at, name in enumerate("abcd"):
+        driver.until(0.01 * at)
+        driver.submit(request(name, 500))
+    driver.settle()
+    assert driver.batcher.counters.preemptions
+    ended = {name: outcome.ended_at or 0.0 for name, outcome in driver.outcomes.items()}
+    assert ended["a"] < ended["b"] < ended["c"] < ended["d"]
 
 
 def test_a_request_reserves_at_most_the_clip_of_its_limit() -> None:
@@ -174,6 +223,50 @@ def test_eos_is_a_stop_token_unless_ignored(ignore_eos: bool) -> None:
     driver.submit(request("a", 300, ignore_eos=ignore_eos))
     driver.settle()
     assert driver.outcomes["a"].last.finish == ("length" if ignore_eos else "stop")
+
+
+@each_row("limits", [(400, 120), (120, 120)])
+def test_without_stop_tokens_min_new_tokens_is_the_length(limits: tuple[int, int]) -> None:
+    limit, length = limits
+    driver = Driver(SimConfig())
+    driver.submit(request("a", limit, min_new=length, ignore_eos=False))
+    driver.settle()
+    outcome = driver.outcomes["a"]
+    assert np.array_equal(outcome.ids, alone(300)[:length])
+    assert outcome.last.finish == ("stop" if length < limit else "length")
+
+
+@each_row("mode", ["retract", "in_place"])
+def test_a_length_stays_through_pauses_and_new_weights(mode: str) -> None:
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 400, min_new=120, ignore_eos=False))
+    driver.until(0.1)
+    driver.pause(mode)
+    driver.batcher.refit(1)
+    driver.resume()
+    driver.settle()
+    assert (len(driver.outcomes["a"].ids), driver.outcomes["a"].last.finish) == (120, "stop")
+
+
+def test_a_response_reserves_its_limit_and_not_its_length() -> None:
+    driver = Driver(SimConfig(kv_tokens=1000))
+    for name in "abc":
+        driver.submit(request(name, 400, min_new=300, ignore_eos=False))
+    driver.until(0.2)
+    assert (driver.batcher.running, driver.batcher.waiting) == (2, 1)
+    driver.settle()
+    assert {len(outcome.ids) for outcome in driver.outcomes.values()} == {300}
+
+
+@each_row(("length", "min_new"), [(30, 0), (150, 0), (30, 90)])
+def test_a_given_length_ends_a_response_unless_a_stop_token_does(length: int, min_new: int) -> None:
+    tokens = alone(300)
+    driver = Driver(SimConfig())
+    driver.submit(request("a", 300, stop=(int(tokens[100]),), min_new=min_new), length=length)
+    driver.settle()
+    first = int(np.flatnonzero(tokens == tokens[100])[0]) + 1
+    assert len(driver.outcomes["a"].ids) == min(first, max(length, min_new))
+    assert driver.outcomes["a"].last.finish == "stop"
 
 
 def test_a_refit_moves_the_stop() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from aprilsched.errors import ConfigError
+from aprilsched.simulation.engine.sequence import drawn_length, with_length
 from aprilsched.simulation.workload import (
     Empirical,
     Law,
@@ -35,7 +36,7 @@ def test_a_prompt_does_not_depend_on_the_order_of_use() -> None:
 
 
 def test_sampling_decides_the_length() -> None:
-    workload = LongTailWorkload(group_size=4, prompt_tokens=5, vocab_size=10)
+    workload = LongTailWorkload(group_size=4, prompt_tokens=5, vocab_size=10, limits="exact")
     prompt = workload.prompt(2)
     assert isinstance(prompt.sampling, tuple)
     assert [s.max_new_tokens for s in prompt.sampling] == workload.lengths(2).tolist()
@@ -43,6 +44,21 @@ def test_sampling_decides_the_length() -> None:
     assert len({s.sampling_seed for s in prompt.sampling}) == 4
     assert prompt.input_ids.shape == (5,)
     assert prompt.input_ids.max() < 10
+
+
+def test_every_request_has_the_cap_as_its_limit_by_default() -> None:
+    workload = LongTailWorkload(group_size=4)
+    prompt, exact = workload.prompt(2), replace(workload, limits="exact").prompt(2)
+    assert isinstance(prompt.sampling, tuple)
+    assert isinstance(exact.sampling, tuple)
+    assert {(s.max_new_tokens, s.ignore_eos) for s in prompt.sampling} == {(6000, False)}
+    lengths = [drawn_length(s) for s in prompt.sampling]
+    assert lengths == [drawn_length(s) for s in exact.sampling] == workload.lengths(2).tolist()
+    assert np.array_equal(prompt.input_ids, exact.input_ids)
+    for sampling in (*prompt.sampling, *exact.sampling):
+        assert drawn_length(with_length(sampling, 7)) == 7
+        assert with_length(sampling, 7).ignore_eos == sampling.ignore_eos
+        assert drawn_length(sampling.after(1)) == drawn_length(sampling) - 1
 
 
 def test_count_bounds_it_and_iterating_again_starts_again() -> None:
@@ -92,6 +108,7 @@ def test_spread_and_share_within_a_group(share: float) -> None:
         {"epoch_prompts": 0},
         {"drift": -0.1},
         {"drift": 1.1},
+        {"limits": "length"},
     ],
 )
 def test_bad_parameters_are_refused_by_name(bad: dict[str, float]) -> None:
@@ -103,8 +120,8 @@ def test_a_response_of_one_token_is_possible() -> None:
     prompt = LongTailWorkload(median=0.01).prompt(0)
     assert isinstance(prompt.sampling, tuple)
     assert prompt.sampling[0] == SamplingParams(
-        max_new_tokens=1,
-        ignore_eos=True,
+        max_new_tokens=6000,
+        min_new_tokens=1,
         sampling_seed=prompt.sampling[0].sampling_seed,
     )
 
@@ -116,7 +133,7 @@ def test_a_second_epoch_has_the_same_prompts_and_other_responses() -> None:
     assert np.array_equal(first.input_ids, second.input_ids)
     assert not np.array_equal(workload.lengths(7), workload.lengths(57))
     assert isinstance(second.sampling, tuple)
-    assert [s.max_new_tokens for s in second.sampling] == workload.lengths(57).tolist()
+    assert [drawn_length(s) for s in second.sampling] == workload.lengths(57).tolist()
     alone = LongTailWorkload()
     assert np.array_equal(workload.lengths(7), alone.lengths(7))
 

@@ -54,7 +54,9 @@ config = partial(small.config, batch_groups=3, group_size=2)
 
 def prompts(media: tuple[Media, ...] = MEDIA) -> Iterator[Prompt]:
     """Greedy prompts for 12 to 500 tokens, with the media and fields that their answers keep."""
-    workload = LongTailWorkload(median=60, cap=500, group_size=2, vocab_size=1000, seed=5)
+    workload = LongTailWorkload(
+        median=60, cap=500, group_size=2, vocab_size=1000, seed=5, limits="exact"
+    )
     for key, prompt in enumerate(workload):
         assert isinstance(prompt.sampling, tuple)
         sampling = tuple(

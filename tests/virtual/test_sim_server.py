@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,11 +31,12 @@ from aprilsched.__main__ import main
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.engines.sglang import SGLangEngine
+from aprilsched.kernel.values.capabilities import Reservation
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.testing import DrawnLengths, SimServer
 from aprilsched.testing.contract import ALL_CHECKS, Check, Stream, Subject, greedy, until
 from tests.sglang.helpers import running
-from tests.support.sim_http import INTERVAL, served, two_weights
+from tests.support.sim_http import CONFIG, INTERVAL, Raw, asked, served, two_weights
 from tests.support.table import each_row
 
 KEY = "an-admin-key"
@@ -155,3 +157,43 @@ async def test_responses_end_at_the_lengths_of_a_law(straggler: StragglerRule, t
     assert sorted(len(r) for r in found) == sorted(min(600, length) for length in expected)
     ends = {r.finish_reason for r in found if len(r) < 600}
     assert ends == {"stop"}
+
+
+async def test_stop_tokens_end_a_response_before_its_drawn_length():
+    law = LongTailWorkload(median=5000, sigma=0.1, vocab_size=512)
+    config = replace(CONFIG, kv_tokens=10_000)
+    stops = list(range(0, 512, 8))
+    body = asked(3000, sampling_params={"max_new_tokens": 3000, "stop_token_ids": stops})
+    async with (
+        SimServer(config, time_scale=0.05, lengths=DrawnLengths(law)) as server,
+        Raw(server.url) as raw,
+    ):
+        answer = await raw.done("/generate", body)
+    assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+    assert answer["output_ids"][-1] in stops
+    assert not set(answer["output_ids"][:-1]) & set(stops)
+
+
+async def test_a_server_reserves_the_limit_of_a_response_with_a_drawn_length():
+    """Two responses of 600 tokens do not fit. Reserving 600 for each would start both."""
+    law = LongTailWorkload(median=600, sigma=0.0, vocab_size=512)
+    config = replace(CONFIG, kv_tokens=1000)
+    async with SimServer(config, time_scale=0.05, lengths=DrawnLengths(law)) as server:
+        async with Raw(server.url) as raw:
+            body = asked(900, sampling_params={"max_new_tokens": 900})
+            answers = await asyncio.gather(*(raw.done("/generate", body) for _ in range(2)))
+        assert server.engine.batcher.counters.preemptions == 0
+    for answer in answers:
+        assert len(answer["output_ids"]) == 600
+        assert answer["meta_info"]["finish_reason"]["type"] == "stop"
+
+
+@each_row(("version", "in_full"), [("0.5.21", False), ("0.5.22", True), ("0.5.23", True)])
+async def test_a_server_reserves_by_its_version(version: str, in_full: bool):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("aprilsched.testing.served._VERSION", version)
+        async with served() as server:
+            engine = SGLangEngine(server.url, stream_interval=INTERVAL)
+            await engine.open()
+            assert engine.capabilities.reservation == Reservation(fixed_in_full=in_full)
+            await engine.close()

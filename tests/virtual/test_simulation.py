@@ -25,6 +25,7 @@ from aprilsched.planning.presets import april, copris, sync
 from aprilsched.simulation import Costs, Simulation, compare, simulate
 from aprilsched.simulation.engine import SimConfig, SimFleet, SimPublisher, run_virtual
 from aprilsched.simulation.workload import Empirical, LongTailWorkload
+from aprilsched.types import Rollout
 from tests.support import small
 from tests.support.table import each_row
 
@@ -56,6 +57,25 @@ class Deliveries:
                 for r in command.batch.rollouts
             ]
             self.seen.append((now - self._opened, rows))
+
+
+class Responses:
+    """A listener that records delivered responses, and the limit of each request in tokens from
+    the start of its response."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[Rollout] = []
+        self.limits: set[int] = set()
+
+    def on_event(self, event: Event, now: float) -> None:
+        pass
+
+    def on_command(self, command: Command, now: float) -> None:
+        if isinstance(command, do.Send):
+            done = len(command.input_ids) - WORKLOAD.prompt_tokens
+            self.limits.add(command.sampling.max_new_tokens + done)
+        elif isinstance(command, do.Deliver):
+            self.rollouts += command.batch.rollouts
 
 
 config = partial(small.config, batch_groups=8, dispatch=Dispatch(rate=10**9))
@@ -123,6 +143,43 @@ def test_both_shells_take_as_long(changes: dict[str, object], engines: int) -> N
     settings = config(**changes)
     virtual, heap = on_the_virtual_clock(settings, engines), on_the_heap(settings, engines)
     assert heap[-1][0] == pytest.approx(virtual[-1][0], rel=0.05)
+
+
+@each_row(
+    "changes",
+    [
+        {"over_provision": 1.0},
+        {"straggler": "retract"},
+        {"straggler": "abort"},
+        {"straggler": "in_place", "refill": "pool", "over_provision": 1.5},
+        {"refit": "rolling", "pace": "asynchronous", "straggler": "run"},
+        {"delivery": "samples", "siblings": 2},
+        {"over_provision": "auto"},
+    ],
+    ids=str,
+)
+def test_every_schedule_has_the_same_responses(changes: dict[str, object]) -> None:
+    """No request shows its length by its limit. The KV pool is full, so some are preempted."""
+    found = Responses()
+    settings = config(**changes)
+    tight = replace(MODEL, kv_tokens=4_000)
+    Simulation(
+        settings, WORKLOAD, engines=2, engine=tight, batches=BATCHES, listeners=[found]
+    ).run()
+    assert len(found.rollouts) >= BATCHES * 8 * 4
+    assert found.limits == {WORKLOAD.cap}
+    numbers = {WORKLOAD.prompt(i).input_ids.tobytes(): i for i in range(200)}
+    for rollout in found.rollouts:
+        lengths = WORKLOAD.lengths(numbers[rollout.prompt_ids.tobytes()])
+        assert len(rollout) == lengths[rollout.index]
+        assert rollout.finish_reason == ("length" if len(rollout) == WORKLOAD.cap else "stop")
+
+
+def test_a_pool_smaller_than_a_limit_is_named() -> None:
+    """Each request reserves the cap, whatever its length."""
+    small_pool = replace(MODEL, kv_tokens=500)
+    with pytest.raises(ConfigError, match="need 608 tokens of KV cache and the engine has 500"):
+        simulate(WORKLOAD, config(), engine=small_pool, batches=2)
 
 
 def test_the_same_run_twice_is_the_same() -> None:

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     if command.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(points), indent=1).decode() + "\n")
     else:
-        Console().print(frontier_table(points))
+        Console().print(frontier_table(points, command.workload.limits))
     if command.out is not None:
         from aprilsched.observe import plots
         from aprilsched.observe.report.style import save

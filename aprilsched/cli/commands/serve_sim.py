@@ -71,6 +71,8 @@ class ServeSimCommand:
         config = SimConfig(
             max_running=sim.max_running,
             kv_tokens=sim.kv_tokens,
+            admission=sim.admission,
+            reserve_clip=sim.reserve_clip,
             stream_interval=sim.stream_interval,
             stream_at_pause=False,
             vocab_size=self.vocab_size,

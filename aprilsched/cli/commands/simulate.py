@@ -263,7 +263,9 @@ def main(arguments: Sequence[str]) -> int:
     else:
         console = Console()
         first = next(iter(outcomes.values()))[0]
-        console.print(comparison_table(comparison.policies, first.summary.steady_state.burn_in))
+        burn_in = first.summary.steady_state.burn_in
+        table = comparison_table(comparison.policies, burn_in, command.workload.limits)
+        console.print(table)
         for arm in arms:
             _print(console, describe(arm.policy, outcomes[arm.policy.name][-1]))
         _print(console, verdict(comparison))

@@ -16,7 +16,8 @@ from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.observe.exports.tracker_writers import tracker_names
 from aprilsched.observe.log.lengths_of_run import known_lengths, law_of
-from aprilsched.simulation.workload import Empirical, LongTailWorkload
+from aprilsched.simulation.engine.settings import Admission
+from aprilsched.simulation.workload import Empirical, Limits, LongTailWorkload
 
 CAP = 6000
 COMMAS = "a list with commas"
@@ -52,6 +53,10 @@ class WorkloadSettings:
     given, prompts never repeat."""
     drift: float = 0.0
     """Share of a prompt's effect on its lengths that is new in each epoch, 0 to 1."""
+    limits: Limits | None = None
+    """The limit of a request: the cap, as in training, or exact, the length of its response. If not
+    given, cap with the embedded engine, and exact with servers, whose models do not know the
+    lengths."""
 
     def checked(self, *, seed: int, group_size: int) -> LongTailWorkload:
         """Return the workload.
@@ -97,6 +102,13 @@ class SimSettings:
     """Largest number of requests that one engine decodes together."""
     kv_tokens: int = 1_000_000
     """Number of tokens in the KV pool of one engine."""
+    admission: Admission = "sglang"
+    """The rule by which waiting requests are admitted: of SGLang since 0.5.22 (running requests
+    with ignore_eos reserve all of their tokens to come), of SGLang up to 0.5.21, or of vLLM (none
+    are reserved; requests are preempted)."""
+    reserve_clip: int = 4096
+    """SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION: tokens to come that a request reserves at most. Trials
+    of automatic schedules expect it of servers too."""
     stream_interval: int = 64
     """Number of tokens between two chunks of a response."""
     prefix_cache: bool = False

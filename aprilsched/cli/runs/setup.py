@@ -77,7 +77,7 @@ def prepare(settings: RunSettings) -> Setup:
         planner=(
             Planner(timing, max_running=sim.max_running, inline=True)
             if simulated
-            else Planner(timing)
+            else Planner(timing, reserve_clip=sim.reserve_clip)
         ),
         workload_mean=workload.mean_length() if settings.prompts is None else None,
         clock="virtual" if simulated else "wall",
@@ -120,6 +120,8 @@ def _fleet(settings: RunSettings, timing: StepTimeModel) -> Fleet:
         sim.engines,
         max_running=sim.max_running,
         kv_tokens=sim.kv_tokens,
+        admission=sim.admission,
+        reserve_clip=sim.reserve_clip,
         stream_interval=sim.stream_interval,
         refit_seconds=sim.refit_seconds,
         prefix_cache=sim.prefix_cache,

@@ -9,6 +9,7 @@ from rich.table import Table
 from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.simulation import FrontierPoint
 from aprilsched.simulation.side_by_side import PolicyRow
+from aprilsched.simulation.workload import Limits
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -70,10 +71,16 @@ def run_table(summary: RunSummary) -> Table:
     return table
 
 
-def comparison_table(rows: Sequence[PolicyRow], burn_in: int) -> Table:
+def _limits(limits: Limits | None) -> str:
+    return ", exact limits" if limits == "exact" else ""
+
+
+def comparison_table(
+    rows: Sequence[PolicyRow], burn_in: int, limits: Limits | None = None
+) -> Table:
     """Return a table with one row per policy, for the steady state."""
     seeds = rows[0].seeds
-    title = f"steady state, after the first {burn_in} batches{_means(seeds)}"
+    title = f"steady state, after the first {burn_in} batches{_means(seeds)}{_limits(limits)}"
     table = Table("policy", title=title)
     table.columns[0].overflow = "fold"
     for name in ("tokens/s", "staleness", "oldest", "off-policy", "step, s"):
@@ -90,10 +97,10 @@ def comparison_table(rows: Sequence[PolicyRow], burn_in: int) -> Table:
     return table
 
 
-def frontier_table(points: Sequence[FrontierPoint]) -> Table:
+def frontier_table(points: Sequence[FrontierPoint], limits: Limits | None = None) -> Table:
     """Return a table with one row per arm."""
     seeds = points[0].seeds
-    table = Table("arm", title=f"steady state{_means(seeds)}")
+    table = Table("arm", title=f"steady state{_means(seeds)}{_limits(limits)}")
     for name in ("tokens/s", "staleness", "oldest", "off-policy", "efficiency"):
         table.add_column(name, justify="right", no_wrap=True)
     for point in points:

@@ -63,6 +63,8 @@ def _simulation(setup: Setup, costs: Costs | None, listeners: list[AnyListener])
             timing=setup.timing,
             max_running=sim.max_running,
             kv_tokens=sim.kv_tokens,
+            admission=sim.admission,
+            reserve_clip=sim.reserve_clip,
             stream_interval=sim.stream_interval,
             prefix_cache=sim.prefix_cache,
             make_tokens=False,

@@ -20,6 +20,7 @@ from aprilsched.kernel.engines.addresses import ServerFleet
 from aprilsched.kernel.engines.server import HttpEngine
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.figures.summary import Summary
+from aprilsched.simulation.workload import Limits
 
 
 def fitted(settings: RunSettings, fleet: Callable[[], ServerFleet]) -> RunSettings:
@@ -36,7 +37,7 @@ def fitted(settings: RunSettings, fleet: Callable[[], ServerFleet]) -> RunSettin
     """
     workload = settings.workload
     if settings.simulated or settings.prompts is not None:
-        return replace(settings, workload=_filled(workload, VOCABULARY, workload.longest))
+        return replace(settings, workload=_filled(workload, VOCABULARY, workload.longest, "cap"))
     return replace(settings, workload=asyncio.run(_fitted(workload, fleet())))
 
 
@@ -53,7 +54,8 @@ async def _fitted(workload: WorkloadSettings, fleet: ServerFleet) -> WorkloadSet
             _check(workload, engine)
         known = [e.facts.vocab_size for e in fleet.engines if e.facts.vocab_size is not None]
         room = [_room(workload, e) for e in fleet.engines if e.facts.context_tokens is not None]
-        return _filled(workload, min(known, default=VOCABULARY), min([workload.longest, *room]))
+        longest = min([workload.longest, *room])
+        return _filled(workload, min(known, default=VOCABULARY), longest, "exact")
     finally:
         await fleet.close()
 
@@ -85,11 +87,14 @@ def _room(workload: WorkloadSettings, engine: HttpEngine[Any]) -> int:
     return (engine.facts.context_tokens or 0) - workload.prompt_tokens
 
 
-def _filled(workload: WorkloadSettings, vocab_size: int, cap: int) -> WorkloadSettings:
+def _filled(
+    workload: WorkloadSettings, vocab_size: int, cap: int, limits: Limits
+) -> WorkloadSettings:
     return replace(
         workload,
         vocab_size=vocab_size if workload.vocab_size is None else workload.vocab_size,
         cap=cap if workload.cap is None else workload.cap,
+        limits=workload.limits or limits,
     )
 
 

@@ -7,6 +7,23 @@ from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Reservation:
+    """Room in the KV pool that admission leaves for tokens to come, as SGLang's PrefillAdder
+    (schedule_policy.py) and NewTokenRatioTracker do.
+
+    A waiting request is admitted if there is room for its context, for all tokens to come of the
+    requests of its prefill pass, and for a share of those of the running ones. The share is 0.7
+    when the engine was idle, and falls to 0.098 in the course of 600 decode steps. When the pool
+    overflows, it becomes the share of the running requests' limits that they have generated.
+    """
+
+    clip: int = 4096
+    """Most tokens to come that count of a request: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION."""
+    fixed_in_full: bool = True
+    """A running request with ``ignore_eos`` counts in full, as since SGLang 0.5.22."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
     """The capabilities that one engine reported when it was opened."""
 
@@ -16,8 +33,8 @@ class Capabilities:
     """The KV cache can be flushed between pause(retract) and continue."""
     max_running_requests: int | None = None
     kv_tokens: int | None = None
-    reserves: bool = False
-    """A request waits until there is room for all that it may still generate."""
+    reservation: Reservation | None = None
+    """Room that its admission leaves for tokens to come; None if it leaves none, as vLLM."""
     ranks: int = 1
     """Number of processes that hold a part of the weights: tensor times pipeline parallel."""
     release_while_paused: bool = False

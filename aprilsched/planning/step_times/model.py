@@ -38,12 +38,6 @@ from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, NOT_NEGATIVE
 Acceptance: TypeAlias = tuple[tuple[float, float], ...]
 """Pairs of a batch and of the tokens that a step of this batch gives each sequence."""
 
-RESERVE_SHARE = 0.098
-"""Share of the tokens still to come for which SGLang's admission leaves room: the lower bound of
-its new_token_ratio (0.7 * 0.14)."""
-RESERVE_CLIP = 4096
-"""Most tokens to come that it counts of a request."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimeModel:

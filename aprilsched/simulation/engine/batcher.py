@@ -136,8 +136,10 @@ class Batcher:
             )
         return None
 
-    def submit(self, request: GenerationRequest, now: float) -> None:
+    def submit(self, request: GenerationRequest, now: float, *, length: int | None = None) -> None:
         """Queue a request. During a pause it is held and cannot be aborted (as in SGLang).
+
+        The response ends by itself after `length` tokens, if that is given.
 
         Raises:
             ValueError: if :meth:`refusal` gives a reason.
@@ -147,7 +149,7 @@ class Batcher:
         adapter = 0 if request.adapter is None else self.adapters[request.adapter]
         stops, seed = self._output.stop_ids(request.sampling), self._output.seed(request)
         ids = expand(request, self.config.vocab_size)
-        sequence = Sequence(request, ids, stops, adapter, seed)
+        sequence = Sequence(request, ids, stops, adapter, seed, length)
         self._by_id[request.request_id] = sequence
         if self._paused or self._pausing:
             self._held[request.request_id] = sequence
@@ -292,10 +294,21 @@ class Batcher:
 
     def _preempt(self) -> None:
         """Put the request that was admitted last back into the queue; it is prefilled again."""
+        pool, members = self._pool, self._batch.members
+        if self.config.admission != "vllm":
+            pool.share.overflow(
+                self._batch.steps,
+                requests=len(members),
+                generated=sum(self._batch.tokens_of(s) for s in members),
+                limits=sum(s.limit for s in members),
+            )
         (sequence,) = self._batch.take([self._batch.newest], self.weights_key)
-        self._pool.running -= sequence.context
+        pool.running -= sequence.context
         sequence.drop_kv()
-        self._pool.queue(sequence)
+        if self.config.admission == "vllm":
+            pool.put_back(sequence)
+        else:
+            pool.queue(sequence)
         self.counters.preemptions += 1
 
     def _plan_prefill(self, now: float) -> _Prefill | None:
@@ -366,6 +379,8 @@ class Batcher:
 
     def _end(self, sequence: Sequence, ending: Ending) -> None:
         del self._by_id[sequence.request.request_id]
+        if not self._by_id:
+            self._pool.share.idle(self._batch.steps)
         if self._prefixes is not None:
             self._prefixes.end(sequence.request, sequence.context)
         self._output.end(sequence, ending, self.version)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Collection
 
 from aprilsched.kernel.engines.base import GenerationRequest
-from aprilsched.planning.step_times.model import RESERVE_SHARE
+from aprilsched.planning.reserved_share import ReservedShare
 from aprilsched.simulation.engine.sequence import Sequence
 from aprilsched.simulation.engine.settings import SimConfig
 
@@ -20,7 +20,10 @@ class KvPool:
         self._in_pass = 0
         self._kept = 0
         self._kv_tokens = config.kv_tokens
-        self._clip = config.reserve_clip
+        self._rule = config.reservation
+        self.share = ReservedShare()
+        self._any_fixed = False
+        """Whether a request came whose tokens to come count in full."""
         self._full_at = 0
         """Number of running requests at which the next one did not fit; 0 if it fits.
 
@@ -40,6 +43,9 @@ class KvPool:
 
     def queue(self, sequence: Sequence) -> None:
         """Put a request at the end of the queue, or before those of a higher rank."""
+        rule = self._rule
+        if rule is not None and rule.fixed_in_full and sequence.request.sampling.ignore_eos:
+            self._any_fixed = sequence.fixed = True
         if not self._by_rank:
             self.waiting.append(sequence)
             return
@@ -57,27 +63,33 @@ class KvPool:
 
         First come, first served: up to `places` requests and one chunk of tokens; a context
         longer than the rest of the chunk is computed in part. The step counter `steps` gives the
-        progress of the `running` requests. As in SGLang (PrefillAdder.add_one_req) there must be
-        room for all that the requests of the pass may still generate, up to the clip's tokens
-        each, and for RESERVE_SHARE of what the running ones may. If that share applied to both, a
-        full pool would admit requests in passes of 17, where a server's passes had 6.
+        progress of the `running` requests. There must be the room that the engine's
+        :class:`~aprilsched.kernel.values.capabilities.Reservation` demands. If its share applied
+        to the requests of the pass too, a full pool would admit requests in passes of 17, where a
+        server's passes had 6.
         """
         picks: list[tuple[Sequence, int]] = []
         budget, to_come = self._chunk, 0
         if not self.waiting or places < 1 or 0 < self._full_at <= len(running):
             return picks
         self._full_at = 0
+        clip = 0 if self._rule is None else self._rule.clip
+        share = self.share.at(steps)
+        largest = 1.0 if self._any_fixed else share
         while self.waiting and budget and len(picks) < places:
             sequence = self.waiting[0]
             context = sequence.context
             need = context + 1 - sequence.cached
-            to_come += min(sequence.limit - sequence.out, self._clip)
+            to_come += min(sequence.limit - sequence.out, clip)
             if running or picks:
                 need += to_come
             # The exact reserve needs every running request, so it is computed only near the limit.
-            if self.free - need < len(running) * RESERVE_SHARE * self._clip:
-                left = sum(min(s.limit - (steps - s.joined), self._clip) for s in running)
-                if not self._make_room(need + round(RESERVE_SHARE * left), sequence):
+            if self.free - need < len(running) * largest * clip:
+                left = sum(
+                    (1.0 if s.fixed else share) * min(s.limit - (steps - s.joined), clip)
+                    for s in running
+                )
+                if not self._make_room(need + round(left), sequence):
                     self._full_at = len(running) + len(picks)
                     break
             self.waiting.popleft()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from aprilsched.kernel.values.bounds import Bound, check_range
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
-from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.settings import Admission, SimConfig
 from aprilsched.simulation.engine.sim_engine import MOST_ENGINES, PAUSE_SECONDS, SimEngine
 
 
@@ -32,6 +32,8 @@ class SimFleet:
         timing: StepTimeModel = H200_QWEN3_4B,
         max_running: int = 512,
         kv_tokens: int = 1_000_000,
+        admission: Admission = "sglang",
+        reserve_clip: int = 4096,
         stream_interval: int = 64,
         time_scale: float = 1.0,
         vocab_size: int = 32_000,
@@ -48,6 +50,8 @@ class SimFleet:
             timing=timing,
             max_running=max_running,
             kv_tokens=kv_tokens,
+            admission=admission,
+            reserve_clip=reserve_clip,
             stream_interval=stream_interval,
             vocab_size=vocab_size,
             eos_token_id=eos_token_id,

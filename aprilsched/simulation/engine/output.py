@@ -92,8 +92,9 @@ class Output:
         known: list[Sequence] = []
         searched: list[Sequence] = []
         for sequence in sequences:
-            sequence.stopped = False
-            sequence.finish_at = sequence.joined + sequence.limit
+            sequence.finish_at = sequence.joined + sequence.longest
+            # At its limit a response is cut off, whether or not its length is the limit.
+            sequence.stopped = sequence.longest < sequence.limit
             if not sequence.stops or sequence.finish_at <= sequence.joined + sequence.made:
                 known.append(sequence)
             else:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.simulation.engine.toy_model import ContextState
-from aprilsched.types import Float32Array, Int32Array, VersionSpan
+from aprilsched.types import Float32Array, Int32Array, SamplingParams, VersionSpan
 
 
 def version_spans(
@@ -57,14 +57,34 @@ def expand(request: GenerationRequest, vocab_size: int) -> Int32Array:
     return np.concatenate((ids.repeat(MEDIA_TOKENS), request.input_ids))
 
 
+def drawn_length(sampling: SamplingParams) -> int:
+    """Return the length at which the engine ends a response that has no stop tokens.
+
+    A trained model ends a response by itself, at a length that only it knows. `min_new_tokens` is
+    that length here: the end token follows as soon as it is allowed. The scheduler and admission
+    read the limit only.
+    """
+    if sampling.ignore_eos or not sampling.min_new_tokens:
+        return sampling.max_new_tokens
+    return sampling.min_new_tokens
+
+
+def with_length(sampling: SamplingParams, length: int) -> SamplingParams:
+    """Return `sampling` with another :func:`drawn_length`, of at most its limit if it has one."""
+    if sampling.ignore_eos or not sampling.min_new_tokens:
+        return replace(sampling, max_new_tokens=length)
+    return replace(sampling, min_new_tokens=min(length, sampling.max_new_tokens))
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """The mutable state of one request; :class:`~aprilsched.simulation.engine.batcher.Batcher` owns
     it.
 
-    `stops` are the token ids that end the response, after at least `min_new` tokens. `adapter` is
-    the weights key of its adapter, 0 without one. `seed` is the result of `sampling_key`.
-    `input_ids` is the context that the request sends, with its media expanded.
+    `stops` are the token ids that end the response, after at least `min_new` tokens. Without them
+    it ends at its :func:`drawn_length`, and always at `length` if that is given. `adapter` is the
+    weights key of its adapter, 0 without one. `seed` is the result of `sampling_key`. `input_ids`
+    is the context that the request sends, with its media expanded.
     """
 
     request: GenerationRequest
@@ -72,8 +92,11 @@ class Sequence:
     stops: frozenset[int]
     adapter: int = 0
     seed: int = 0
+    length: int | None = None
     prompt: int = field(init=False)
     limit: int = field(init=False)
+    longest: int = field(init=False)
+    """Output tokens at which it ends, if no stop token ends it earlier; at most `limit`."""
     min_new: int = field(init=False)
     state: ContextState = field(init=False)
     first_at: float | None = None
@@ -91,6 +114,8 @@ class Sequence:
     """Number of the admission, or -1 while not running; heap entries of older ones are ignored."""
     finish_at: int = 0
     stopped: bool = False
+    fixed: bool = False
+    """Whether its tokens to come count in full while it runs."""
     aborting: bool = False
     tokens: list[Int32Array] = field(init=False)
     unsent: list[tuple[Int32Array, Float32Array]] = field(init=False)
@@ -102,8 +127,12 @@ class Sequence:
     def __post_init__(self) -> None:
         sampling = self.request.sampling
         self.prompt = len(self.input_ids)
-        self.limit = sampling.max_new_tokens
+        self.limit = self.longest = sampling.max_new_tokens
         self.min_new = sampling.min_new_tokens
+        if self.length is not None:
+            self.longest = min(max(self.length, self.min_new), self.limit)
+        elif not self.stops:
+            self.longest = drawn_length(sampling)
         self.state = ContextState(hash=0, last=0, length=0, seed=self.seed)
         self.tokens, self.unsent, self.changes, self.passes = [], [], [], []
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
 
+from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.bounds import AT_LEAST_1, Bound, check_range
-from aprilsched.kernel.values.capabilities import Capabilities
+from aprilsched.kernel.values.capabilities import Capabilities, Reservation
 from aprilsched.kernel.values.companions import KINDS
-from aprilsched.planning.step_times.model import H200_QWEN3_4B, RESERVE_CLIP, StepTimeModel
+from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.toy_model import KvTier, ToyModel
 from aprilsched.types import MEDIA
+
+Admission: TypeAlias = Literal["sglang", "sglang-0.5.21", "vllm"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,12 +27,15 @@ class SimConfig:
         max_queued: largest number of requests that may wait for a place in the batch, as
             --max-queued-requests of SGLang; one more is refused. None for any number.
         kv_tokens: size of the KV pool. 1.0M tokens of a 4B shape (147 kB each) fill an H200.
+        admission: the rule by which waiting requests are admitted: that of SGLang up to 0.5.21,
+            that of later versions, in which running requests with ``ignore_eos`` reserve all of
+            their tokens to come, or that of vLLM, which reserves none and preempts.
         reserve_clip: tokens that a request reserves at most for what it may still generate, as
             SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION of SGLang.
         stream_interval: number of steps between the chunks of running requests.
         vocab_size: vocabulary size of the toy model.
-        eos_token_id: token that ends responses whose sampling has not ``ignore_eos``; with None
-            the model never ends a response.
+        eos_token_id: token that ends responses whose sampling has not ``ignore_eos``. With None
+            and without stop tokens such a response ends at its ``min_new_tokens``, if not 0.
         stream_at_pause: whether a pause sends all tokens that are not sent yet. With False, as in
             SGLang, they are sent later, and an abort of a retracted request loses them.
         prefix_cache: whether prompts of a group are prefilled once, and a request that is sent
@@ -50,7 +57,8 @@ class SimConfig:
     max_running: int = 512
     max_queued: int | None = None
     kv_tokens: int = 1_000_000
-    reserve_clip: int = RESERVE_CLIP
+    admission: Admission = "sglang"
+    reserve_clip: int = Reservation().clip
     stream_interval: int = 64
     vocab_size: int = 32_000
     eos_token_id: int | None = None
@@ -66,6 +74,16 @@ class SimConfig:
         for name in ("max_running", "max_queued", "kv_tokens", "reserve_clip", "stream_interval"):
             check_range(AT_LEAST_1, **{name: getattr(self, name)})
         check_range(Bound(least=2, words="2 or more"), vocab_size=self.vocab_size)
+        if self.admission not in get_args(Admission):
+            known = ", ".join(get_args(Admission))
+            raise ConfigError(f"admission must be one of {known}, got {self.admission!r}.")
+
+    @property
+    def reservation(self) -> Reservation | None:
+        """What admission reserves for tokens to come."""
+        if self.admission == "vllm":
+            return None
+        return Reservation(clip=self.reserve_clip, fixed_in_full=self.admission == "sglang")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -75,7 +93,7 @@ class SimConfig:
             flush_while_paused=True,
             max_running_requests=self.max_running,
             kv_tokens=self.kv_tokens,
-            reserves=True,
+            reservation=self.reservation,
             release_while_paused=True,
             keeps_released_weights=True,
             adapters=True,

@@ -162,8 +162,12 @@ class SimEngine:
         self._streams.clear()
         self._advanced.set()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, request: GenerationRequest, *, length: int | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         """Stream one response; see :class:`~aprilsched.kernel.engines.base.Engine`.
+
+        The response ends by itself after `length` tokens, if that is given.
 
         Raises:
             EngineRejected: (400) if the request id is in use, the adapter is not loaded, a token id
@@ -180,7 +184,7 @@ class SimEngine:
             return
         stream: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
         self._streams[request.request_id] = stream
-        self._batcher.submit(request, now)
+        self._batcher.submit(request, now, length=length)
         self._schedule()
         try:
             while True:

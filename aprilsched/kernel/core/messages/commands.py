@@ -14,6 +14,7 @@ from msgspec import Struct
 from aprilsched.errors import ConfigError, RunEnded, RunGivenUp
 from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.policies.schedule import Pace, Schedule
+from aprilsched.kernel.values.capabilities import Reservation
 from aprilsched.kernel.values.companions import Companion, CompanionRows
 from aprilsched.types import (
     Batch,
@@ -206,8 +207,9 @@ class Plan(Command, frozen=True, eq=False):
         ended: lengths of the ended groups that were launched last.
         open: lengths so far of the groups that still generate.
         prompt_tokens: the mean prompt length of the latest responses.
-        spare_tokens: the mean number of tokens left to the limit when these responses ended; None
-            if the engines do not reserve room for a request's limit.
+        spare_tokens: the mean number of tokens left to the limit when these responses ended.
+        reservation: the room that the engines leave for tokens to come, with `fixed_in_full` only
+            if requests have ``ignore_eos``; None if they leave none.
         engines: the number of engines in use.
         kv_tokens: the total size of their KV pools in tokens; None if an engine does not report it.
         current: the schedule in force.
@@ -243,7 +245,8 @@ class Plan(Command, frozen=True, eq=False):
     current: Schedule
     paces: tuple[Pace, ...] = ()
     places: bool = False
-    spare_tokens: float | None = None
+    spare_tokens: float = 0.0
+    reservation: Reservation | None = None
     train_seconds: float | None = None
     train_spread: float = 0.0
     refit_seconds: float | None = None

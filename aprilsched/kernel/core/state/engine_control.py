@@ -27,7 +27,7 @@ from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.values.capabilities import Capabilities
+from aprilsched.kernel.values.capabilities import Capabilities, Reservation
 
 WEIGHTS = "weights"
 CUDA_GRAPH = "cuda_graph"
@@ -232,9 +232,10 @@ class FleetControl:
         return total or None
 
     @property
-    def reserves(self) -> bool:
-        """Whether any engine in use reserves room for all tokens of a request's limit."""
-        return any(control.able.reserves for control in self.engines.values())
+    def reservation(self) -> Reservation | None:
+        """The room that the first engine in use that leaves any leaves for tokens to come."""
+        every = (control.able.reservation for control in self.engines.values())
+        return next((each for each in every if each is not None), None)
 
     def runs(self, engine: str) -> bool:
         """Return whether a request may be sent to the engine now."""

@@ -65,6 +65,8 @@ class Expectations:
         self._law: KaplanMeier | None = None
         self._mean_log = 0.0
         self._deviation_log = 1.0
+        self.ignores_ends = False
+        """Whether the responses launched last have ``ignore_eos``."""
         self._limit = 1
         """Largest number of tokens that any response may have."""
         self._shared = _SHARED

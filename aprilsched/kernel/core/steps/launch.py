@@ -256,6 +256,7 @@ def _launch_group(
         group.again, group.first_run = before.group_id, before.first_run
         state.in_flight.journal.change_group(group)
     state.expectations.note_limit(max(m.sampling.max_new_tokens for m in group.members))
+    state.expectations.ignores_ends = all(m.sampling.ignore_eos for m in group.members)
     state.out.tell(launched(group, tokens=state.tells_tokens))
     for member in group.members if episodes else ():
         start_episode(state.out, member)

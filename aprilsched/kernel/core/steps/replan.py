@@ -31,6 +31,7 @@ from aprilsched.kernel.core.state.state import Outbox, Plan, SchedulerState
 from aprilsched.kernel.core.state.weights import UpdateKind
 from aprilsched.kernel.core.steps.stragglers import release_all
 from aprilsched.kernel.core.steps.target import retarget
+from aprilsched.kernel.values.capabilities import Reservation
 
 _LATER = 3
 """Factor by which the number of batches grows between two requests for a schedule."""
@@ -116,7 +117,8 @@ def plan(state: SchedulerState) -> None:
             ended=tuple(ended),
             open=tuple(open_groups),
             prompt_tokens=prompt_tokens,
-            spare_tokens=state.expectations.spare_tokens if control.reserves else None,
+            spare_tokens=state.expectations.spare_tokens,
+            reservation=_reservation(state),
             engines=len(control.engines),
             kv_tokens=control.kv_tokens,
             current=state.plan.schedule,
@@ -134,6 +136,13 @@ def plan(state: SchedulerState) -> None:
             end_seconds=state.calls.ends.parts,
         )
     )
+
+
+def _reservation(state: SchedulerState) -> Reservation | None:
+    reservation = state.fleet.control.reservation
+    if reservation is None or state.expectations.ignores_ends:
+        return reservation
+    return replace(reservation, fixed_in_full=False)
 
 
 def on_planned(state: SchedulerState, event: ev.Planned) -> None:

@@ -10,7 +10,7 @@ from aprilsched.errors import EngineProtocolError, EngineRejected
 from aprilsched.kernel.engines.control import Facts, Questions
 from aprilsched.kernel.engines.server import release
 from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, ServerProcess
-from aprilsched.kernel.values.capabilities import Capabilities
+from aprilsched.kernel.values.capabilities import Capabilities, Reservation
 
 SPANS_SINCE = (0, 5, 19)
 """First release that reports `weight_versions`."""
@@ -21,6 +21,9 @@ first known to release memory in that state; 0.5.17 crashes."""
 KEYED_SINCE = (0, 5, 23)
 """First release known to keep KV of other cache keys apart in its storage (SGLang 38577); in older
 ones, and in FlexKV, keys separate the KV in the server's own memory alone."""
+FIXED_IN_FULL_SINCE = (0, 5, 22)
+"""First release whose admission reserves all tokens to come of running requests with
+``ignore_eos`` (PrefillAdder in schedule_policy.py)."""
 
 _SHORT_OF = 4
 """Number of tokens by which SGLang's longest input is shorter than its context and KV pool allow.
@@ -146,7 +149,7 @@ def _capabilities(model: ModelInfo, info: ServerInfo, schema: OpenApi) -> Capabi
         flush_while_paused=found >= WAITING_SINCE,
         max_running_requests=running,
         kv_tokens=None if tokens is None else tokens * ranks,
-        reserves=True,
+        reservation=Reservation(fixed_in_full=found >= FIXED_IN_FULL_SINCE),
         ranks=(info.tp_size or 1) * (info.pp_size or 1),
         release_while_paused=found >= WAITING_SINCE,
         keeps_released_weights=not info.enable_memory_saver or bool(info.enable_weights_cpu_backup),
