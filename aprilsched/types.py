@@ -135,17 +135,15 @@ class SamplingParams:
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p is {self.min_p}; give a number from 0 to 1.")
 
-    def after(self, generated: int, most: int | None = None) -> SamplingParams:
-        """Return the parameters for the rest of a response of which `generated` tokens are known.
-
-        They ask for at most `most` tokens of the rest.
-        """
-        rest = self.max_new_tokens - generated
-        size = rest if most is None else min(most, rest)
-        if size == self.max_new_tokens:
+    def after(self, generated: int) -> SamplingParams:
+        """The parameters for the rest of a response of which `generated` tokens are known."""
+        if not generated:
             return self
-        least = min(size, max(0, self.min_new_tokens - generated))
-        return replace(self, max_new_tokens=size, min_new_tokens=least)
+        return replace(
+            self,
+            max_new_tokens=self.max_new_tokens - generated,
+            min_new_tokens=max(0, self.min_new_tokens - generated),
+        )
 
 
 def derived_seed(seed: int, *path: int) -> int:

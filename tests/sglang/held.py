@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from aprilsched import Prompt, Rollout
-from aprilsched.config import Dispatch, LengthBuckets
+from aprilsched.config import LengthBuckets
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.types import Sample
@@ -32,7 +32,6 @@ KINDS: dict[str, tuple[StragglerRule, dict[str, Any]]] = {
     "abort": ("abort", {}),
     "buckets": ("retract", {"refill": LengthBuckets(store=3.0), "over_provision": 1.5}),
     "samples": ("retract", {"delivery": "samples"}),
-    "slices": ("retract", {"dispatch": Dispatch(slice_tokens=32)}),
     "run": ("run", {}),
     "rolling": ("run", {"refit": "rolling", "pace": "asynchronous"}),
 }

@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
-from aprilsched.config import Dispatch
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.testing.contract import greedy, whole
 from aprilsched.types import Rollout
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.helpers import opened, reset, settled
-from tests.sglang.recorded import (
-    TOLERANCE,
-    Run,
-    crossing,
-    long_tail,
-    record,
-    try_until,
-    until_crossing,
-)
+from tests.sglang.recorded import Run, crossing, long_tail, record, try_until, until_crossing
 from tests.sglang.server import CpuServer
 
 
@@ -34,7 +22,6 @@ async def _greedy_run(
     rule: StragglerRule,
     *,
     lose_one: bool = False,
-    changes: Mapping[str, Any] | None = None,
 ) -> Run:
     """Run all prompts to their end on both servers, with the same weights in every version."""
     for server, key in zip(pair, (None, ADMIN_KEY), strict=True):
@@ -46,7 +33,6 @@ async def _greedy_run(
         prompts=long_tail(18, longest=500, temperature=0.0),
         batches=99,
         lose_one=lose_one,
-        changes=changes,
     )
 
 
@@ -57,7 +43,6 @@ async def _equal_to_uninterrupted(url: str, rollouts: list[Rollout]) -> None:
         )
     for rollout, reference in zip(rollouts, references, strict=True):
         assert rollout.token_ids.tolist() == reference.ids
-        assert np.abs(rollout.logprobs - reference.logprobs).max() < TOLERANCE
 
 
 pytestmark = pytest.mark.long
@@ -71,20 +56,6 @@ async def test_greedy_tokens_survive_interruptions_unchanged(
     """Updates load unchanged weights under new versions."""
     run = await until_crossing(lambda _: _greedy_run(clean_pair, models[0], rule))
     await _equal_to_uninterrupted(clean_pair[0].url, crossing(run))
-
-
-async def test_greedy_responses_in_slices_equal_whole_ones(
-    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path]
-):
-    """Each slice ends below the limit, and updates come between and within them."""
-    changes = {"dispatch": Dispatch(slice_tokens=32)}
-    run = await until_crossing(
-        lambda _: _greedy_run(clean_pair, models[0], "retract", changes=changes)
-    )
-    asked = {send.sampling.max_new_tokens for send in run.recorder.sends.values()}
-    assert 32 in asked, "no response was cut"
-    assert max(attempt for _, attempt in run.recorder.sends) > 3
-    await _equal_to_uninterrupted(clean_pair[0].url, run.rollouts)
 
 
 @pytest.mark.parametrize("rule", RULES)

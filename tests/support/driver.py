@@ -31,15 +31,7 @@ from aprilsched.kernel.core.steps.snapshot import take_changes
 from aprilsched.kernel.store import Store
 from aprilsched.observe.figures.rollout_time import RolloutTime
 from aprilsched.observe.figures.run_state import RunState
-from aprilsched.types import (
-    Batch,
-    FinishReason,
-    Int32Array,
-    Prompt,
-    RefusedPrompt,
-    SamplingParams,
-    VersionSpan,
-)
+from aprilsched.types import Batch, Int32Array, Prompt, RefusedPrompt, SamplingParams, VersionSpan
 from tests.support.dialogues import Dialogues
 from tests.support.facts import ABLE
 
@@ -419,12 +411,7 @@ class Driver:
         )
 
     def finish(
-        self,
-        key: Key,
-        count: int = 3,
-        *,
-        spans: tuple[VersionSpan, ...] | None = None,
-        reason: FinishReason = "stop",
+        self, key: Key, count: int = 3, *, spans: tuple[VersionSpan, ...] | None = None
     ) -> None:
         """`count` tokens arrive and the attempt ends."""
         if count:
@@ -433,7 +420,7 @@ class Driver:
             return  # the tokens showed a wrong version, so the engine was lost
         del self.sends[key]
         self.aborts.pop(key, None)
-        self.feed(ev.Finished(request_id=key[0], attempt=key[1], reason=reason, spans=spans))
+        self.feed(ev.Finished(request_id=key[0], attempt=key[1], reason="stop", spans=spans))
 
     def interrupt(
         self,

@@ -30,9 +30,7 @@ __all__ = [
     "sent",
 ]
 
-ABLE = Capabilities(
-    version_spans=True, flush_while_paused=True, context_tokens=100_000, stops_first=True
-)
+ABLE = Capabilities(version_spans=True, flush_while_paused=True)
 """What an engine can do whose capabilities do not matter."""
 
 

@@ -50,7 +50,6 @@ RewardScope: TypeAlias = Literal["none", "rollout", "group"]
 MemberRule: TypeAlias = Literal["again", "shrink", "drop_group"]
 
 _GROUP_SIZE = Bound(least=1, most=MAX_GROUP_SIZE, words=f"1 to {MAX_GROUP_SIZE:,}")
-_AT_LEAST_16 = Bound(least=16, words="16 or more")
 _NOT_0 = Bound(least=0.001, words="0.001 or more")
 _SHARE_FROM_0 = Bound(least=0, most=1, words="a share from 0 to 1")
 _BELOW_1 = Bound(least=0, below=1, words="a share below 1, or 0 for never")
@@ -81,11 +80,6 @@ class Dispatch:
     """Largest number of requests in flight on all engines; None leaves the queueing to the engines.
     Further requests wait, so a number below the rollouts of a batch only makes the batch take
     longer."""
-    slice_tokens: Annotated[int, _AT_LEAST_16] | Literal["auto"] | None = None
-    """Largest number of tokens that a request asks an engine for at once, so that the engine
-    reserves less room in its KV pool. The response continues with its tokens so far up to its own
-    limit. "auto" is what it is expected to need; None asks for the whole limit. Requests whose
-    sampling parameters have `extra` are not cut. It is refused with `straggler="run"`."""
     rate: Annotated[int, AT_LEAST_1] = 2_000
     """Largest number of requests sent per second."""
     migrate: bool = False
@@ -455,12 +449,6 @@ class SchedulerConfig:
                 f'before it goes on, so it is refused with straggler="{self.straggler_name}", '
                 "which keeps each response to one version; leave migrate False, or set another "
                 "straggler."
-            )
-        if self.dispatch.slice_tokens is not None and behaviour.called_back == "never":
-            raise ConfigError(
-                "dispatch.slice_tokens must be None with "
-                f'straggler="{self.straggler}", got {self.dispatch.slice_tokens!r}: new weights '
-                "may come between two slices of a response; set another straggler."
             )
         if self.refit == "rolling":
             self._check_rolling()

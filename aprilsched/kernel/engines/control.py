@@ -100,6 +100,7 @@ class Facts:
         label: the label of the weights, as the server spells it.
         vocab_size: smallest token id that may crash the server; None if unknown.
         process: identifies the server's process, as opposed to a later one at its address.
+        context_tokens: limit on the tokens of a prompt and its response together; None if unknown.
         drafter: its method of speculative decoding, as the server spells it; empty without one.
         own_draft: whether the drafts come from a model that an update of the weights leaves as it
             is.
@@ -112,15 +113,11 @@ class Facts:
     capabilities: Capabilities
     vocab_size: int | None
     process: object
+    context_tokens: int | None = None
     drafter: str = ""
     own_draft: bool = False
     graph_requests: int | None = None
     conservativeness: float | None = None
-
-    @property
-    def context_tokens(self) -> int | None:
-        """Limit on the tokens of a prompt and its response together; None if unknown."""
-        return self.capabilities.context_tokens
 
 
 def graph_requests(config: Any, *path: str) -> int | None:

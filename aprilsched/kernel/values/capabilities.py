@@ -33,10 +33,6 @@ class Capabilities:
     """The KV cache can be flushed between pause(retract) and continue."""
     max_running_requests: int | None = None
     kv_tokens: int | None = None
-    context_tokens: int | None = None
-    """Limit on the tokens of a prompt and its response together; None if unknown."""
-    stops_first: bool = False
-    """A response whose last permitted token is a stop token ends with "stop", not "length"."""
     reservation: Reservation | None = None
     """Room that its admission leaves for tokens to come; None if it leaves none, as vLLM."""
     ranks: int = 1

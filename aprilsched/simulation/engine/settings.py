@@ -93,8 +93,6 @@ class SimConfig:
             flush_while_paused=True,
             max_running_requests=self.max_running,
             kv_tokens=self.kv_tokens,
-            context_tokens=self.kv_tokens,
-            stops_first=True,
             reservation=self.reservation,
             release_while_paused=True,
             keeps_released_weights=True,

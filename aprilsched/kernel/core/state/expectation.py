@@ -77,12 +77,6 @@ class Expectations:
         """Largest number of tokens that any response launched so far may have."""
         return self._limit
 
-    @property
-    def mean(self) -> float:
-        """Expected tokens of a response; 0 while no length is known."""
-        law = self._fresh_law()
-        return 0.0 if law is None else float(law.residual_mean(0))
-
     def note_limit(self, tokens: int) -> None:
         """Record the limit of a launched response."""
         self._limit = max(self._limit, tokens)

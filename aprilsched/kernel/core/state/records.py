@@ -120,9 +120,6 @@ class RequestRecord:
     """Number of attempts so far."""
     attempt_start: int = 0
     """Position of the latest attempt's output in the rollout's token log."""
-    slice_end: int | None = None
-    """Position in the rollout's token log up to which the latest attempt asks for tokens, if it
-    asks for less than the whole rest of the response."""
     open: bool = False
     """Whether an attempt is in flight on an engine."""
     engine: str = ""
@@ -170,11 +167,6 @@ class RequestRecord:
     def gained(self) -> bool:
         """Whether the latest attempt has produced new tokens."""
         return self.rollout.log.size > self.attempt_start
-
-    @property
-    def sliced(self) -> bool:
-        """Whether the latest attempt has all tokens that it asked for, and the response more."""
-        return self.rollout.log.size == self.slice_end
 
     @property
     def remaining(self) -> int:

@@ -20,7 +20,6 @@ from aprilsched.kernel.core.state.records import RequestRecord
 from aprilsched.kernel.core.state.state import Fleet, SchedulerState
 from aprilsched.kernel.core.state.weights import Weights
 from aprilsched.kernel.core.steps.batch import training_runs
-from aprilsched.kernel.core.steps.slices import gathers, slice_size
 from aprilsched.kernel.core.steps.steering import goal
 from aprilsched.kernel.core.steps.verification import awaits_answers, verify
 
@@ -36,8 +35,6 @@ def place(state: SchedulerState) -> None:
     versions = _served_versions(state.fleet, state.weights, state.rolling)
     if queue.first(training=training, versions=versions) is None:
         fleet.verifying_since = None
-        return
-    if gathers(state):
         return
     full = _full(state, fleet.admissions)
     unverified = verify(state, full=full)
@@ -78,7 +75,7 @@ def _preference(state: SchedulerState, request: RequestRecord) -> Preference | N
     rollout = request.rollout
     return preference_of(
         state.placement,
-        destination=request.destination or (request.engine if request.sliced else ""),
+        destination=request.destination,
         avoid=request.avoid,
         context_engine=state.in_flight.context_engine(rollout),
         members=len(rollout.group.members),
@@ -116,9 +113,7 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
     request.sent = state.fleet.attempts_sent
     rollout = request.rollout
     context = rollout.context()
-    sampling = request.sampling.after(request.generated, slice_size(state, request, engine))
-    cut = sampling.max_new_tokens < request.remaining
-    request.slice_end = rollout.log.size + sampling.max_new_tokens if cut else None
+    sampling = request.sampling.after(request.generated)
     state.out.tell(
         facts.AttemptSent(
             engine=engine,

@@ -29,7 +29,6 @@ from aprilsched.kernel.core.state.caller_functions import CallerTimes
 from aprilsched.kernel.core.state.records import group_lengths
 from aprilsched.kernel.core.state.state import Outbox, Plan, SchedulerState
 from aprilsched.kernel.core.state.weights import UpdateKind
-from aprilsched.kernel.core.steps.slices import effective
 from aprilsched.kernel.core.steps.stragglers import release_all
 from aprilsched.kernel.core.steps.target import retarget
 from aprilsched.kernel.values.capabilities import Reservation
@@ -140,7 +139,7 @@ def plan(state: SchedulerState) -> None:
 
 
 def _reservation(state: SchedulerState) -> Reservation | None:
-    reservation = effective(state.fleet.control.reservation, state)
+    reservation = state.fleet.control.reservation
     if reservation is None or state.expectations.ignores_ends:
         return reservation
     return replace(reservation, fixed_in_full=False)

@@ -131,16 +131,6 @@ def on_finished(state: SchedulerState, request: RequestRecord, event: ev.Finishe
     control = state.fleet.control.engines[request.engine]
     control.consecutive_failures, control.version_seen_at = 0, state.now
     state.fleet.health.tokens_arrived(request.engine, 0)
-    if event.reason == "length" and request.sliced:
-        interrupted = ev.Interrupted(
-            request_id=event.request_id,
-            attempt=event.attempt,
-            spans=event.spans,
-            rows=event.rows,
-            answer=event.answer,
-        )
-        on_interrupted(state, request, interrupted)
-        return
     foreign = _close(state, request, "finished", event)
     if foreign is not None:
         disown(state, request, foreign)

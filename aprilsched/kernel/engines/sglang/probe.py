@@ -18,8 +18,6 @@ WAITING_SINCE = (0, 5, 21)
 """First release that flushes the cache while paused requests wait; older ones answer 400. Also the
 first known to release memory in that state; 0.5.17 crashes."""
 
-STOPS_FIRST_SINCE = (0, 5, 23)
-"""First release known to look for stop tokens before the length (SGLang 33758)."""
 KEYED_SINCE = (0, 5, 23)
 """First release known to keep KV of other cache keys apart in its storage (SGLang 38577); in older
 ones, and in FlexKV, keys separate the KV in the server's own memory alone."""
@@ -97,6 +95,9 @@ async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFac
         tiered=bool(info.enable_hierarchical_cache) or info.stores_kv,
         shares_bodies=info.schedule_policy != "routing-key",
         process=asked.read("server_info", answer, ServerProcess),
+        context_tokens=(
+            None if info.max_req_input_len is None else info.max_req_input_len + _SHORT_OF
+        ),
         graph_requests=graph_requests(info.cuda_graph_config, "decode", "max_bs"),
         conservativeness=info.schedule_conservativeness,
         request_fields=fields,
@@ -150,10 +151,6 @@ def _capabilities(model: ModelInfo, info: ServerInfo, schema: OpenApi) -> Capabi
         flush_while_paused=found >= WAITING_SINCE,
         max_running_requests=running,
         kv_tokens=None if tokens is None else tokens * ranks,
-        context_tokens=(
-            None if info.max_req_input_len is None else info.max_req_input_len + _SHORT_OF
-        ),
-        stops_first=found >= STOPS_FIRST_SINCE,
         reservation=Reservation(fixed_in_full=found >= FIXED_IN_FULL_SINCE),
         ranks=(info.tp_size or 1) * (info.pp_size or 1),
         release_while_paused=found >= WAITING_SINCE,
