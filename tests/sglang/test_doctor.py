@@ -33,6 +33,7 @@ async def test_a_real_server_passes_and_is_left_as_found(clean_server: CpuServer
         "refit by its logprobs"
     }
     assert findings["left as found"]["status"] == "pass"
+    assert "conservativeness 1.0, the clip is not reported" in findings["room"]["seen"]
 
     async def idle() -> bool:
         return await running(clean_server.url) == 0

@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from aprilsched.cli.doctor.server import MAX_ATTEMPTS, Server, kept
 from aprilsched.errors import EngineRejected, EngineUnreachable
 from aprilsched.kernel.engines.base import Chunk
 from aprilsched.kernel.engines.http import HttpLimits
-from aprilsched.kernel.values.capabilities import Capabilities
+from aprilsched.kernel.values.capabilities import Capabilities, Reservation
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import CHECKS, PROMPT, EndedTooSoon, OtherTokens, Subject, until
 from aprilsched.testing.generate_answers import Answer
@@ -246,6 +245,48 @@ async def test_a_server_that_drafts_is_judged(
     assert words in f"{finding.seen} {finding.to_do}"
 
 
+async def test_the_room_of_a_server_is_reported_with_what_makes_it_small():
+    able = Capabilities(
+        version_spans=True,
+        flush_while_paused=True,
+        max_running_requests=48,
+        kv_tokens=9_000,
+        reservation=Reservation(),
+    )
+    facts = {"graph_requests": 48, "conservativeness": 1.0, "drafter": "", "capabilities": able}
+    for changes, status, words in (
+        ({}, "pass", "9000 tokens of KV, 48 running requests, CUDA graphs to 48 requests"),
+        ({}, "pass", "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"),
+        ({"graph_requests": 32}, "warn", "CUDA graphs to 32"),
+        ({"graph_requests": None}, "pass", "no size of CUDA graphs"),
+        ({"drafter": "EAGLE3"}, "pass", "speculation EAGLE3"),
+        ({"capabilities": replace(able, reservation=None)}, "pass", "speculation off"),
+    ):
+        server: Any = SimpleNamespace(facts=SimpleNamespace(**{**facts, **changes}))
+        finding = await rows("room")[0].finding(server)
+        assert finding is not None
+        assert finding.status == status
+        assert words in finding.seen
+
+
+async def test_more_room_is_forecast_for_a_schedule(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cli, "ROWS", ())
+    config = replace(CONFIG, kv_tokens=12_000, max_running=64)
+    asked = "--policy pool@1.75 --batches 5 --batch-groups 8 --group-size 4 --median 150 --cap 2000"
+    async with served(config=config) as server:
+        code = await asyncio.to_thread(main, ["doctor", server.url, "--json", *asked.split()])
+    assert code == 0
+    found = {each["check"]: each for each in json.loads(capsys.readouterr().out)}
+    speed, *changes = found["more room"]["seen"].split(", ")
+    assert speed.endswith(" tokens/s")
+    gains = {name: int(gain[:-1]) for name, gain in (each.split(": ") for each in changes)}
+    assert gains["18000 tokens of KV"] > 5
+    assert gains["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION=256"] > 5
+    assert found["more room"]["to_do"].startswith("start it with SGLANG_CLIP")
+
+
 @pytest.fixture
 async def two(server: SimServer, tmp_path: Path) -> tuple[Path, Path]:
     """Two checkpoints; the server starts with the first."""
@@ -316,7 +357,7 @@ async def test_the_command_prints_each_server_and_exits_with_worst(
         return capsys.readouterr().out
 
     few = tuple(rows("server", "version spans", REFIT))
-    monkeypatch.setattr(cli, "examine", partial(examine, rows=few))
+    monkeypatch.setattr(cli, "ROWS", few)
     result, to_do, consider, empty, *lines = (await printed(server.url, code=0)).splitlines()
     assert result == "ready: servers 1, failures 0, warnings 1"
     assert (to_do, consider, empty, lines[0]) == (
@@ -344,5 +385,5 @@ async def test_the_command_prints_each_server_and_exits_with_worst(
     async def unknown(_: Server) -> Any:
         raise EngineUnreachable("the server", "ended.")
 
-    monkeypatch.setattr(cli, "examine", partial(examine, rows=[Row("broken", unknown)]))
+    monkeypatch.setattr(cli, "ROWS", (Row("broken", unknown),))
     assert "fail  broken: the server: ended -> look at its log" in await printed(server.url, code=1)

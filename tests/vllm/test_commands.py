@@ -98,6 +98,8 @@ async def test_the_doctor_passes_and_leaves_the_server_unchanged(
         *(() if refits else ("refit by its logprobs",)),
     }
     assert found["left as found"]["status"] == "pass"
+    assert "running requests" in found["room"]["seen"]
+    assert "speculation off" in found["room"]["seen"]
     if refits:
         seen = found["refit by its logprobs"]["seen"]
         before, again, other, back = seen.split(": ")[1].split(", ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,19 +15,44 @@ from rich.console import Console
 from rich.text import Text
 
 from aprilsched.cli.arguments import POSITIONAL, parsed
-from aprilsched.cli.doctor import Finding, examine, one_line
+from aprilsched.cli.commands.simulate import ComparedSettings
+from aprilsched.cli.doctor import (
+    ROWS,
+    Finding,
+    Judge,
+    LeftOut,
+    Row,
+    Server,
+    Verdict,
+    examine,
+    one_line,
+)
 from aprilsched.cli.runs.keys import key_from
+from aprilsched.cli.runs.more_room import gains
+from aprilsched.cli.runs.named_policies import chosen
+from aprilsched.cli.runs.settings import RunSettings
+from aprilsched.cli.runs.setup import prepare
+from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.kernel.engines.address import ServerAddress
 from aprilsched.kernel.engines.addresses import VLLM
 
 REACHED = "reached"
 """The only check in the findings of a server that could not be examined."""
+_GAIN = 0.03
+"""Smallest gain of a setting that is recommended, as a share of the tokens a second."""
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 
+EVERYDAY = (
+    "urls json quiet refit admin-key-env api-key-env policy lengths median sigma cap batch-groups "
+    "group-size model"
+)
+"""The flags that ``--help`` shows; ``--help-all`` shows the others too."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class DoctorCommand:
+class DoctorCommand(ComparedSettings):
     """Probe live SGLang or vLLM servers; this is harmless, and its time is bounded."""
 
     urls: Annotated[tuple[str, ...], POSITIONAL] = ()
@@ -42,6 +68,32 @@ class DoctorCommand:
     """Name of the environment variable that holds the servers' admin API key."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the servers' API key."""
+    policy: str | None = None
+    """A schedule, such as auto or pool@1.75, for which to simulate what more room would change, for
+    your lengths and step times, and an equal share of each batch on every server."""
+    batches: int = 12
+    """Batches of each simulation."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The lines of a report.
+
+        Raises:
+            ConfigError: if a setting of the simulation is refused.
+        """
+        if self.policy is None:
+            return ROWS
+        config = chosen(self.policy)[0].apply(
+            SchedulerConfig(
+                batch_groups=math.ceil(self.batch_groups / len(self.urls)),
+                group_size=self.group_size,
+                straggler="in_place" if self.kv == "keep" else "retract",
+                max_staleness=self.max_staleness,
+            )
+        )
+        settings = self.settings(config, seed=self.seed)
+        prepare(settings)
+        return (*ROWS, Row("more room", _forecast(settings)))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -51,7 +103,7 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: if no server is named, or a URL or a key is not valid.
     """
-    command = parsed(DoctorCommand, arguments, "aprilsched doctor")
+    command = parsed(DoctorCommand, arguments, "aprilsched doctor", everyday=EVERYDAY)
     if not command.urls:
         raise ConfigError("No server is named; give the URL of one.")
     for url in command.urls:
@@ -59,7 +111,8 @@ def main(arguments: Sequence[str]) -> int:
         ServerAddress.parse(url.removeprefix(VLLM))
     admin_key = key_from(command.admin_key_env, "admin_key_env")
     api_key = key_from(command.api_key_env, "api_key_env")
-    found = {url: _examined(url, command.refit, admin_key, api_key) for url in command.urls}
+    rows = command.rows
+    found = {url: _examined(url, command.refit, admin_key, api_key, rows) for url in command.urls}
     shown = {
         url: [finding for finding in findings if not (command.quiet and finding.status == "pass")]
         for url, findings in found.items()
@@ -80,11 +133,16 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _examined(
-    url: str, refit: str | None, admin_key: str | None, api_key: str | None
+    url: str,
+    refit: str | None,
+    admin_key: str | None,
+    api_key: str | None,
+    rows: Sequence[Row],
 ) -> list[Finding]:
     """Return the lines of one server; a single one if it could not be examined."""
     try:
-        return asyncio.run(examine(url, admin_key=admin_key, api_key=api_key, refit=refit))
+        asked = examine(url, admin_key=admin_key, api_key=api_key, refit=refit, rows=rows)
+        return asyncio.run(asked)
     except EngineError as error:
         finding = Finding(
             check=REACHED,
@@ -94,6 +152,26 @@ def _examined(
             to_do="start it, or correct its URL or key",
         )
         return [finding]
+
+
+def _forecast(settings: RunSettings) -> Judge:
+    """Return the judge of what more room would change for these settings."""
+
+    async def judge(server: Server) -> Verdict:
+        """What the simulator expects of each change, in generated tokens a second. A setting that
+        gains 3 % is recommended."""
+        able = server.facts.capabilities
+        if able.kv_tokens is None or able.max_running_requests is None:
+            raise LeftOut("it does not report its KV pool and its running requests")
+        now, *changes = await asyncio.to_thread(gains, settings, able)
+        seen = [f"{now.tokens_per_s:,.0f} tokens/s"]
+        seen += [f"{change.name}: {change.share:+.0%}" for change in changes]
+        able_to = [c for c in changes if c.is_setting and c.share >= _GAIN]
+        best = max(able_to, key=lambda change: change.share, default=None)
+        to_do = "" if best is None else f"start it with {best.name}"
+        return Verdict("warn" if to_do else "pass", ", ".join(seen), to_do)
+
+    return judge
 
 
 def _print(

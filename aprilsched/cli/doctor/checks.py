@@ -27,6 +27,7 @@ _DRAFTING_REQUESTS = 48
 """SGLang's limit on running requests with speculative decoding, unless it is set."""
 MAX_LOGPROB_GAP = 1e-3
 """Difference of logprobs under the same weights on an idle server without a cached prefix."""
+CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 
 ABORT = 'use straggler="abort"'
 NOT_IN_PLACE = 'do not use straggler="in_place"'
@@ -37,15 +38,31 @@ NO_SPANS = f"{UPDATE}, {ABORT}, or set allow_inexact_versions"
 
 
 async def release(server: Server) -> Verdict:
-    """What the server is, has room for and can do."""
+    """What the server is and can do."""
     facts, able = server.facts, server.facts.capabilities
     can = [*able.companions, *(["adapters"] if able.adapters else [])]
     return Verdict(
         "pass",
         f"{able.server}, model {facts.model_path}, weights {facts.label!r}, {facts.vocab_size} "
-        f"token ids, {able.max_running_requests} running requests, {able.kv_tokens} tokens of KV; "
-        f"{', '.join(sorted(can)) or 'no adapters and no companions'}",
+        f"token ids; {', '.join(sorted(can)) or 'no adapters and no companions'}",
     )
+
+
+async def room(server: Server) -> Verdict:
+    """Requests wait for room in the KV pool and among the running requests, before any schedule."""
+    facts, able = server.facts, server.facts.capabilities
+    running, graphs = able.max_running_requests, facts.graph_requests
+    seen = [f"{able.kv_tokens} tokens of KV", f"{running} running requests"]
+    seen.append("no size of CUDA graphs" if graphs is None else f"CUDA graphs to {graphs} requests")
+    to_do: list[str] = []
+    if graphs is not None and running is not None and graphs < running:
+        to_do.append(f"let CUDA graphs cover {running} requests")
+    if able.reservation is not None:
+        usual = able.reservation.clip
+        seen.append(f"conservativeness {facts.conservativeness or 'unknown'}")
+        seen.append(f"the clip is not reported ({CLIP} of its environment, else {usual})")
+    seen.append(f"speculation {facts.drafter or 'off'}")
+    return Verdict("warn" if to_do else "pass", ", ".join(seen), "; ".join(to_do))
 
 
 async def paused_before(server: Server) -> Verdict:
@@ -186,6 +203,7 @@ def _kept(name: str, check: contract.Check, to_do: str, *, alone: bool = True) -
 
 ROWS: tuple[Row, ...] = (
     Row("server", release),
+    Row("room", room),
     Row("left paused", paused_before),
     Row("idle", idle),
     Row("version spans", spans),

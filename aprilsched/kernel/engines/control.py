@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
@@ -104,6 +104,8 @@ class Facts:
         drafter: its method of speculative decoding, as the server spells it; empty without one.
         own_draft: whether the drafts come from a model that an update of the weights leaves as it
             is.
+        graph_requests: size of the largest batch with a CUDA graph; None if unknown.
+        conservativeness: factor of what SGLang reserves for running requests; None if unknown.
     """
 
     model_path: str
@@ -114,6 +116,16 @@ class Facts:
     context_tokens: int | None = None
     drafter: str = ""
     own_draft: bool = False
+    graph_requests: int | None = None
+    conservativeness: float | None = None
+
+
+def graph_requests(config: Any, *path: str) -> int | None:
+    """Return the size at `path` in a server's report on its CUDA graphs; None for none."""
+    for name in path:
+        found = cast("dict[str, Any]", config) if isinstance(config, dict) else {}
+        config = None if found.get("backend") == "disabled" else found.get(name)
+    return config if isinstance(config, int) and config > 0 else None
 
 
 FactsT = TypeVar("FactsT", bound=Facts)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from aprilsched.errors import EngineProtocolError, EngineRejected
-from aprilsched.kernel.engines.control import Facts, Questions
+from aprilsched.kernel.engines.control import Facts, Questions, graph_requests
 from aprilsched.kernel.engines.server import release
 from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, ServerProcess
 from aprilsched.kernel.values.capabilities import Capabilities, Reservation
@@ -98,6 +98,8 @@ async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFac
         context_tokens=(
             None if info.max_req_input_len is None else info.max_req_input_len + _SHORT_OF
         ),
+        graph_requests=graph_requests(info.cuda_graph_config, "decode", "max_bs"),
+        conservativeness=info.schedule_conservativeness,
         request_fields=fields,
         expiring_sessions="timeout" in schema.properties("OpenSessionReqInput"),
         one_seed=bool(info.enable_deterministic_inference),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from aprilsched.errors import EngineProtocolError
-from aprilsched.kernel.engines.control import Facts, Questions
+from aprilsched.kernel.engines.control import Facts, Questions, graph_requests
 from aprilsched.kernel.engines.server import release
 from aprilsched.kernel.engines.stream import Count, Name
 from aprilsched.kernel.values.capabilities import Capabilities
@@ -103,6 +103,7 @@ class _Config(msgspec.Struct, frozen=True):
     lora_config: dict[str, Any] | None = None
     kv_transfer_config: _Transfer | msgspec.UnsetType | None = msgspec.UNSET
     aux_output_config: _Aux = _Aux()
+    compilation_config: Any = None
     speculative_config: _Speculative | None = None
 
 
@@ -200,6 +201,7 @@ async def probe(asked: Questions) -> ServerFacts:
         vocab_size=await _vocab_size(asked),
         process=await server_process(asked),
         context_tokens=model.max_model_len,
+        graph_requests=graph_requests(config.compilation_config, "max_cudagraph_capture_size"),
         logprobs_mode=model.logprobs_mode,
         device=config.device_config.device,
         drafter=drafter,

@@ -1,0 +1,69 @@
+"""What more room for requests on a server would change, simulated for the user's lengths.
+
+More room can do more than any schedule: in a pool that is too small, requests wait however they are
+scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from aprilsched.cli.runs.settings import RunSettings
+from aprilsched.cli.runs.setup import prepare
+from aprilsched.cli.runs.virtual_time import simulate
+from aprilsched.kernel.values.capabilities import Capabilities
+
+CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
+_CLIPS = (1024, 256)
+_FACTOR = 1.5
+"""Size of a change of the KV pool or of the running requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """The forecast of a change."""
+
+    name: str
+    tokens_per_s: float
+    share: float
+    """What it adds to the generated tokens a second of the server as it is, as a share of them."""
+    is_setting: bool
+    """Whether a setting makes the change, without more memory."""
+
+
+def gains(settings: RunSettings, able: Capabilities) -> list[Gain]:
+    """Return the forecast of the server as it is, and of each change.
+
+    Args:
+        settings: the schedule, the lengths and the step times of one server.
+        able: what the server reports, with the sizes of its KV pool and its batch.
+    """
+    found: list[Gain] = []
+    for name, changed in _changes(settings, able):
+        speed = simulate(prepare(changed)).generated_tokens_per_s or 0.0
+        before = found[0].tokens_per_s if found else speed
+        share = speed / before - 1 if before else 0.0
+        found.append(Gain(name, speed, share, name.startswith(CLIP)))
+    return found
+
+
+def _changes(settings: RunSettings, able: Capabilities) -> Iterator[tuple[str, RunSettings]]:
+    """Yield the server as it is, and each change."""
+    kv, running, rule = able.kv_tokens or 1, able.max_running_requests or 1, able.reservation
+    sim = replace(
+        settings.sim,
+        kv_tokens=kv,
+        max_running=running,
+        admission="vllm" if rule is None else "sglang" if rule.fixed_in_full else "sglang-0.5.21",
+    )
+    more_kv, more_running = round(_FACTOR * kv), round(_FACTOR * running)
+    for name, other in (
+        ("as it is", sim),
+        (f"{more_kv} tokens of KV", replace(sim, kv_tokens=more_kv)),
+        (f"{more_running} running requests", replace(sim, max_running=more_running)),
+        ("both", replace(sim, kv_tokens=more_kv, max_running=more_running)),
+    ):
+        yield name, replace(settings, sim=other)
+    for clip in _CLIPS if rule else ():
+        yield f"{CLIP}={clip}", replace(settings, sim=replace(sim, reserve_clip=clip))
