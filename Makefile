@@ -129,7 +129,7 @@ test-trainers: $(TEST_STAMP) $(SGLANG_READY) test-areal test-verl test-vllm-trai
 # AREAL_ROOT may name a checkout in the place of the package.
 test-areal: .venv-areal/.stamp $(SGLANG_READY) ## The tests of the adapter for AReaL, with AReaL itself.
 	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' .venv-areal/bin/python -m pytest \
-		-W default tests/unit/test_areal.py tests/sglang/test_areal.py $(ARGS)
+		-W default tests/unit/test_areal*.py tests/sglang/test_areal.py $(ARGS)
 
 # verl's packages warn of much, and pytest's other options are for packages that are not there.
 test-verl: .venv-verl/.stamp ## The tests of the adapter for verl, in an environment of their own.

@@ -1,24 +1,31 @@
-"""What adapters for trainers share: settings, and turns in the form that agent loops expect."""
+"""What adapters for trainers share: settings, checkpoints, and turns as agent loops expect them."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import io
-from collections.abc import Mapping, Sequence
+import pickle  # noqa: TID251 (what trainers attach to prompts)
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.errors import ConfigError
+from aprilsched.errors import ConfigError, StoreError
 from aprilsched.kernel.shell import PromptQueue, Turn, TurnOutput
 from aprilsched.kernel.values.companions import Companion, CompanionRows
 from aprilsched.kernel.values.extras import extra
+from aprilsched.kernel.values.files import read_regular, written_whole
 from aprilsched.trainers.advantages import advantages
 from aprilsched.types import Batch, BoolArray, Media, Rollout, SamplingParams, Unit
+
+_GROUPS_BY = ("group_size", "delivery", "siblings")
+"""Settings that rollouts in flight cannot change."""
 
 
 def package(trainer: str, module: str) -> Any:
@@ -128,6 +135,48 @@ def missing_prompts(queue: PromptQueue, config: SchedulerConfig) -> int:
     """Return how many prompts to add to `queue`, so that none is missing at the next launch."""
     batches = (config.policies.staleness.bound or 0) + 1
     return max(0, batches * config.batch_groups - len(queue))
+
+
+def write_state(path: Path, checkpoint: Path, config: SchedulerConfig, content: object) -> None:
+    """Write one file with a scheduler's `checkpoint` and the `content` that belongs to it.
+
+    `content` has what the trainer attaches to prompts. It is pickled, as trainers pickle the state
+    of their dataloaders. The file is complete, or an existing one stays.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    settings = {name: getattr(config, name) for name in _GROUPS_BY}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as file:
+        pickle.dump((settings, content, checkpoint.read_bytes()), file)
+
+
+def read_state(path: Path, config: SchedulerConfig, restore: Callable[[Path], None]) -> Any:
+    """Return the content of a file of :func:`write_state`; `restore` gets the checkpoint in it.
+
+    Raises:
+        ConfigError: if the file's groups have another size, or are delivered in another way.
+        StoreError: if the file cannot be read.
+    """
+    try:
+        settings, content, checkpoint = pickle.loads(read_regular(path))  # noqa: S301
+    except Exception as error:  # A pickle that is cut off or of other classes raises anything.
+        raise StoreError(
+            f"{path} cannot be read ({error!r}); resume from another checkpoint, or remove the "
+            "file and lose what was in flight."
+        ) from error
+    for name, before in settings.items():
+        if (own := getattr(config, name)) != before:
+            raise ConfigError(
+                f"{name} must be {before!r} as in the checkpoint {path}, got {own!r}; restore the "
+                "setting, or remove the file and lose what was in flight."
+            )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "scheduler"
+        file.write_bytes(checkpoint)
+        restore(file)
+    return content
 
 
 def ages(rollout: Rollout, version: int) -> NDArray[np.int32]:
