@@ -139,7 +139,7 @@ test-verl: .venv-verl/.stamp ## The tests of the adapter for verl, in an environ
 # tests/vllm/test_trl.py runs in .venv.
 test-vllm-trainers: .venv-vllm-trainers/.stamp ## The tests of the adapters for OpenRLHF and SkyRL, with their own trainers.
 	APRILSCHED_VLLM_PYTHON='$(VLLM_VENV)/bin/python' .venv-vllm-trainers/bin/python -m pytest \
-		-W default tests/vllm/test_openrlhf.py tests/vllm/test_skyrl.py $(ARGS)
+		-W default tests/vllm/test_openrlhf*.py tests/vllm/test_skyrl*.py $(ARGS)
 
 example: $(TEST_STAMP) $(SGLANG_READY) ## Train the policy of examples/grpo on a CPU server, and draw the curve.
 	@echo 'This trains for 16 updates on the CPU: a few minutes on two free cores, and then runs/grpo/curve.png is there.'

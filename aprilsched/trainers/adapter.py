@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, StoreError
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell import PromptQueue, Turn, TurnOutput
 from aprilsched.kernel.values.companions import Companion, CompanionRows
 from aprilsched.kernel.values.extras import extra
@@ -135,6 +136,17 @@ def missing_prompts(queue: PromptQueue, config: SchedulerConfig) -> int:
     """Return how many prompts to add to `queue`, so that none is missing at the next launch."""
     batches = (config.policies.staleness.bound or 0) + 1
     return max(0, batches * config.batch_groups - len(queue))
+
+
+def forget_delivered(rows: dict[int, Any], state: SchedulerState) -> None:
+    """Delete the rows of prompts that have left the scheduler.
+
+    The keys of prompts and `rows` are the numbers of the prompts in the order of their pushes, from
+    0.
+    """
+    live = {group.prompt.key for group in state.in_flight.groups.values()}
+    for number in [each for each in rows if each < state.prompts.cursor and each not in live]:
+        del rows[number]
 
 
 def write_state(path: Path, checkpoint: Path, config: SchedulerConfig, content: object) -> None:

@@ -54,6 +54,7 @@ from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.trainers.adapter import (
     check_replay,
     fitted,
+    forget_delivered,
     generate,
     missing_prompts,
     one_placeholder_each,
@@ -408,11 +409,7 @@ class RolloutEngine:
 
     async def _in_flight(self) -> dict[int, _Task]:
         """Forget what belongs to prompts that have left, and return a copy of the rest."""
-        state = self.scheduler.state
-        live = {group.prompt.key for group in state.in_flight.groups.values()}
-        launched = state.prompts.cursor
-        for number in [each for each in self._tasks if each < launched and each not in live]:
-            del self._tasks[number]
+        forget_delivered(self._tasks, self.scheduler.state)
         return {number: replace(each, made=dict(each.made)) for number, each in self._tasks.items()}
 
     # --- episodes -------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from aprilsched.kernel.core.policies.tail_batching import OnDemand
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import Episode, PromptQueue, RolloutScheduler
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.store import Store
 from aprilsched.types import Batch, Prompt, Sample
 
 NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
@@ -65,6 +66,7 @@ class PushedRollouts:
             none: :class:`GroupLost`, or the error that stopped the scheduler. A group of single
             samples is complete when each member was delivered or lost.
         delivered: awaited for each single sample.
+        store: keeps what is delivered until :meth:`trained`, for a checkpoint.
 
     Attributes:
         scheduler: the scheduler.
@@ -79,6 +81,7 @@ class PushedRollouts:
         listeners: Sequence[AnyListener],
         ended: Callable[[Prompt, Exception | None], Awaitable[None]],
         delivered: Callable[[Sample], Awaitable[None]] | None = None,
+        store: Store | None = None,
     ) -> None:
         self._prompts = PromptQueue()
         self._ended = ended
@@ -89,6 +92,8 @@ class PushedRollouts:
         """Prompts whose groups are neither complete nor failed, by group id."""
         self._members: dict[int, int] = {}
         """Group ids of the rollouts that may still be delivered as single samples."""
+        self._untrained: dict[object, Batch] = {}
+        """What the trainer has and has not trained on, by the key of the prompt."""
         self._tasks: set[asyncio.Future[None]] = set()
         self._delivery: asyncio.Task[None] | None = None
         self.scheduler = RolloutScheduler(
@@ -97,7 +102,9 @@ class PushedRollouts:
             episode=episode,
             config=config,
             listeners=[self, *listeners],
+            store=store,
         )
+        self._store = store
 
     @property
     def is_open(self) -> bool:
@@ -112,6 +119,9 @@ class PushedRollouts:
         """
         if self._delivery is None:
             await self.scheduler.__aenter__()
+            # Those of a checkpoint were launched by another process.
+            for group in self.scheduler.state.in_flight.training_groups():
+                self._launched[group.group_id] = group.prompt
             self._delivery = asyncio.create_task(self._deliver())
         elif self._delivery.done():
             self._delivery.result()
@@ -127,6 +137,11 @@ class PushedRollouts:
         """Add a prompt."""
         self._prompts.put(prompt)
         self._unlaunched.append(prompt)
+
+    def trained(self, key: object) -> None:
+        """Note that the trainer needs the group of this prompt no more."""
+        if (batch := self._untrained.pop(key, None)) is not None:
+            batch.acknowledge()
 
     async def evaluate(self, prompt: Prompt) -> None:
         """Generate the group of a prompt under one version, and report it.
@@ -167,13 +182,17 @@ class PushedRollouts:
     async def _deliver(self) -> None:
         try:
             while True:
-                for unit in (await self._next_batch()).units:
+                batch = await self._next_batch()
+                for unit in batch.units:
+                    if self._store is not None:
+                        self._untrained[unit.prompt.key] = batch
                     if isinstance(unit, Sample) and self._delivered is not None:
                         await self._delivered(unit)
                         del self._members[unit.unit_id]
                         if unit.group_id in self._members.values():
                             continue
-                    await self._ended(self._launched.pop(unit.group_id), None)
+                    prompt = self._launched.pop(unit.group_id, unit.prompt)
+                    await self._ended(prompt, None)
         except Exception as error:
             # The trainer would wait forever for a group that is neither complete nor failed.
             for prompt in (*self._launched.values(), *self._unlaunched):
