@@ -174,6 +174,9 @@ class ScheduledTrainer(_Theirs):
         A process that is killed between the two generates what was in flight from the start.
         """
         folder = super().save_checkpoints()
+        if "://" in folder:
+            log.warning("%s is in a bucket, and the checkpoint lacks what is in flight", folder)
+            return folder
         saving = self.generator.save(Path(folder) / _FILE)
         asyncio.run_coroutine_threadsafe(saving, self._loop).result()
         return folder
