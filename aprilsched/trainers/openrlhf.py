@@ -280,6 +280,7 @@ class Rollouts:
             return None
         self._taken += 1
         responses, finished = self._responses(batch), self._finished()
+        forget_delivered(self._rows, self.scheduler.state)
         if self._kept_states:
             await self._save(self._states / str(self._taken))
             (self._states / str(self._taken - self._kept_states)).unlink(missing_ok=True)
@@ -295,7 +296,6 @@ class Rollouts:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "scheduler"
             await self.scheduler.checkpoint(file)
-            forget_delivered(self._rows, self.scheduler.state)
             rows = {
                 number: replace(each, responses=dict(each.responses))
                 for number, each in self._rows.items()

@@ -114,7 +114,8 @@ def check_tokens(trajectory: Any, policy: Policy, version: int) -> int:
         places = np.arange(2, 2 + len(versions))
         expected = toy_rows(EXPERTS, places, keys).values.reshape(len(versions), -1)
         assert (trajectory["routed_experts"][row, places].numpy() == expected).all()
-        oldest = min(oldest, int(versions.min()))
+        counted = trajectory["loss_mask"][row][trajectory["attention_mask"][row]][3:].bool()
+        oldest = min([oldest, *versions[counted].tolist()])  # Older tokens are masked.
     assert version - oldest <= BOUND
     return version - oldest
 
