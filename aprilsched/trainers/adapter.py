@@ -25,9 +25,6 @@ from aprilsched.kernel.values.files import read_regular, written_whole
 from aprilsched.trainers.advantages import advantages
 from aprilsched.types import Batch, BoolArray, Media, Rollout, SamplingParams, Unit
 
-_GROUPS_BY = ("group_size", "delivery", "siblings")
-"""Settings that rollouts in flight cannot change."""
-
 
 def package(trainer: str, module: str) -> Any:
     """Return a module of a trainer, or of the packages that it brings.
@@ -158,10 +155,9 @@ def write_state(path: Path, checkpoint: Path, config: SchedulerConfig, content: 
     Raises:
         OSError: if it cannot be written.
     """
-    settings = {name: getattr(config, name) for name in _GROUPS_BY}
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as file:
-        pickle.dump((settings, content, checkpoint.read_bytes()), file)
+        pickle.dump((_groups_by(config), content, checkpoint.read_bytes()), file)
 
 
 def read_state(path: Path, config: SchedulerConfig, restore: Callable[[Path], None]) -> Any:
@@ -178,8 +174,8 @@ def read_state(path: Path, config: SchedulerConfig, restore: Callable[[Path], No
             f"{path} cannot be read ({error!r}); resume from another checkpoint, or remove the "
             "file and lose what was in flight."
         ) from error
-    for name, before in settings.items():
-        if (own := getattr(config, name)) != before:
+    for name, own in _groups_by(config).items():
+        if (before := settings[name]) != own:
             raise ConfigError(
                 f"{name} must be {before!r} as in the checkpoint {path}, got {own!r}; restore the "
                 "setting, or remove the file and lose what was in flight."
@@ -189,6 +185,15 @@ def read_state(path: Path, config: SchedulerConfig, restore: Callable[[Path], No
         file.write_bytes(checkpoint)
         restore(file)
     return content
+
+
+def _groups_by(config: SchedulerConfig) -> dict[str, object]:
+    """Return the settings that must not change under rollouts in flight."""
+    return {
+        "group_size": config.group_size,
+        "delivery": config.delivery,
+        "siblings": config.policies.siblings,
+    }
 
 
 def ages(rollout: Rollout, version: int) -> NDArray[np.int32]:
