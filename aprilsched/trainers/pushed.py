@@ -62,11 +62,11 @@ class PushedRollouts:
         episode: drives a rollout.
         config: settings from :func:`as_pushed`.
         listeners: telemetry of the scheduler.
+        store: keeps what is delivered until :meth:`trained`, for a checkpoint.
         ended: awaited for each prompt when its group is complete, or with the reason why there is
             none: :class:`GroupLost`, or the error that stopped the scheduler. A group of single
             samples is complete when each member was delivered or lost.
         delivered: awaited for each single sample.
-        store: keeps what is delivered until :meth:`trained`, for a checkpoint.
 
     Attributes:
         scheduler: the scheduler.
@@ -79,9 +79,9 @@ class PushedRollouts:
         episode: Episode,
         config: SchedulerConfig,
         listeners: Sequence[AnyListener],
+        store: Store | None = None,
         ended: Callable[[Prompt, Exception | None], Awaitable[None]],
         delivered: Callable[[Sample], Awaitable[None]] | None = None,
-        store: Store | None = None,
     ) -> None:
         self._prompts = PromptQueue()
         self._ended = ended
@@ -92,8 +92,6 @@ class PushedRollouts:
         """Prompts whose groups are neither complete nor failed, by group id."""
         self._members: dict[int, int] = {}
         """Group ids of the rollouts that may still be delivered as single samples."""
-        self._untrained: dict[object, Batch] = {}
-        """What the trainer has and has not trained on, by the key of the prompt."""
         self._tasks: set[asyncio.Future[None]] = set()
         self._delivery: asyncio.Task[None] | None = None
         self.scheduler = RolloutScheduler(
@@ -105,6 +103,8 @@ class PushedRollouts:
             store=store,
         )
         self._store = store
+        self._untrained: dict[object, Batch] = {}
+        """What the trainer has and has not trained on, by the key of its prompt."""
 
     @property
     def is_open(self) -> bool:
@@ -119,9 +119,6 @@ class PushedRollouts:
         """
         if self._delivery is None:
             await self.scheduler.__aenter__()
-            # Those of a checkpoint were launched by another process.
-            for group in self.scheduler.state.in_flight.training_groups():
-                self._launched[group.group_id] = group.prompt
             self._delivery = asyncio.create_task(self._deliver())
         elif self._delivery.done():
             self._delivery.result()
@@ -137,11 +134,6 @@ class PushedRollouts:
         """Add a prompt."""
         self._prompts.put(prompt)
         self._unlaunched.append(prompt)
-
-    def trained(self, key: object) -> None:
-        """Note that the trainer needs the group of this prompt no more."""
-        if (batch := self._untrained.pop(key, None)) is not None:
-            batch.acknowledge()
 
     async def evaluate(self, prompt: Prompt) -> None:
         """Generate the group of a prompt under one version, and report it.
@@ -174,25 +166,36 @@ class PushedRollouts:
         for group_id in shrunk.difference(self._members.values()):
             self._lose(self._launched.pop(group_id))
 
+    def trained(self, key: object) -> None:
+        """Note that the trainer no longer needs the group of this prompt."""
+        if (batch := self._untrained.pop(key, None)) is not None:
+            batch.acknowledge()
+
+    def _adopt(self) -> None:
+        """Note the groups of a checkpoint, which another process has launched."""
+        state = self.scheduler.state
+        groups = list(state.in_flight.training_groups())
+        for batch in state.delivery.unacknowledged.values():
+            groups += batch.groups
+        for group in groups:
+            self._launched.setdefault(group.group_id, group.prompt)
+
     def _lose(self, prompt: Prompt) -> None:
         task = asyncio.ensure_future(self._ended(prompt, GroupLost()))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _deliver(self) -> None:
+        self._adopt()
         try:
             while True:
-                batch = await self._next_batch()
-                for unit in batch.units:
-                    if self._store is not None:
-                        self._untrained[unit.prompt.key] = batch
+                for unit in (await self._next_batch()).units:
                     if isinstance(unit, Sample) and self._delivered is not None:
                         await self._delivered(unit)
                         del self._members[unit.unit_id]
                         if unit.group_id in self._members.values():
                             continue
-                    prompt = self._launched.pop(unit.group_id, unit.prompt)
-                    await self._ended(prompt, None)
+                    await self._ended(self._launched.pop(unit.group_id), None)
         except Exception as error:
             # The trainer would wait forever for a group that is neither complete nor failed.
             for prompt in (*self._launched.values(), *self._unlaunched):
@@ -202,7 +205,11 @@ class PushedRollouts:
     async def _next_batch(self) -> Batch:
         while True:
             try:
-                return await self.scheduler.next_batch()
+                batch = await self.scheduler.next_batch()
+                if self._store is not None:
+                    keys = {unit.prompt.key for unit in batch.units}
+                    self._untrained.update(dict.fromkeys(keys, batch))
+                return batch
             except RefitError:
                 # Possibly no server has complete weights until the trainer's next update.
                 await asyncio.sleep(_LOOK_S)
