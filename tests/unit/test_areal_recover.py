@@ -21,7 +21,6 @@ import pytest
 
 from aprilsched.testing.fixtures import start_sglang_server
 from aprilsched.testing.threaded import ThreadedServer
-from tests.support import areal_recover as program
 from tests.support.areal_parts import why_not
 
 __all__ = ["start_sglang_server"]
@@ -59,6 +58,8 @@ def done(ended: subprocess.CompletedProcess[str]) -> None:
 def test_killed_trainer_resumes_with_what_was_in_flight(
     start_sglang_server: Any, tmp_path: Path, place: str, delivery: str
 ) -> None:
+    from tests.support import areal_recover as program
+
     server: ThreadedServer = start_sglang_server()
     at = 7 if place == "step" else 8  # Checkpoints are written after steps 2, 5, 8 and 11.
     killed = run(server.url, tmp_path, (at, place), delivery=delivery)

@@ -19,7 +19,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from aprilsched.simulation.engine.settings import SimConfig
@@ -29,6 +28,7 @@ from tests.support.openrlhf_on_cpu import write_stand_ins
 
 __all__ = ["start_sglang_server"]
 
+psutil: Any = pytest.importorskip("psutil")
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("openrlhf") is None,
     reason="OpenRLHF is not installed; use make test-vllm-trainers",
@@ -73,7 +73,7 @@ def run(
         )
         while program.poll() is None and not (folder / "kill").exists():
             time.sleep(0.1)
-        every: list[psutil.Process] = []
+        every: list[Any] = []
         if program.poll() is None:
             own = psutil.Process(program.pid)
             every = [*own.children(recursive=True), own]
