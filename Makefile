@@ -129,7 +129,7 @@ test-trainers: $(TEST_STAMP) $(SGLANG_READY) test-areal test-verl test-vllm-trai
 # AREAL_ROOT may name a checkout in the place of the package.
 test-areal: .venv-areal/.stamp $(SGLANG_READY) ## The tests of the adapter for AReaL, with AReaL itself.
 	APRILSCHED_SGLANG_PYTHON='$(SGLANG_VENV)/bin/python' .venv-areal/bin/python -m pytest \
-		-W default tests/unit/test_areal.py tests/sglang/test_areal.py $(ARGS)
+		-W default tests/unit/test_areal*.py tests/sglang/test_areal.py $(ARGS)
 
 # verl's packages warn of much, and pytest's other options are for packages that are not there.
 test-verl: .venv-verl/.stamp ## The tests of the adapter for verl, in an environment of their own.
@@ -139,7 +139,7 @@ test-verl: .venv-verl/.stamp ## The tests of the adapter for verl, in an environ
 # tests/vllm/test_trl.py runs in .venv.
 test-vllm-trainers: .venv-vllm-trainers/.stamp ## The tests of the adapters for OpenRLHF and SkyRL, with their own trainers.
 	APRILSCHED_VLLM_PYTHON='$(VLLM_VENV)/bin/python' .venv-vllm-trainers/bin/python -m pytest \
-		-W default tests/vllm/test_openrlhf.py tests/vllm/test_skyrl.py $(ARGS)
+		-W default tests/vllm/test_openrlhf*.py tests/vllm/test_skyrl*.py $(ARGS)
 
 example: $(TEST_STAMP) $(SGLANG_READY) ## Train the policy of examples/grpo on a CPU server, and draw the curve.
 	@echo 'This trains for 16 updates on the CPU: a few minutes on two free cores, and then runs/grpo/curve.png is there.'

@@ -64,6 +64,7 @@ class Trainer(PPOTrainer):
                     straggler="abort" if broadcasts else "retract",
                     pace="asynchronous",
                 ),
+                recover=self.config.recover,
             )
             self.engine.initialize()
         return self.engine

@@ -1,22 +1,27 @@
-"""What adapters for trainers share: settings, and turns in the form that agent loops expect."""
+"""What adapters for trainers share: settings, checkpoints, and turns as agent loops expect them."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib
 import io
-from collections.abc import Mapping, Sequence
+import pickle  # noqa: TID251 (what trainers attach to prompts)
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.config import SchedulerConfig
-from aprilsched.errors import ConfigError
+from aprilsched.errors import ConfigError, StoreError
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell import PromptQueue, Turn, TurnOutput
 from aprilsched.kernel.values.companions import Companion, CompanionRows
 from aprilsched.kernel.values.extras import extra
+from aprilsched.kernel.values.files import read_regular, written_whole
 from aprilsched.trainers.advantages import advantages
 from aprilsched.types import Batch, BoolArray, Media, Rollout, SamplingParams, Unit
 
@@ -128,6 +133,67 @@ def missing_prompts(queue: PromptQueue, config: SchedulerConfig) -> int:
     """Return how many prompts to add to `queue`, so that none is missing at the next launch."""
     batches = (config.policies.staleness.bound or 0) + 1
     return max(0, batches * config.batch_groups - len(queue))
+
+
+def forget_delivered(rows: dict[int, Any], state: SchedulerState) -> None:
+    """Delete the rows of prompts that have left the scheduler.
+
+    The keys of prompts and `rows` are the numbers of the prompts in the order of their pushes, from
+    0.
+    """
+    live = {group.prompt.key for group in state.in_flight.groups.values()}
+    for number in [each for each in rows if each < state.prompts.cursor and each not in live]:
+        del rows[number]
+
+
+def write_state(path: Path, checkpoint: Path, config: SchedulerConfig, content: object) -> None:
+    """Write one file with a scheduler's `checkpoint` and the `content` that belongs to it.
+
+    `content` has what the trainer attaches to prompts. It is pickled, as trainers pickle the state
+    of their dataloaders. The file is complete, or an existing one stays.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(path) as file:
+        pickle.dump((_groups_by(config), content, checkpoint.read_bytes()), file)
+
+
+def read_state(path: Path, config: SchedulerConfig, restore: Callable[[Path], None]) -> Any:
+    """Return the content of a file of :func:`write_state`; `restore` gets the checkpoint in it.
+
+    Raises:
+        ConfigError: if the file's groups have another size, or are delivered in another way.
+        StoreError: if the file cannot be read.
+    """
+    try:
+        settings, content, checkpoint = pickle.loads(read_regular(path))  # noqa: S301
+    except Exception as error:  # A pickle that is cut off or of other classes raises anything.
+        raise StoreError(
+            f"{path} cannot be read ({error!r}); resume from another checkpoint, or remove the "
+            "file and lose what was in flight."
+        ) from error
+    for name, own in _groups_by(config).items():
+        if (before := settings[name]) != own:
+            raise ConfigError(
+                f"{name} must be {before!r} as in the checkpoint {path}, got {own!r}; restore the "
+                "setting, or remove the file and lose what was in flight."
+            )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "scheduler"
+        file.write_bytes(checkpoint)
+        restore(file)
+    return content
+
+
+def _groups_by(config: SchedulerConfig) -> dict[str, object]:
+    """Return the settings that must not change under rollouts in flight."""
+    return {
+        "group_size": config.group_size,
+        "delivery": config.delivery,
+        "siblings": config.policies.siblings,
+    }
 
 
 def ages(rollout: Rollout, version: int) -> NDArray[np.int32]:

@@ -13,6 +13,7 @@
 - Prompts are read from the dataloader in the trainer's thread, inside of
   :meth:`RolloutEngine.prepare_batch`, so that AReaL may save the state of the dataloader between
   two calls.
+- AReaL keeps one recover checkpoint. Next to it is the scheduler's state of the same step.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import shutil
+import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module  # noqa: TID251 (a module of AReaL)
@@ -51,12 +54,15 @@ from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.trainers.adapter import (
     check_replay,
     fitted,
+    forget_delivered,
     generate,
     missing_prompts,
     one_placeholder_each,
+    read_state,
     refuse,
     routed_experts,
     trained_advantages,
+    write_state,
 )
 from aprilsched.trainers.by_session import BySession
 from aprilsched.trainers.tensors import pack
@@ -73,6 +79,8 @@ from aprilsched.types import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger("aprilsched")
+
 Trajectory: TypeAlias = "dict[str, Tensor]"
 ShouldAccept: TypeAlias = Callable[[Trajectory], bool]
 
@@ -87,6 +95,8 @@ _UNCHANGED = {
     **{"discount": 1, "gae_lambda": 1},
 }
 """Settings of AReaL's actor, with the values that leave the advantage of a sample as it is."""
+_FILE = "aprilsched-"
+"""Name, before the number of the step, of the scheduler's file in the folder of recover info."""
 _LOOK_SECONDS = 0.2
 """Interval at which a call that waits for a batch pushes further prompts."""
 _POLL_SECONDS = 0.05
@@ -102,7 +112,8 @@ class RolloutEngine:
             def _init_rollout(self, rollout_config, is_eval=False, lora_path=None):
                 if not is_eval:
                     self.engine = RolloutEngine(SGLangFleet(urls), config=rollout_config,
-                                                gconfig=self.config.gconfig)
+                                                gconfig=self.config.gconfig,
+                                                recover=self.config.recover)
                     self.engine.initialize()
                 return self.engine  # evaluations run on the same engines
 
@@ -119,6 +130,8 @@ class RolloutEngine:
         tokenizer: for agents, the folder of the model's tokenizer; by default the `tokenizer_path`
             of `config`.
         trainer: AReaL's ``PPOConfig``, needed for ``delivery="samples"``.
+        recover: AReaL's ``RecoverConfig``. With its `mode` "on" or "auto" the recover checkpoint
+            includes what is in flight.
         sessions: for agents, arguments of :class:`~aprilsched.agents.sessions.Sessions`: branches,
             limits (a mapping), host, port, public_url and remote_images.
 
@@ -143,6 +156,7 @@ class RolloutEngine:
         listeners: Sequence[AnyListener] = (),
         tokenizer: Path | str | None = None,
         trainer: Any = None,
+        recover: Any = None,
         sessions: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
@@ -166,18 +180,35 @@ class RolloutEngine:
         )
         self.initialized = False
         self._began = 0.0
-        self._items: Iterator[Prompt] | None = None
+        self._items: Iterator[Sequence[Any]] | None = None
+        self._training: Future[_About] = Future()
+        """What the first :meth:`prepare_batch` was given; restored rollouts wait for it."""
+        self._tasks: dict[int, _Task] = {}
+        """What was read and is not delivered, by the number of the prompt, from 0."""
+        self._read_count = 0
+        self._epoch = 0
+        self._recover_info: Path | None = None
+        if recover is not None and recover.mode in ("on", "auto"):
+            names = recover.experiment_name, recover.trial_name, recover.fileroot
+            handler = _areal("areal.utils.recover").RecoverHandler
+            self._recover_info = Path(handler.recover_info_path(*names))
+        self._restored: Any = None
+        """State of the dataloader in the checkpoint, until the dataloader is there."""
+        self._old_weights = False
+        """The next weights are those of the checkpoint."""
         self.ahead = 0
         """The scheduler's version minus the trainer's, which restarts at 0 in a new process."""
         self._updated = False
         """The engines have weights for which set_version() was not called yet."""
-        self._tasks = 0
+        self._evaluations = 0
         self._submitted: deque[Prompt] = deque()
         self._resolved: tuple[Any, Any, Any] | None = None
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="aprilsched-areal")
         self._client: Any = None
         self._broadcast: ExitStack | None = None
         """The block in which the engines are paused for a broadcast, while there is one."""
+        self._loading = 0
+        """The version of the broadcast."""
         self._broken: BaseException | None = None
         """Why a bucket of the broadcast has not arrived."""
         self._asleep = ExitStack()
@@ -201,7 +232,10 @@ class RolloutEngine:
                 "schedule the same servers; let one process drive the trainer "
                 "(scheduler.type=local, without AREAL_SPMD_MODE)."
             )
+        self._restore()
         self.scheduler.__enter__()
+        for number in range(self.scheduler.state.prompts.cursor, self._read_count):
+            self._queue.put(self._prompt(number))
         self.ahead = self.scheduler.version
         self._began = time.time()
         self.initialized = True
@@ -274,19 +308,24 @@ class RolloutEngine:
                 'should_accept_fn judges whole groups, and delivery is "samples"; leave it out.'
             )
         if self._items is None:
-            facts = {
-                "workflow": self._workflow(workflow, workflow_kwargs),
-                "accept": _imported(should_accept_fn),
-                "dynamic": dynamic_bs,
-            }
-            self._items = self._read(dataloader, facts)
+            found = self._workflow(workflow, workflow_kwargs)
+            self._items = self._read(dataloader)
+            accept = _imported(should_accept_fn)
+            self._training.set_result(_About(found, accept, dynamic=dynamic_bs))
+            if self._recover_info is not None:
+                self._save_with(dataloader, self._recover_info)
+        self.scheduler.on_loop(self._in_flight)
         batch = None
         while batch is None:
-            for _ in range(missing_prompts(self._queue, self.settings)):
-                self._queue.put(next(self._items))
+            while missing_prompts(self._queue, self.settings):
+                for item in next(self._items):
+                    self._tasks[self._read_count] = _Task(item)
+                    self._queue.put(self._prompt(self._read_count))
+                    self._read_count += 1
             with suppress(TimeoutError):
                 batch = self.scheduler.next_batch(timeout=_LOOK_SECONDS)
-        units = [unit for unit in batch.units if self._passes(unit)]
+        about = self._training.result()
+        units = [unit for unit in batch.units if self._passes(unit, about)]
         made = [each for unit in units if (each := self._trajectory(unit)) is not None]
         if samples:
             for trajectory, advantage in zip(made, trained_advantages(units), strict=True):
@@ -295,44 +334,101 @@ class RolloutEngine:
                 trajectory["values"][:, -1] = 0  # Nothing follows the last token.
         return made
 
-    def _read(self, dataloader: Any, facts: Mapping[str, Any]) -> Iterator[Prompt]:
-        epoch = 0
+    def _read(self, dataloader: Any) -> Iterator[Sequence[Any]]:
+        if resumed := self._restored is not None:
+            dataloader.load_state_dict(self._restored)
         while True:
             # A distributed sampler shuffles by the number of the epoch.
             if hasattr(getattr(dataloader, "sampler", None), "set_epoch"):
-                dataloader.sampler.set_epoch(epoch)
-            before = self._tasks
-            for items in dataloader:
-                for item in items:
-                    yield self._prompt(item, facts)
-            if self._tasks == before:
+                dataloader.sampler.set_epoch(self._epoch)
+            before = self._read_count
+            yield from dataloader
+            # A checkpoint may be of the end of an epoch.
+            if self._read_count == before and not resumed:
                 raise ConfigError("the dataloader gives no items; give one that has some.")
-            epoch += 1
+            resumed = False
+            self._epoch += 1
 
-    def _prompt(self, item: Any, facts: Mapping[str, Any], size: int | None = None) -> Prompt:
-        self._tasks += 1
+    @staticmethod
+    def _prompt(number: int) -> Prompt:
         # The workflow makes the tokens, and the first request of an episode brings them.
-        return Prompt(
-            input_ids=[0],  # pyright: ignore[reportArgumentType]
-            metadata={"item": item, "task": self._tasks, "made": {}, **facts},
-            group_size=size,
-        )
+        return Prompt(input_ids=[0], key=number)  # pyright: ignore[reportArgumentType]
 
-    def _accept(self, unit: Unit) -> bool:
-        return bool(unit.prompt.metadata.get("dynamic")) or self._passes(unit)
+    def _task(self, prompt: Prompt) -> _Task:
+        evaluated = prompt.metadata.get("task")
+        return self._tasks[cast("int", prompt.key)] if evaluated is None else evaluated
 
-    def _passes(self, unit: Unit) -> bool:
+    async def _about(self, task: _Task) -> _About:
+        if task.about is not None:
+            return task.about
+        return await asyncio.shield(asyncio.wrap_future(self._training))
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def _save_with(self, dataloader: Any, folder: Path) -> None:
+        """Save the scheduler whenever AReaL saves `dataloader`, as its recover checkpoints do."""
+        theirs = dataloader.state_dict
+
+        def state_dict() -> Any:
+            state = theirs()
+            self._save(state, folder)
+            return state
+
+        dataloader.state_dict = state_dict
+
+    def _save(self, dataloader: Any, folder: Path) -> None:
+        step = self.get_version() - 1
+        with tempfile.TemporaryDirectory() as made:
+            file = Path(made) / "scheduler"
+            self.scheduler.checkpoint(file)
+            tasks = self.scheduler.on_loop(self._in_flight)
+            content = (tasks, self._read_count, self._epoch, dataloader)
+            write_state(folder / f"{_FILE}{step}", file, self.settings, content)
+        # AReaL's step_info.json is written after this, so the step before is still needed.
+        files = {int(path.name[len(_FILE) :]): path for path in folder.glob(f"{_FILE}*")}
+        kept = [step, *sorted(number for number in files if number < step)[-1:]]
+        for number in files.keys() - kept:
+            files[number].unlink()
+
+    def _restore(self) -> None:
+        """Continue from the step of AReaL's recover checkpoint, if there is one."""
+        if self._recover_info is None:
+            return
+        recover = _areal("areal.utils.recover")
+        try:
+            step = recover.RecoverInfo.load(str(self._recover_info)).last_step_info.global_step
+        except (FileNotFoundError, recover.InValidRecoverInfo):  # AReaL starts from step 0 then.
+            return
+        path = self._recover_info / f"{_FILE}{step}"
+        if not path.exists():
+            log.warning("%s is missing; prompts in flight at step %d are skipped", path, step)
+            return
+        content = read_state(path, self.settings, self.scheduler.restore)
+        self._tasks, self._read_count, self._epoch, self._restored = content
+        self._old_weights = True
+
+    async def _in_flight(self) -> dict[int, _Task]:
+        """Forget what belongs to prompts that have left, and return a copy of the rest."""
+        forget_delivered(self._tasks, self.scheduler.state)
+        return {number: replace(each, made=dict(each.made)) for number, each in self._tasks.items()}
+
+    # --- episodes -------------------------------------------------------------------------------
+
+    async def _accept(self, unit: Unit) -> bool:
+        about = await self._about(self._task(unit.prompt))
+        return about.dynamic or self._passes(unit, about)
+
+    def _passes(self, unit: Unit, about: _About) -> bool:
         """Return whether a unit has a rollout that its workflow kept, and is not rejected."""
         trajectory = self._trajectory(unit)
-        accept = unit.prompt.metadata.get("accept")
-        return trajectory is not None and (accept is None or bool(accept(trajectory)))
+        return trajectory is not None and (about.accept is None or bool(about.accept(trajectory)))
 
     def _trajectory(self, unit: Unit) -> Trajectory | None:
         """The rollouts of a unit that its workflow kept, in AReaL's form; None without one."""
         rollouts = [each for each in unit.rollouts if not each.info.get(_REJECTED)]
         if not rollouts:
             return None
-        made: Mapping[int, _Made] = unit.prompt.metadata["made"]
+        made = self._task(unit.prompt).made
         join = _areal("areal.utils.data").concat_padded_tensors
         return join([self._row(each, made.get(each.index)) for each in rollouts])
 
@@ -402,7 +498,7 @@ class RolloutEngine:
         async def harness(session: Session, prompt: Prompt) -> float:
             context = _areal("areal.infra.workflow_context")
             outcome: Any = await agent.run(
-                prompt.metadata["item"],
+                self._task(prompt).item,
                 base_url=session.url,
                 api_key=session.key,
                 http_client=await context.get_httpx_client(),
@@ -419,22 +515,21 @@ class RolloutEngine:
         """Run the workflow for one rollout."""
         workflow_context = _areal("areal.infra.workflow_context")
 
-        facts = prompt.metadata
-        context = workflow_context.WorkflowContext(
-            is_eval=facts.get("evaluation", False), task_id=facts["task"]
-        )
+        task = self._task(prompt)
+        about = await self._about(task)
+        context = workflow_context.WorkflowContext(is_eval=about.evaluation, task_id=prompt.key)
         workflow_context.set(context)
-        if isinstance(facts["workflow"], BySession):
-            return await facts["workflow"](turn, prompt)
+        if isinstance(about.workflow, BySession):
+            return await about.workflow(turn, prompt)
         engine = _TurnEngine(turn, self)
-        trajectory = await facts["workflow"].arun_episode(engine, facts["item"])
+        trajectory = await about.workflow.arun_episode(engine, task.item)
         if trajectory is None:
             if self.settings.delivery == "samples" and not context.is_eval:
                 # Otherwise it would count as a reward of 0 in the baselines of its siblings.
                 raise MemberLost("the workflow returned None.")
             return Score(reward=0.0, info={_REJECTED: True})
         made = engine.check(trajectory)
-        facts["made"][turn.index] = made
+        task.made[turn.index] = made
         return Score(reward=float(trajectory["rewards"].reshape(())))
 
     def submit(
@@ -448,13 +543,18 @@ class RolloutEngine:
         is_eval: bool = False,
     ) -> int:
         """Note an item that the next :meth:`wait` generates, under one version of the weights."""
-        facts = {
-            "workflow": self._workflow(workflow, workflow_kwargs),
-            "accept": _imported(should_accept_fn),
-            "evaluation": is_eval,
-        }
-        self._submitted.append(self._prompt(data, facts, group_size))
-        return self._tasks if task_id is None else task_id
+        found = self._workflow(workflow, workflow_kwargs)
+        about = _About(found, _imported(should_accept_fn), evaluation=is_eval)
+        self._evaluations += 1
+        self._submitted.append(
+            Prompt(
+                input_ids=[0],  # pyright: ignore[reportArgumentType]
+                key=self._evaluations,
+                metadata={"task": _Task(data, about=about)},
+                group_size=group_size,
+            )
+        )
+        return self._evaluations if task_id is None else task_id
 
     def wait(
         self, count: int, timeout: float | None = None, raise_timeout: bool = True
@@ -475,11 +575,11 @@ class RolloutEngine:
         prompts = [self._submitted.popleft() for _ in range(count)]
         done = self.scheduler.evaluate(prompts)
         found = {
-            group.prompt.metadata["task"]: self._trajectory(group)
+            group.prompt.key: self._trajectory(group)
             for group in done.groups
-            if self._passes(group)
+            if self._passes(group, group.prompt.metadata["task"].about)
         }
-        return [found.get(prompt.metadata["task"]) for prompt in prompts]
+        return [found.get(prompt.key) for prompt in prompts]
 
     def rollout_batch(
         self,
@@ -527,10 +627,18 @@ class RolloutEngine:
                 raise RefitError("the rollout engine was destroyed.")
             if time.monotonic() > end:
                 raise RefitError(f"the trainer has saved nothing in {meta.path} in time.")
-        self.scheduler.update_weights(DiskPublisher(meta.path))
+        self.scheduler.update_weights(DiskPublisher(meta.path), version=self._next_version())
         self._updated = True
         if meta.clear_checkpoint_after_load:
             shutil.rmtree(meta.path, ignore_errors=True)
+
+    def _next_version(self) -> int:
+        """Return the version of the next weights: those of a checkpoint have its version.
+
+        As a new version they would make all restored rollouts one version older.
+        """
+        old, self._old_weights = self._old_weights, False
+        return self.scheduler.version + (not old)
 
     def init_weights_update_group(
         self, meta: Any, xccl_group_ranks: list[int] | None = None
@@ -582,7 +690,12 @@ class RolloutEngine:
     def _begin_broadcast(self) -> None:
         engines = self._fleet.engines
         with ExitStack() as block:
-            paused = block.enter_context(self.scheduler.paused_for_weights(label=True))
+            version = self._next_version()
+            if version == self.scheduler.version and self.scheduler.state.fleet.control.engines:
+                version += 1  # AReaL broadcasts to engines that have the weights already, too.
+            self._loading = version
+            pausing = self.scheduler.paused_for_weights(version=version, label=True)
+            paused = block.enter_context(pausing)
             if missing := {engine.name for engine in engines}.difference(paused):
                 raise RefitError(
                     f"{', '.join(sorted(missing))} does not take part, and AReaL's broadcast would "
@@ -620,7 +733,7 @@ class RolloutEngine:
         with block:
             if self._broken is not None:
                 raise RefitError(repr(self._broken)) from self._broken
-            version = self.scheduler.version + 1
+            version = self._loading
             self.scheduler.on_loop(lambda: self._on_each(lambda each: each.end_update(version)))
         self._updated = True
 
@@ -676,6 +789,26 @@ class RolloutEngine:
         if self._callbacks is None:
             self._callbacks = _Callbacks(self)
         return self._callbacks.address
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """How AReaL generates and judges items."""
+
+    workflow: Any
+    accept: Any
+    dynamic: bool = False
+    evaluation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """An item, and what its workflow made of each of its rollouts, by their index."""
+
+    item: Any
+    made: dict[int, _Made] = field(default_factory=dict[int, "_Made"])
+    about: _About | None = None
+    """None in training, where it is the same for all."""
 
 
 @dataclass(frozen=True, slots=True)

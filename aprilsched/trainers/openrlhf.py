@@ -9,6 +9,8 @@ scheduler. It is written for OpenRLHF 0.11.
 - With ``delivery="samples"`` the policy is trained on the scheduler's advantages.
 - The policy's ranks write the weights into a folder with OpenRLHF's ``save_model``, and the servers
   load them. No process group joins the trainer and the servers.
+- OpenRLHF sends the state of its dataloader along with each batch, for the checkpoint of the step
+  that trains on it. The scheduler's state, as it was when the batch was taken, goes the same way.
 """
 
 # The checker does not know the classes of OpenRLHF that some classes here are made from.
@@ -19,14 +21,17 @@ from __future__ import annotations
 import asyncio
 import copy
 import itertools
+import logging
 import os
 import runpy  # noqa: TID251 (OpenRLHF's own command)
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
@@ -34,16 +39,20 @@ from aprilsched.kernel.core.config import Delivery
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.values.files import open_regular, written_whole
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.trainers.adapter import (
     ages,
     check_fixed_groups,
     class_of,
+    forget_delivered,
     missing_prompts,
     package,
+    read_state,
     refuse,
     trained_advantages,
+    write_state,
 )
 from aprilsched.trainers.pushed import NOT_TOKENIZED
 from aprilsched.types import Batch, Prompt, Sample, SamplingParams, Score, Unit
@@ -53,11 +62,16 @@ if TYPE_CHECKING:
 else:
     _Theirs = object
 
+log = logging.getLogger("aprilsched")
+
 _package = partial(package, "openrlhf")
 
 Response: TypeAlias = dict[str, Any]
 """What an executor of OpenRLHF returns for one rollout."""
 
+_STATE = "aprilsched"
+"""What the state of the dataloader has in addition: the number of a batch, and in a checkpoint the
+name of the file in the folder "_aprilsched"."""
 _LOOK_S = 0.2
 """Seconds between two looks at the number of prompts that the scheduler can launch."""
 _SAMPLED_BY = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "stop", "seed")
@@ -116,6 +130,17 @@ def main(
     ray.get([actor.close.remote() for actor in made])
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A prompt, and the responses to it by their index.
+
+    `given` are arguments of ``AgentExecutorBase.execute``, without the tokenizer.
+    """
+
+    given: Mapping[str, Any]
+    responses: dict[int, Response] = field(default_factory=dict[int, "Response"])
+
+
 class Rollouts:
     """The scheduler as a Ray actor, in the place of OpenRLHF's actors with a vLLM in each."""
 
@@ -138,19 +163,49 @@ class Rollouts:
         self._config = config
         self._listeners = listeners
         self._staged = directory / "staged"
+        self._states = directory / "states"
+        """A file for each batch that may be the last one of a checkpoint."""
         self._publisher = DiskPublisher(directory, self._take_staged)
         self._prompts = PromptQueue()
         self._collected: list[Prompt] | None = None
         """The prompts of an evaluation, while they are collected."""
         self._kept: tuple[float, float] | None = None
+        self._rows: dict[int, _Row] = {}
+        """What is waiting or in flight, by the number of the prompt, from 0."""
+        self._pushed = 0
+        self._taken = 0
+        """Number of batches that were taken, in this process and before a checkpoint."""
+        self._base = 0
+        """Version of the weights that no batch was trained on."""
+        self._old_weights = False
+        """The next weights are those of a checkpoint."""
+        self._published = True
+        """Whether the engines were sent the weights in the folder."""
+        self._kept_states = 0
+        self._tokenizer: Any = None
         self.scheduler: RolloutScheduler
+        self._opened = False
 
-    async def open(self, groups: int, size: int, kept: tuple[float, float] | None) -> None:
+    async def open(
+        self,
+        groups: int,
+        size: int,
+        kept: tuple[float, float] | None,
+        tokenizer: Any,
+        states: int,
+        checkpoint: Path | None,
+    ) -> int:
         """Open the fleet for batches of `groups` groups of `size` rollouts.
 
         With `kept`, a group is accepted if the mean of its scores lies between the two numbers.
+        The last `states` batches have a state for a checkpoint. Returns the number of prompts that
+        are no longer waiting or in flight.
+
+        Raises:
+            ConfigError: if the groups of the `checkpoint` have another size or delivery.
+            StoreError: if it cannot be read.
         """
-        self._kept = kept
+        self._kept, self._tokenizer, self._kept_states = kept, tokenizer, states
         self._config = replace(self._config, batch_groups=groups, group_size=size)
         self.scheduler = RolloutScheduler(
             self._fleet(),
@@ -160,7 +215,20 @@ class Rollouts:
             config=self._config,
             listeners=self._listeners(),
         )
+        if checkpoint is not None:
+            content = read_state(checkpoint, self._config, self.scheduler.restore)
+            self._rows, self._pushed, self._taken, self._base = content
+            self._old_weights = True
+        shutil.rmtree(self._states, ignore_errors=True)
         await self.scheduler.__aenter__()
+        for number in range(self.scheduler.state.prompts.cursor, self._pushed):
+            self._prompts.put(_prompt(number, size))
+        self._opened = True
+        if not self._published:
+            await self._publish()
+        if checkpoint is None:
+            self._base = self.scheduler.version
+        return self._finished()
 
     # --- methods of its own actors that OpenRLHF calls ------------------------------------------
 
@@ -170,15 +238,19 @@ class Rollouts:
 
     async def generate_responses(self, *, num_samples: int, **given: Any) -> None:
         """Push one prompt, whose arguments are those of ``AgentExecutorBase.execute``."""
-        prompt = Prompt(
-            input_ids=NOT_TOKENIZED,
-            metadata={"given": given, "responses": dict[int, Response]()},
-            group_size=num_samples,
-        )
+        given.pop("hf_tokenizer")
         if self._collected is None:
-            self._prompts.put(prompt)
+            self._rows[self._pushed] = _Row(given)
+            self._prompts.put(_prompt(self._pushed, num_samples))
+            self._pushed += 1
         else:
-            self._collected.append(prompt)
+            self._collected.append(
+                Prompt(
+                    input_ids=NOT_TOKENIZED,
+                    metadata={"row": _Row(given)},
+                    group_size=num_samples,
+                )
+            )
 
     async def pause_generation(self) -> None:
         """Do nothing: pause, refit and continue are one call of the scheduler."""
@@ -192,11 +264,11 @@ class Rollouts:
         """Number of prompts to push, so that none is missing when the scheduler launches some."""
         return missing_prompts(self._prompts, self._config)
 
-    async def next_batch(self) -> tuple[list[Response], int] | None:
-        """Return the next batch's responses and a number of prompts, or None on timeout.
+    async def next_batch(self) -> tuple[list[Response], int, int] | None:
+        """Return the next batch's responses and two numbers, or None on timeout.
 
-        Responses are in group order. The number counts the prompts that are no longer waiting or
-        in flight. The timeout is `_LOOK_S`.
+        Responses are in group order. The first number counts the prompts that are no longer waiting
+        or in flight; the second one is that of the batch. The timeout is `_LOOK_S`.
         """
         limit = asyncio.timeout(_LOOK_S)
         try:
@@ -206,10 +278,30 @@ class Rollouts:
             if not limit.expired():
                 raise
             return None
+        self._taken += 1
+        responses, finished = self._responses(batch), self._finished()
+        forget_delivered(self._rows, self.scheduler.state)
+        if self._kept_states:
+            await self._save(self._states / str(self._taken))
+            (self._states / str(self._taken - self._kept_states)).unlink(missing_ok=True)
+        return responses, finished, self._taken
+
+    def _finished(self) -> int:
         state = self.scheduler.state
-        # A ready sample is a unit of its own, besides the rest of its group.
+        # A ready sample is a unit of its own, in addition to the rest of its group.
         groups = {unit.origin for unit in state.in_flight.groups.values()}
-        return _responses(batch), state.prompts.cursor - len(groups)
+        return state.prompts.cursor - len(groups)
+
+    async def _save(self, path: Path) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "scheduler"
+            await self.scheduler.checkpoint(file)
+            rows = {
+                number: replace(each, responses=dict(each.responses))
+                for number, each in self._rows.items()
+            }
+            content = (rows, self._pushed, self._taken, self._base)
+            await asyncio.to_thread(write_state, path, file, self._config, content)
 
     async def collect(self) -> None:
         """Keep the prompts that are pushed from now on for :meth:`evaluate`."""
@@ -218,19 +310,36 @@ class Rollouts:
     async def evaluate(self) -> list[Response]:
         """Return the responses to the prompts that were collected, all of one version."""
         prompts, self._collected = self._collected or [], None
-        return _responses(await self.scheduler.evaluate(prompts))
+        return self._responses(await self.scheduler.evaluate(prompts))
 
     async def staged(self) -> Path:
         """Return the folder into which the trainer writes weights."""
         return self._staged
 
     async def load_weights(self) -> None:
-        """Load the folder's weights into every engine: pause, load, verify, continue."""
-        await self.scheduler.update_weights(self._publisher)
+        """Load the folder's weights into every engine: pause, load, verify, continue.
+
+        Before the fleet is open, they wait for it.
+        """
+        self._published = False
+        if self._opened:
+            await self._publish()
+
+    async def state(self, number: int) -> Path:
+        """Return the file with the scheduler's state after batch `number`."""
+        return self._states / str(number)
+
+    async def _publish(self) -> None:
+        # As a new version the weights of a checkpoint would make all restored rollouts older.
+        old, self._old_weights = self._old_weights, False
+        version = self._base + self._taken if old else None
+        await self.scheduler.update_weights(self._publisher, version=version)
+        self._published = True
 
     async def close(self) -> None:
         """Stop the scheduler: abort requests in flight, and release the servers."""
-        await self.scheduler.close()
+        if self._opened:
+            await self.scheduler.close()
 
     def _take_staged(self, folder: Path) -> None:
         for path in self._staged.iterdir():
@@ -240,21 +349,50 @@ class Rollouts:
 
     async def _episode(self, turn: Turn, prompt: Prompt) -> Score | None:
         """Run OpenRLHF's executor for one rollout."""
-        given = prompt.metadata["given"]
+        row = self._row(prompt)
         # A rollout that is lost runs again, and executors change the parameters.
-        own = {**given, "sampling_params": copy.deepcopy(given["sampling_params"])}
-        engine = _Engine(turn, given["hf_tokenizer"])
-        response = await self._executor.execute(llm_engine=engine, **own)
-        prompt.metadata["responses"][turn.index] = response
+        own = {**row.given, "sampling_params": copy.deepcopy(row.given["sampling_params"])}
+        engine = _Engine(turn, self._tokenizer)
+        response = await self._executor.execute(
+            llm_engine=engine, hf_tokenizer=self._tokenizer, **own
+        )
+        row.responses[turn.index] = response
         reward = response["reward"]
         return None if reward is None else Score(reward=float(reward))
 
     def _accept(self, unit: Unit) -> bool:
-        scores = [each.get("scores") for each in unit.prompt.metadata["responses"].values()]
+        scores: list[Any] = [
+            each.get("scores") for each in self._row(unit.prompt).responses.values()
+        ]
         if self._kept is None or any(score is None for score in scores):
             return True
         low, high = self._kept
         return low < sum(map(float, scores)) / len(scores) < high
+
+    def _row(self, prompt: Prompt) -> _Row:
+        evaluated = prompt.metadata.get("row")
+        return self._rows[cast("int", prompt.key)] if evaluated is None else evaluated
+
+    def _responses(self, batch: Batch) -> list[Response]:
+        """Return the responses of a batch, unit by unit, each with the age of its oldest token.
+
+        Samples have their advantage too.
+        """
+        found: list[Response] = []
+        for unit in batch.units:
+            for rollout in unit.rollouts:
+                response = self._row(unit.prompt).responses[rollout.index]
+                oldest = ages(rollout, batch.version).max(initial=0)
+                logs = {**response["extra_logs"], "staleness": float(oldest)}
+                found.append({**response, "extra_logs": logs})
+        if any(isinstance(unit, Sample) for unit in batch.units):
+            for response, advantage in zip(found, trained_advantages(batch.units), strict=True):
+                response["extra_logs"]["advantage"] = float(advantage)
+        return found
+
+
+def _prompt(number: int, size: int) -> Prompt:
+    return Prompt(input_ids=NOT_TOKENIZED, key=number, group_size=size)
 
 
 class _Engine:
@@ -301,24 +439,6 @@ def _sampling(given: Any, tokenizer: Any) -> SamplingParams:
     return sampling_params({**chosen, "top_k": given.top_k or -1}, tokenizer=tokenizer)
 
 
-def _responses(batch: Batch) -> list[Response]:
-    """Return the responses of a batch, unit by unit, each with the age of its oldest token.
-
-    Samples have their advantage too.
-    """
-    found: list[Response] = []
-    for unit in batch.units:
-        for rollout in unit.rollouts:
-            response = unit.prompt.metadata["responses"][rollout.index]
-            oldest = ages(rollout, batch.version).max(initial=0)
-            logs = {**response["extra_logs"], "staleness": float(oldest)}
-            found.append({**response, "extra_logs": logs})
-    if any(isinstance(unit, Sample) for unit in batch.units):
-        for response, advantage in zip(found, trained_advantages(batch.units), strict=True):
-            response["extra_logs"]["advantage"] = float(advantage)
-    return found
-
-
 def samples_generator(delivery: Delivery = "groups") -> type[Any]:
     """Return a SamplesGenerator class for OpenRLHF that takes batches of :class:`Rollouts`."""
     theirs = _package("openrlhf.trainer.ppo_utils.samples_generator").SamplesGenerator
@@ -338,10 +458,38 @@ class _Samples(_Theirs):
         self._rows = self._read()
         self._finished = 0
         """Number of prompts that are no longer waiting or in flight."""
-        rollout, algo = self.args.rollout, self.args.algo
+        self._number = 0
+        """Number of the latest batch."""
+        self._is_open = False
+        data = self.prompts_dataloader
+        self._theirs = data.state_dict, data.load_state_dict
+        data.state_dict, data.load_state_dict = self._state_dict, self._load_state_dict
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {**self._theirs[0](), _STATE: self._number}
+
+    def _load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint; OpenRLHF calls this before the first batch."""
+        theirs = dict(state)
+        tag = theirs.pop(_STATE, None)
+        path = None if tag is None else _folder(self.args) / str(tag)
+        if path is None or not path.exists():
+            log.warning("%s is missing; prompts that were in flight are skipped", path or _STATE)
+            path = None
+        self._theirs[1](theirs)
+        self._open(path)
+
+    def _open(self, checkpoint: Path | None = None) -> None:
+        if self._is_open:
+            return
+        rollout, algo, saves = self.args.rollout, self.args.algo, self.args.ckpt
         kept = tuple(algo.dynamic_filtering_range) if algo.dynamic_filtering_enable else None
+        is_saved = saves.save_steps not in (-1, float("inf")) or self.eval_dataloader is not None
+        # The queue has this many batches behind the one in training.
+        states = self.args.train.async_queue_size + 2 if is_saved and not saves.disable_ds else 0
         sizes = rollout.batch_size, rollout.n_samples_per_prompt
-        self._call("open", *sizes, kept)
+        self._finished = self._call("open", *sizes, kept, self.tokenizer, states, checkpoint)
+        self._is_open = True
 
     def generate_samples(self, **generate_kwargs: Any) -> tuple[list[Any], float | None, int, bool]:
         """Return the next batch as (experiences, accepted groups in percent, prompts, last).
@@ -349,11 +497,12 @@ class _Samples(_Theirs):
         The percentage is None without dynamic filtering. `prompts` is the number of prompts that
         the batch consumed, and `last` is True if it ends the episode.
         """
+        self._open()
         batch = None
         while batch is None:
             self._push(itertools.islice(self._rows, self._call("wanted")), generate_kwargs)
             batch = self._call("next_batch")
-        responses, finished = batch
+        responses, finished, self._number = batch
         before, self._finished = self._finished, finished
         taken = finished - before
         accepted = len(responses) // self.args.rollout.n_samples_per_prompt
@@ -364,6 +513,7 @@ class _Samples(_Theirs):
 
     def generate_eval_samples(self, **generate_kwargs: Any) -> list[Any]:
         """Return the experiences of the whole evaluation set, group by group."""
+        self._open()
         self._call("collect")
         self._push(_rows(self.eval_dataloader), generate_kwargs)
         return self._experiences(self._call("evaluate"), generate_kwargs)
@@ -400,6 +550,9 @@ def policy_actor(theirs: type[Any]) -> type[Any]:
             self._rollouts = vllm_engines[0]
             # Without engines it opens no process group for them.
             super().init_model_from_pretrained(strategy, pretrain, max_steps, None)
+            # OpenRLHF itself brings the weights of a checkpoint to the engines, and no others.
+            if not self.checkpoint_states:
+                self.broadcast_to_vllm()
 
         def append(self, experience: Any) -> None:
             # OpenRLHF's own advantages take each row of a batch for a whole group.
@@ -415,7 +568,27 @@ def policy_actor(theirs: type[Any]) -> type[Any]:
             if self.strategy.is_rank_0():
                 ray.get(self._rollouts.load_weights.remote())
 
+        def save_checkpoint(self, tag: str, client_states: Any = None, **given: Any) -> None:
+            state: dict[str, Any] = (client_states or {}).get("data_loader_state_dict", {})
+            number, own = state.get(_STATE), _folder(self.strategy.args)
+            if number is not None:
+                state[_STATE] = tag
+            if saves := bool(number) and self.strategy.is_rank_0():
+                path = _package("ray").get(self._rollouts.state.remote(number))
+                own.mkdir(parents=True, exist_ok=True)
+                with open_regular(path) as source, written_whole(own / tag) as copied:
+                    shutil.copyfileobj(source, copied)
+            super().save_checkpoint(tag, client_states, **given)
+            if saves:
+                for path in own.iterdir():
+                    if not (own.parent / "_actor" / path.name).exists():
+                        path.unlink()
+
     return PolicyModelActor
+
+
+def _folder(args: Any) -> Path:
+    return Path(args.ckpt.path).absolute() / "_aprilsched"
 
 
 def _check(args: Any, delivery: Delivery) -> None:

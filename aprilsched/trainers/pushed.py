@@ -27,6 +27,7 @@ from aprilsched.kernel.core.policies.tail_batching import OnDemand
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import Episode, PromptQueue, RolloutScheduler
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.store import Store
 from aprilsched.types import Batch, Prompt, Sample
 
 NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
@@ -61,6 +62,7 @@ class PushedRollouts:
         episode: drives a rollout.
         config: settings from :func:`as_pushed`.
         listeners: telemetry of the scheduler.
+        store: keeps what is delivered until :meth:`trained`, for a checkpoint.
         ended: awaited for each prompt when its group is complete, or with the reason why there is
             none: :class:`GroupLost`, or the error that stopped the scheduler. A group of single
             samples is complete when each member was delivered or lost.
@@ -77,6 +79,7 @@ class PushedRollouts:
         episode: Episode,
         config: SchedulerConfig,
         listeners: Sequence[AnyListener],
+        store: Store | None = None,
         ended: Callable[[Prompt, Exception | None], Awaitable[None]],
         delivered: Callable[[Sample], Awaitable[None]] | None = None,
     ) -> None:
@@ -97,7 +100,11 @@ class PushedRollouts:
             episode=episode,
             config=config,
             listeners=[self, *listeners],
+            store=store,
         )
+        self._store = store
+        self._untrained: dict[object, Batch] = {}
+        """What the trainer has and has not trained on, by the key of its prompt."""
 
     @property
     def is_open(self) -> bool:
@@ -159,12 +166,27 @@ class PushedRollouts:
         for group_id in shrunk.difference(self._members.values()):
             self._lose(self._launched.pop(group_id))
 
+    def trained(self, key: object) -> None:
+        """Note that the trainer no longer needs the group of this prompt."""
+        if (batch := self._untrained.pop(key, None)) is not None:
+            batch.acknowledge()
+
+    def _adopt(self) -> None:
+        """Note the groups of a checkpoint, which another process has launched."""
+        state = self.scheduler.state
+        groups = list(state.in_flight.training_groups())
+        for batch in state.delivery.unacknowledged.values():
+            groups += batch.groups
+        for group in groups:
+            self._launched.setdefault(group.group_id, group.prompt)
+
     def _lose(self, prompt: Prompt) -> None:
         task = asyncio.ensure_future(self._ended(prompt, GroupLost()))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _deliver(self) -> None:
+        self._adopt()
         try:
             while True:
                 for unit in (await self._next_batch()).units:
@@ -183,7 +205,11 @@ class PushedRollouts:
     async def _next_batch(self) -> Batch:
         while True:
             try:
-                return await self.scheduler.next_batch()
+                batch = await self.scheduler.next_batch()
+                if self._store is not None:
+                    keys = {unit.prompt.key for unit in batch.units}
+                    self._untrained.update(dict.fromkeys(keys, batch))
+                return batch
             except RefitError:
                 # Possibly no server has complete weights until the trainer's next update.
                 await asyncio.sleep(_LOOK_S)

@@ -7,6 +7,8 @@ scheduler. It is written for SkyRL 0.3.
 - The agent loops of SkyRL's generator run inside of the scheduler, as episodes. Environments, chat
   templates, rewards and what the trainer gets are SkyRL's own code.
 - How many groups are in flight, and how old they may be, SkyRL's trainer decides.
+- SkyRL's checkpoints list the prompts that were trained on. Next to this list is the scheduler's
+  state, so the other prompts, which SkyRL's dataloader gives again, continue from their tokens.
 - The policy's ranks write the weights into a folder with SkyRL's ``save_hf_model``, and the servers
   load them. No process group joins the trainer and the servers.
 """
@@ -18,9 +20,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import os
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -34,9 +37,17 @@ from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.engines.vllm.engine import VLLMFleet
 from aprilsched.kernel.shell import Turn
 from aprilsched.kernel.shell.listener import AnyListener
+from aprilsched.kernel.store import MemoryStore
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.disk import DiskPublisher
-from aprilsched.trainers.adapter import check_fixed_groups, package, refuse
+from aprilsched.kernel.weights.publisher import WeightPublisher
+from aprilsched.trainers.adapter import (
+    check_fixed_groups,
+    package,
+    read_state,
+    refuse,
+    write_state,
+)
 from aprilsched.trainers.pushed import NOT_TOKENIZED, GroupLost, PushedRollouts, as_pushed
 from aprilsched.types import Prompt, SamplingParams, Score
 
@@ -45,7 +56,11 @@ if TYPE_CHECKING:
 else:
     _Theirs = object
 
+log = logging.getLogger("aprilsched")
+
 _package = partial(package, "skyrl")
+_FILE = "aprilsched.checkpoint"
+"""Name of the scheduler's file in a checkpoint folder of the trainer."""
 _ASIDE = {"logprobs", "skip_special_tokens", "include_stop_str_in_output"}
 """Sampling parameters of SkyRL that are about the text and form of an answer."""
 _TURN: ContextVar[Turn] = ContextVar("turn")
@@ -125,19 +140,63 @@ class ScheduledTrainer(_Theirs):
     directory: Path
 
     async def train(self) -> None:
-        """Train while the scheduler is open."""
-        async with self.generator.opened():
+        """Train; the scheduler is opened when the servers get their first weights."""
+        data, self._loop = self.async_train_dataloader, asyncio.get_running_loop()
+        for name in ("mark_consumed_uids", "mark_filtered_uids"):
+            setattr(data, name, self._marking(getattr(data, name)))
+        self.generator.step = lambda: self.global_step
+        try:
             await super().train()
+        finally:
+            await self.generator.close()
+
+    def _marking(self, mark: Callable[[list[str]], Awaitable[None]]) -> Any:
+        async def marked(uids: Iterable[str]) -> None:
+            ended = list(uids)
+            await mark(ended)
+            self.generator.trained(ended)
+
+        return marked
 
     def init_weight_sync_state(self) -> None:
         """Open no process group: weights go through the folder."""
         publisher = DiskPublisher(self.directory, self._save)
 
         async def save_weights_for_sampler(model_id: str | None = None) -> None:
-            await self.generator.scheduler.update_weights(publisher)
+            await self.generator.update_weights(publisher)
             self.inference_engine_client.increment_weight_version()
 
         self.dispatch.save_weights_for_sampler = save_weights_for_sampler
+
+    def save_checkpoints(self) -> str:
+        """Save a checkpoint of SkyRL, and what is in flight, from another thread than the loop's.
+
+        A process that is killed between the two generates what was in flight from the start.
+        """
+        folder = super().save_checkpoints()
+        if "://" in folder:
+            log.warning("%s is in a bucket, and the checkpoint lacks what is in flight", folder)
+            return folder
+        saving = self.generator.save(Path(folder) / _FILE)
+        asyncio.run_coroutine_threadsafe(saving, self._loop).result()
+        return folder
+
+    def load_checkpoints(self) -> Any:
+        """Load a checkpoint of SkyRL, and what was in flight."""
+        found = super().load_checkpoints()
+        if found[0]:
+            self.generator.restore(Path(found[1]) / _FILE)
+        return found
+
+    def convert_generation_group_mini_batch_to_training_input(
+        self, groups: list[Any], *args: Any
+    ) -> Any:
+        """Give SkyRL the steps in which restored groups were started, for their staleness."""
+        for group in groups:
+            group.global_step_when_scheduled = self.generator.first_step(
+                group.uid, group.global_step_when_scheduled
+            )
+        return super().convert_generation_group_mini_batch_to_training_input(groups, *args)
 
     def _save(self, folder: Path) -> None:
         self.dispatch.save_hf_model("policy", str(folder), self.tokenizer)
@@ -146,12 +205,19 @@ class ScheduledTrainer(_Theirs):
 class _Group:
     """The agent loops of one call of the generator, and their results."""
 
-    def __init__(self, size: int, *, evaluation: bool) -> None:
+    def __init__(
+        self, size: int, uid: str = "", step: int = 0, outputs: Mapping[int, Any] | None = None
+    ) -> None:
         self.size = size
-        self.evaluation = evaluation
+        self.uid = uid
+        """The uid of its prompt; empty in an evaluation."""
+        self.step = step
+        """The trainer's step when it was started."""
+        self.called = asyncio.Event()
+        """Set when all agent loops have their arguments; restored rollouts wait for it."""
         self.calls: list[tuple[Any, Any]] = []
         """The arguments of each agent loop."""
-        self.outputs: dict[int, Any] = {}
+        self.outputs: dict[int, Any] = dict(outputs or {})
         self.error: Exception | None = None
         """What an agent loop has raised last."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -174,22 +240,87 @@ class Generator:
         self, theirs: Any, fleet: Fleet, config: SchedulerConfig, listeners: Sequence[AnyListener]
     ) -> None:
         self._theirs = theirs
+        self._config = config
+        self._groups: dict[str, _Group] = {}
+        """Groups that are not trained on, by the uid of their prompt."""
+        self._restored: dict[str, _Group] = {}
+        """Those of a checkpoint that SkyRL has not asked for again."""
+        self._old_weights = False
+        """The next weights are those of the checkpoint."""
+        self.step: Callable[[], int] = int
         self._loop = theirs.agent_loop
         theirs.agent_loop = self._agent_loop
         theirs.inference_engine_client = _Client(theirs)
         self._rollouts = PushedRollouts(
-            fleet, episode=self._episode, config=config, listeners=listeners, ended=self._ended
+            fleet,
+            episode=self._episode,
+            config=config,
+            listeners=listeners,
+            ended=self._ended,
+            store=MemoryStore(),
         )
         self.scheduler = self._rollouts.scheduler
 
-    @asynccontextmanager
-    async def opened(self) -> AsyncGenerator[None]:
-        """Schedule for the length of a block."""
-        await self._rollouts.open()
-        try:
-            yield
-        finally:
-            await self._rollouts.close()
+    async def update_weights(self, publisher: WeightPublisher) -> None:
+        """Bring the trainer's weights to the servers; the first call opens the scheduler."""
+        if not self._rollouts.is_open:
+            await self._rollouts.open()
+            state = self.scheduler.state
+            groups = list(state.in_flight.training_groups())
+            for batch in state.delivery.unacknowledged.values():
+                groups += batch.groups
+            # Groups that SkyRL started while the file was written are not in it.
+            live = {group.prompt.key for group in groups}
+            for uid in self._groups.keys() - live:
+                del self._groups[uid]
+            self._restored = dict(self._groups)
+        version = None
+        if self._old_weights:
+            # As a new version they would make all restored rollouts one version older.
+            self._old_weights, version = False, self.scheduler.version
+        await self.scheduler.update_weights(publisher, version=version, acknowledge=False)
+
+    async def close(self) -> None:
+        """Abort requests in flight and release the servers."""
+        await self._rollouts.close()
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def trained(self, uids: Iterable[str]) -> None:
+        """Note that these groups are trained on, or dropped."""
+        for uid in uids:
+            self._groups.pop(uid, None)
+            self._rollouts.trained(uid)
+
+    def first_step(self, uid: str, step: int) -> int:
+        """Return the step in which a group was started, at most `step`."""
+        group = self._groups.get(uid)
+        return step if group is None else min(step, group.step)
+
+    async def save(self, path: Path) -> None:
+        """Save what is in flight, and what is generated and not trained on."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "scheduler"
+            await self.scheduler.checkpoint(file, acknowledge=False)
+            groups = {uid: (each.step, dict(each.outputs)) for uid, each in self._groups.items()}
+            await asyncio.to_thread(write_state, path, file, self._config, groups)
+
+    def restore(self, path: Path) -> None:
+        """Continue from a file of :meth:`save`; the scheduler must not be open yet.
+
+        Raises:
+            ConfigError: if the groups of the file have another size.
+            StoreError: if it cannot be read.
+        """
+        if not path.exists():
+            log.warning("%s is missing; what was in flight is generated from the start", path)
+            return
+        saved = read_state(path, self._config, self.scheduler.restore)
+        for uid, (step, outputs) in saved.items():
+            self._groups[uid] = _Group(self._config.group_size, uid, step, outputs)
+        self._old_weights = True
+
+    # --- groups ---------------------------------------------------------------------------------
 
     async def generate(self, input_batch: Any, disable_tqdm: bool = False) -> Any:
         """Generate the trajectories of one group, or of an evaluation.
@@ -199,7 +330,13 @@ class Generator:
         """
         about = input_batch.get("batch_metadata")
         evaluation = about is not None and about.training_phase == "eval"
-        _GROUP.set(_Group(len(input_batch["prompts"]), evaluation=evaluation))
+        uid = "" if evaluation else input_batch["trajectory_ids"][0].instance_id
+        group = self._restored.get(uid)
+        if group is None:
+            group = _Group(len(input_batch["prompts"]), uid, self.step())
+        if uid:
+            self._groups[uid] = group
+        _GROUP.set(group)
         return await self._theirs.generate(input_batch, disable_tqdm)
 
     async def _agent_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -208,17 +345,20 @@ class Generator:
         index = len(group.calls)
         group.calls.append((args, kwargs))
         if len(group.calls) == group.size:
-            await self._push(group)
+            group.called.set()
+            if self._restored.pop(group.uid, None) is None:
+                await self._push(group)
         await asyncio.shield(group.done)
         return group.outputs[index]
 
     async def _push(self, group: _Group) -> None:
         prompt = Prompt(
             input_ids=NOT_TOKENIZED,
-            metadata={"group": group},
+            key=group.uid or None,
+            metadata={} if group.uid else {"group": group},
             group_size=group.size,
         )
-        if not group.evaluation:
+        if group.uid:
             self._rollouts.push(prompt)
             return
         try:
@@ -226,10 +366,15 @@ class Generator:
         except Exception as error:
             await self._ended(prompt, error)
 
+    def _group(self, prompt: Prompt) -> _Group:
+        evaluated = prompt.metadata.get("group")
+        return self._groups[str(prompt.key)] if evaluated is None else evaluated
+
     async def _episode(self, turn: Turn, prompt: Prompt) -> Score:
         """Run SkyRL's agent loop for one rollout."""
         _TURN.set(turn)
-        group: _Group = prompt.metadata["group"]
+        group = self._group(prompt)
+        await group.called.wait()
         # A rollout that is lost runs again, and agent loops change their arguments.
         args, kwargs = copy.deepcopy(group.calls[turn.index])
         try:
@@ -242,7 +387,7 @@ class Generator:
         return Score(reward=float(sum(np.sum(step.reward) for step in steps)))
 
     async def _ended(self, prompt: Prompt, error: Exception | None) -> None:
-        group: _Group = prompt.metadata["group"]
+        group = self._group(prompt)
         if group.done.done():
             return
         if error is None:

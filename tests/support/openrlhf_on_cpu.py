@@ -63,6 +63,7 @@ def policy(models: list[str], folder: str) -> type[Any]:
             assert vllm_engines is None
             self.strategy = Saves(models)
             self.actor = self.tokenizer = None
+            self.checkpoint_states: dict[str, Any] = {}
             self.steps = 0
             self.experiences: list[Any] = []
 

@@ -94,7 +94,8 @@ def test_an_episode_of_openrlhfs_trainer(
         off = np.abs(np.stack(each) - row["logprobs"])
         assert off.min(0).max() < TOLERANCE
         # The two models are far apart, so each logprob identifies its model.
-        whose = off.argmin(0)
+        # After this prompt of unknown words both are uniform.
+        whose = off.argmin(0)[off.max(0) > TOLERANCE]
         assert np.median(off.max(0)) > 0.5
         changed += len(set(whose.tolist())) > 1
         assert row["staleness"] >= (len(set(whose.tolist())) > 1)

@@ -56,8 +56,8 @@ def skyrl_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> typing.Iterator[No
         yield
 
 
-def environment() -> type[Any]:
-    """An environment of two turns that rewards the number of words."""
+def environment(*, lost: bool = True) -> type[Any]:
+    """An environment of two turns that rewards the number of words; the first one may be lost."""
     from skyrl_gym.envs.base_text_env import BaseTextEnv
 
     class Words(BaseTextEnv):
@@ -65,7 +65,7 @@ def environment() -> type[Any]:
             super().__init__()
 
         def init(self, prompt: Any) -> Any:
-            if not FAILED:
+            if lost and not FAILED:
                 FAILED.append(prompt[0]["content"])
                 raise MemberLost("this agent loop is lost once")
             return prompt, {}
@@ -79,19 +79,19 @@ def environment() -> type[Any]:
     return Words
 
 
-def configuration(url: str, model: Path, folder: Path, **changes: Any) -> Any:
+def configuration(url: str, model: Path, folder: Path, *, rows: int = 40, **changes: Any) -> Any:
     from skyrl.train.config import SkyRLTrainConfig
 
     data = folder / "prompts.jsonl"
-    rows = [
+    prompts = [
         {
             "prompt": [{"role": "user", "content": f"w{i + 10} w{i + 11}"}],
             "env_class": "words",
             "max_turns": TURNS,
         }
-        for i in range(40)
+        for i in range(rows)
     ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data.write_text("".join(json.dumps(row) + "\n" for row in prompts))
     values = {
         "data.train_data": f"['{data}']",
         "data.val_data": None,
