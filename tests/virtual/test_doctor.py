@@ -19,6 +19,7 @@ from aprilsched.cli.doctor import ROWS, Finding, Row, checks, examine
 from aprilsched.cli.doctor.server import MAX_ATTEMPTS, Server, kept
 from aprilsched.errors import EngineRejected, EngineUnreachable
 from aprilsched.kernel.engines.base import Chunk
+from aprilsched.kernel.engines.control import graph_requests
 from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.values.capabilities import Capabilities, Reservation
 from aprilsched.testing import SimServer
@@ -243,6 +244,15 @@ async def test_a_server_that_drafts_is_judged(
     assert finding is not None
     assert finding.status == status
     assert words in f"{finding.seen} {finding.to_do}"
+
+
+def test_the_size_of_cuda_graphs_is_that_of_all_ranks():
+    def size(backend: str, ranks: int) -> int | None:
+        config = {"decode": {"backend": backend, "max_bs": 32}}
+        return graph_requests(config, "decode", "max_bs", ranks=ranks)
+
+    assert (size("full", 1), size("full", 2), size("disabled", 1)) == (32, 64, None)
+    assert graph_requests("no table", "decode", ranks=1) is None
 
 
 async def test_the_room_of_a_server_is_reported_with_what_makes_it_small():

@@ -120,12 +120,13 @@ class Facts:
     conservativeness: float | None = None
 
 
-def graph_requests(config: Any, *path: str) -> int | None:
-    """Return the size at `path` in a server's report on its CUDA graphs; None for none."""
+def graph_requests(config: Any, *path: str, ranks: int) -> int | None:
+    """Return the size at `path` in a server's report on its CUDA graphs, of all data-parallel
+    `ranks`; None for none."""
     for name in path:
         found = cast("dict[str, Any]", config) if isinstance(config, dict) else {}
         config = None if found.get("backend") == "disabled" else found.get(name)
-    return config if isinstance(config, int) and config > 0 else None
+    return config * ranks if isinstance(config, int) and config > 0 else None
 
 
 FactsT = TypeVar("FactsT", bound=Facts)

@@ -98,7 +98,9 @@ async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFac
         context_tokens=(
             None if info.max_req_input_len is None else info.max_req_input_len + _SHORT_OF
         ),
-        graph_requests=graph_requests(info.cuda_graph_config, "decode", "max_bs"),
+        graph_requests=graph_requests(
+            info.cuda_graph_config, "decode", "max_bs", ranks=info.dp_ranks
+        ),
         conservativeness=info.schedule_conservativeness,
         request_fields=fields,
         expiring_sessions="timeout" in schema.properties("OpenSessionReqInput"),

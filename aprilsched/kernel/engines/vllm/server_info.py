@@ -201,7 +201,9 @@ async def probe(asked: Questions) -> ServerFacts:
         vocab_size=await _vocab_size(asked),
         process=await server_process(asked),
         context_tokens=model.max_model_len,
-        graph_requests=graph_requests(config.compilation_config, "max_cudagraph_capture_size"),
+        graph_requests=graph_requests(
+            config.compilation_config, "max_cudagraph_capture_size", ranks=ranks
+        ),
         logprobs_mode=model.logprobs_mode,
         device=config.device_config.device,
         drafter=drafter,
