@@ -83,7 +83,9 @@ class DeltaPublisher:
         if not self._config.is_file():
             raise ConfigError(f"`config` must be a config.json, got {config}.")
         self._local = Path(os.path.abspath(local))
-        self._patch = patch
+        self._patch: Callable[[str, Path], Any] = patch or (
+            lambda _, file: apply_delta(file, self._local)
+        )
         self._last = LastWeights()
         self._name = ""
         self._version: int | None = None
@@ -132,21 +134,17 @@ class DeltaPublisher:
         """Patch the checkpoint on the engine's host, by all weights if the changes do not fit."""
         folder = self._versions.path(version)
         delta, full = folder / _DELTA, folder / _FULL
-        if delta.exists() and await self._apply(engine, delta):
-            return
         if delta.exists():
+            if await self._apply(engine, delta):
+                return
             log.warning("%s gets all weights version=%d", engine.name, version)
         async with self._writing:
             if not full.exists():
                 await in_thread(self._write_full, full)
         if not await self._apply(engine, full):
-            raise EngineError(
-                engine.name, f"got no checkpoint of version {version}: {full} was not applied."
-            )
+            raise EngineError(engine.name, f"has no checkpoint: {full} was not applied.")
 
     async def _apply(self, engine: Engine, file: Path) -> bool:
-        if self._patch is None:
-            return await in_thread(apply_delta, file, self._local)
         done = await in_thread(self._patch, engine.name, file)
         return bool(await done if inspect.isawaitable(done) else done)
 

@@ -242,8 +242,7 @@ class VLLMPublisher:
             for patch in patches:
                 last[patch.name].flatten()[patch.indices.long().cpu()] = patch.values.cpu()
         client.finish_weight_update()
-        what = "all weights" if patches is None else "changed weights"
-        log.info("sent %s to %d engines bytes=%d", what, len(client.engines), self.sent_bytes)
+        log.info("sent all=%s bytes=%d to vLLM", patches is None, self.sent_bytes)
 
     def _init_info(self, client: _Client, metadata: Sequence[Any]) -> Any:
         sizes = [meta.dtype.itemsize * math.prod(meta.shape) for meta in metadata]
