@@ -97,7 +97,7 @@ class DeltaPublisher:
         self.written_bytes = 0
 
     async def prepare(self, version: int) -> None:
-        """Write what changed, and patch the hosts of the engines, which generate meanwhile.
+        """Write what changed, and patch the engines' hosts while the engines generate.
 
         Raises:
             ConfigError: if torch is not installed, or `weights` yields nothing.

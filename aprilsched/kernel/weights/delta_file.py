@@ -6,14 +6,13 @@ A delta replaces elements of one version by those of the next one; a full file s
 the folder needs a full file instead. It needs numpy, and neither torch nor a server.
 
 - A checkpoint counts as a version only if every tensor has that version's checksum.
-- The state beside it names the version. While it is patched, the state names both versions, and
+- A state file names the version. While it is patched, the file names both versions, and
   only the same delta may continue after a crash: replaced values can be replaced again.
 - One process at a time patches a folder.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import sys
@@ -93,6 +92,8 @@ def apply_delta(source: Path, folder: Path) -> bool:
     Raises:
         OSError: if a file cannot be read or written.
     """
+    import fcntl  # Windows has none, and the package is imported there.
+
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -60,7 +60,8 @@ class VLLMPublisher:
     Args:
         weights: returns an iterator over (name, CUDA tensor) of all weights, under their Hugging
             Face names, as whole (gathered) tensors. It is called for each version and runs in a
-            thread. Before the first version it is called once more, for names, types and shapes.
+            thread. Before the first version it is called once more, for names, types and shapes,
+            and with "sparse_nccl" once more for each version, to find what changed.
         backend: "nccl" to servers on any GPUs, "ipc" to servers on the trainer's own GPU, or
             "sparse_nccl" to send only what changed, which needs a copy of the weights in host
             memory and three times the bytes for an update that sends everything (an index of 4
