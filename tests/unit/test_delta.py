@@ -174,6 +174,14 @@ async def test_a_damaged_delta_or_checkpoint_is_replaced_by_all_weights(world: W
     assert world.hosts[1].files[-1] == "delta.bin"
 
 
+async def test_a_damaged_state_file_needs_all_weights(world: World):
+    await world.update()
+    (world.hosts[0].folder / "aprilsched-delta.json").write_text("")
+    world.trainer.step()
+    await world.update()
+    assert world.hosts[0].files == ["full.bin", "delta.bin", "full.bin"]
+
+
 async def test_a_host_that_gets_no_valid_file_does_not_load(world: World):
     world.hosts[1].damage = {"full.bin": 0.5}
     outcomes = await world.update()

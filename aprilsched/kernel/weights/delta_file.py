@@ -193,7 +193,7 @@ def _checksums(flats: Iterable[Array]) -> list[int]:
 def _state(folder: Path) -> dict[str, str]:
     try:
         return json.loads((folder / _STATE).read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):  # It is empty after some power losses.
         return {}
 
 
