@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -54,6 +55,7 @@ class Host:
         self.loaded: dict[str, Tensor] = {}
         self.version = 0
         self.before_patch: Callable[[Path], None] = lambda file: None
+        self.damage: dict[str, float] = {}
 
     async def update_from_disk(self, path: Path, version: int) -> None:
         self.loaded, self.version = dict(tensors(self.folder)), version
@@ -61,6 +63,10 @@ class Host:
     def patch(self, file: Path) -> bool:
         self.before_patch(file)
         self.files.append(file.name)
+        if file.name in self.damage:  # On its way to this host.
+            self.folder.mkdir(exist_ok=True)
+            file = Path(shutil.copy(file, self.folder))
+            flip(file, self.damage[file.name])
         return apply_delta(file, self.folder)
 
     def has(self, weights: dict[str, Tensor]) -> bool:
@@ -127,10 +133,14 @@ async def test_changes_alone_are_written_and_patched_before_the_pause(world: Wor
     assert not isinstance(world.publisher, RepublishingPublisher)  # So rolling refits refuse it.
 
 
+def down(file: Path) -> None:
+    raise OSError("the host is down")
+
+
 async def test_a_host_that_missed_a_version_gets_all_weights_and_others_do_not(world: World):
     await world.update()
     world.trainer.step()
-    world.hosts[1].before_patch = lambda file: pytest.fail("the host is down")
+    world.hosts[1].before_patch = down
     await world.update(world.hosts[:1])
     world.hosts[1].before_patch = lambda file: None
     world.trainer.step()
@@ -152,11 +162,11 @@ def flip(file: Path, at: float) -> None:
 async def test_a_damaged_delta_or_checkpoint_is_replaced_by_all_weights(world: World, at: float):
     await world.update()
     world.trainer.step(0.2)
-    world.hosts[0].before_patch = lambda file: flip(file, at) if file.name == "delta.bin" else None
+    world.hosts[0].damage = {"delta.bin": at}
     await world.update()
-    # Both hosts read the same damaged file, and the full one is written once.
-    assert [host.files for host in world.hosts] == [["full.bin", "delta.bin", "full.bin"]] * 2
-    world.hosts[0].before_patch = lambda file: None
+    assert world.hosts[0].files == ["full.bin", "delta.bin", "full.bin"]
+    assert world.hosts[1].files == ["full.bin", "delta.bin"]
+    world.hosts[0].damage = {}
     world.trainer.step()
     flip(world.hosts[0].folder / "model.safetensors", at)
     await world.update()
@@ -164,11 +174,16 @@ async def test_a_damaged_delta_or_checkpoint_is_replaced_by_all_weights(world: W
     assert world.hosts[1].files[-1] == "delta.bin"
 
 
-async def test_a_host_that_gets_no_valid_file_does_not_load(world: World):
-    async def patch(name: str, file: Path) -> bool:
-        return name == "first" and world.hosts[0].patch(file)
+async def test_a_damaged_state_file_needs_all_weights(world: World):
+    await world.update()
+    (world.hosts[0].folder / "aprilsched-delta.json").write_text("")
+    world.trainer.step()
+    await world.update()
+    assert world.hosts[0].files == ["full.bin", "delta.bin", "full.bin"]
 
-    world.publisher._patch = patch  # pyright: ignore[reportPrivateUsage]
+
+async def test_a_host_that_gets_no_valid_file_does_not_load(world: World):
+    world.hosts[1].damage = {"full.bin": 0.5}
     outcomes = await world.update()
     assert outcomes["first"] is None
     assert isinstance(outcomes["second"], EngineError)
@@ -253,9 +268,6 @@ async def test_other_types_shapes_and_names_are_written_whole(world: World):
         world.trainer.step()
         await world.update()
         assert world.hosts[0].files[-1] == "delta.bin"
-    weights["c"] = torch.complex(torch.ones(2), torch.ones(2))
-    with pytest.raises(ConfigError, match="must have types of safetensors"):
-        await world.update()
 
 
 async def test_weights_that_break_off_leave_nothing_wrong_behind(world: World):
@@ -322,14 +334,13 @@ def test_every_form_of_a_delta_restores_every_change(tmp_path: Path, item: str):
         forms.add(entry["form"])
         file = tmp_path / f"delta-{number}.bin"
         written = write(file, "1", "0", {"t": (entry | described, places, values)}, [new])
-        shortest = min(len(indices) * 2, size // 8 + 1) + new[indices].nbytes
-        assert written < shortest + 400
+        assert written < min(len(indices) * 2 + new[indices].nbytes, new.nbytes) + 400
         assert apply_delta(tmp_path / "full.bin", tmp_path / "local")
         assert apply_delta(file, tmp_path / "local")
         assert apply_delta(file, tmp_path / "local")  # It has it already.
         data = (tmp_path / "local" / "model.safetensors").read_bytes()
         assert data[-new.nbytes :] == new.tobytes()
-    assert forms >= {"none", "u1", "u2", "u4", "bits", "all"}
+    assert forms == {"u1", "u2", "u4", "all"}
 
 
 def test_the_command_patches_and_shows_whether_it_did(tmp_path: Path):

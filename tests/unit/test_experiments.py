@@ -52,6 +52,13 @@ def test_the_tables_of_h200_follow_from_its_result(paths: pytest.MonkeyPatch):
     assert admission.rows_table(found) in (folder / "admission.md").read_text()
 
 
+def test_the_table_of_deltas_follows_from_its_rows():
+    pytest.importorskip("torch")
+    folder = EXPERIMENTS / "refit"
+    module = importlib.import_module("experiments.refit.delta")
+    assert module.table(folder) in (folder / "README.md").read_text()
+
+
 def test_stop_tokens_end_responses_of_h200_with_their_group_mean(paths: pytest.MonkeyPatch):
     paths.syspath_prepend(str(EXPERIMENTS / "h200"))
     schedules = importlib.import_module("schedules")

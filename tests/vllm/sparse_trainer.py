@@ -60,7 +60,7 @@ if __name__ == "__main__":
                 "version": version,
                 "share": share,
                 "what": what,
-                "found": patches and sum(p.indices.nbytes + p.values.nbytes for p in patches),
+                "found": sum(p.indices.nbytes + p.values.nbytes for p in patches or ()),
                 "sent": publisher.sent_bytes,
                 "bytes": sum(tensor.nbytes for tensor in weights.values()),
                 "prepare_s": prepared - started,

@@ -28,8 +28,8 @@ from aprilsched.kernel.engines.refit import RefitFromDisk
 from aprilsched.kernel.weights.changes import LastWeights, bits
 from aprilsched.kernel.weights.delta_file import Pieces, apply_delta, encode, write
 from aprilsched.kernel.weights.disk import DiskEngine, VersionsOnDisk
-from aprilsched.kernel.weights.tensor_buckets import Weights, check_weights
-from aprilsched.kernel.weights.threads import Takers, in_thread
+from aprilsched.kernel.weights.tensor_buckets import Weights, check_weights, read_each
+from aprilsched.kernel.weights.threads import Takers, call_each, in_thread
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,21 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("aprilsched")
 
 _DELTA, _FULL = "delta.bin", "full.bin"
-_DTYPES = {
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-    "float64": "F64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int8": "I8",
-    "uint8": "U8",
-    "int16": "I16",
-    "int32": "I32",
-    "int64": "I64",
-    "bool": "BOOL",
-}
-"""The names that safetensors has for torch's types."""
+_SHORTER = (("BFLOAT", "BF"), ("FLOAT", "F"), ("UINT", "U"), ("INT", "I"), ("FN", ""))
+"""How safetensors abbreviates torch's types: F8_E4M3 is torch.float8_e4m3fn."""
 
 
 class DeltaPublisher:
@@ -90,25 +77,27 @@ class DeltaPublisher:
         keep: int = 2,
     ) -> None:
         check_weights(weights)
-        self._versions = VersionsOnDisk(directory, check=_check_files, keep=keep)
+        self._versions = VersionsOnDisk(directory, check=lambda folder: None, keep=keep)
         self._weights = weights
         self._config = Path(config)
         if not self._config.is_file():
             raise ConfigError(f"`config` must be a config.json, got {config}.")
         self._local = Path(os.path.abspath(local))
-        self._patch = patch
+        self._patch: Callable[[str, Path], Any] = patch or (
+            lambda _, file: apply_delta(file, self._local)
+        )
         self._last = LastWeights()
         self._name = ""
         self._version: int | None = None
-        self._members: dict[str, Engine] = {}
+        self._members: Sequence[Engine] = ()
         """The engines of the last update, whose hosts are patched before the next pause."""
-        self._patched: dict[str, asyncio.Task[None]] = {}
-        """The patching of the hosts of `_members` for the version that is prepared."""
+        self._ready: set[str] = set()
+        """The engines whose hosts have the version that is prepared."""
         self._writing = asyncio.Lock()
         self.written_bytes = 0
 
     async def prepare(self, version: int) -> None:
-        """Write what changed, and patch the hosts of the engines, which generate meanwhile.
+        """Write what changed, and patch the engines' hosts while the engines generate.
 
         Raises:
             ConfigError: if torch is not installed, or `weights` yields nothing.
@@ -116,11 +105,8 @@ class DeltaPublisher:
         self._version = None
         await self._versions.write(version, self._write)
         self._version = version
-        self._patched = {
-            name: asyncio.create_task(self._bring(engine, version))
-            for name, engine in self._members.items()
-        }
-        await asyncio.gather(*self._patched.values(), return_exceptions=True)
+        ready = await call_each(self._members, lambda engine: self._bring(engine, version))
+        self._ready = {name for name, error in ready.items() if error is None}
 
     async def publish(
         self, version: int, engines: Sequence[Engine]
@@ -134,13 +120,13 @@ class DeltaPublisher:
             raise ConfigError(f"version {version} was not prepared, or a newer one was.")
 
         async def load(engine: DiskEngine) -> None:
-            patched = self._patched.pop(engine.name, None)
-            await (self._bring(engine, version) if patched is None else patched)
+            if engine.name not in self._ready:
+                await self._bring(engine, version)
             await engine.update_from_disk(self._local, version)
 
         takers: Takers[DiskEngine] = Takers(engines, RefitFromDisk, "load weights from a disk")
         await takers.each(load)
-        self._members = {engine.name: engine for engine in takers.left}
+        self._members = takers.left
         await self._versions.forget(version)
         return takers.outcomes
 
@@ -148,57 +134,41 @@ class DeltaPublisher:
         """Patch the checkpoint on the engine's host, by all weights if the changes do not fit."""
         folder = self._versions.path(version)
         delta, full = folder / _DELTA, folder / _FULL
-        if delta.exists() and await self._apply(engine, delta):
-            return
         if delta.exists():
+            if await self._apply(engine, delta):
+                return
             log.warning("%s gets all weights version=%d", engine.name, version)
         async with self._writing:
             if not full.exists():
                 await in_thread(self._write_full, full)
         if not await self._apply(engine, full):
-            raise EngineError(
-                engine.name, f"got no checkpoint of version {version}: {full} was not applied."
-            )
+            raise EngineError(engine.name, f"has no checkpoint: {full} was not applied.")
 
     async def _apply(self, engine: Engine, file: Path) -> bool:
-        if self._patch is None:
-            return await in_thread(apply_delta, file, self._local)
         done = await in_thread(self._patch, engine.name, file)
         return bool(await done if inspect.isawaitable(done) else done)
 
     async def _write(self, folder: Path) -> None:
         """Write the next version into an empty folder."""
-        given = await in_thread(self._weights)
-        named: Any = await given if inspect.isawaitable(given) else given
         previous, self._name = self._name, secrets.token_hex(8)
-        before = self._last.tensors.keys()
-        names: list[str] = []
-        found: dict[str, Pieces] | None = {} if previous else None
+        before, self._last = self._last, LastWeights()
+        found: dict[str, Pieces] = {}
 
         def add(name: str, tensor: Tensor) -> None:
-            nonlocal found
-            names.append(name)
             copy = tensor.detach().to("cpu", copy=True).contiguous()
-            indices = None if found is None else self._last.changed(name, copy)
+            indices = before.changed(name, copy)
             self._last.tensors[name] = copy
-            if indices is None:
-                found = None
-            elif found is not None:
+            if indices is not None:
                 found[name] = _described(encode(bits(copy).numpy(), indices.numpy()), tensor)
+            before.tensors.pop(name, None)
 
-        if hasattr(named, "__aiter__"):
-            async for name, tensor in named:
-                await in_thread(add, name, tensor)
-        else:
-            await in_thread(lambda: [add(*pair) for pair in named])
-        if not names:
+        await read_each(self._weights, add)
+        new = self._last.tensors
+        if not new:
             raise ConfigError("weights() gave no tensors; it has to give all, each time.")
-        for name in before - set(names):
-            del self._last.tensors[name]
-            found = None
         await in_thread(shutil.copyfile, self._config, folder / "config.json")
         self.written_bytes = 0
-        if found is None:
+        if before.tensors or found.keys() != new.keys():
             await in_thread(self._write_full, folder / _FULL)
         else:
             self.written_bytes = await in_thread(
@@ -217,14 +187,8 @@ class DeltaPublisher:
 
 
 def _described(pieces: Pieces, tensor: Tensor) -> Pieces:
-    entry, places, values = pieces
-    dtype = _DTYPES.get(str(tensor.dtype).removeprefix("torch."))
-    if dtype is None:
-        raise ConfigError(f"`weights` must have types of safetensors, got {tensor.dtype}.")
-    entry |= {"dtype": dtype, "shape": list(tensor.shape), "item": tensor.element_size()}
-    return entry, places, values
-
-
-def _check_files(folder: Path) -> None:
-    if not any((folder / name).is_file() for name in (_DELTA, _FULL)):
-        raise ConfigError(f"{folder} has no weights; call prepare() first.")
+    dtype = str(tensor.dtype).removeprefix("torch.").upper()
+    for long, short in _SHORTER:
+        dtype = dtype.replace(long, short)
+    pieces[0].update(dtype=dtype, shape=list(tensor.shape), item=tensor.element_size())
+    return pieces

@@ -16,7 +16,6 @@ without any other one, and one that fails harms no other.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +24,7 @@ from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.weights.distributed import DistributedPublisher, Weights
 from aprilsched.kernel.weights.tensor import TensorPublisher
-from aprilsched.kernel.weights.tensor_buckets import check_weights
-from aprilsched.kernel.weights.threads import in_thread
+from aprilsched.kernel.weights.tensor_buckets import check_weights, read_each
 
 if TYPE_CHECKING:
     from torch import Tensor, device
@@ -80,12 +78,8 @@ class RelayPublisher:
                 yields nothing.
         """
         await self._first.prepare(version)
-        given = await in_thread(self._weights)
-        named = await given if inspect.isawaitable(given) else given
-        if hasattr(named, "__aiter__"):
-            copies = [_copy(*pair) async for pair in named]  # type: ignore[union-attr]
-        else:
-            copies = await in_thread(lambda: [_copy(*pair) for pair in named])  # type: ignore[union-attr]
+        copies: list[tuple[str, Tensor]] = []
+        await read_each(self._weights, lambda name, tensor: copies.append(_copy(name, tensor)))
         if not copies:
             raise ConfigError("weights() gave no tensors; it has to give all, each time.")
         self._kept[version] = copies

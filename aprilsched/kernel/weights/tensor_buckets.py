@@ -162,6 +162,17 @@ class Source:
         self._buckets = self._given = self._kept = None
 
 
+async def read_each(weights: Weights, take: Callable[[str, Tensor], object]) -> None:
+    """Call `take` in a thread with each tensor."""
+    source = Source(weights, 1)
+    try:
+        while (bucket := await source.next()) is not None:
+            for name, tensor in bucket:
+                await in_thread(take, name, tensor)
+    finally:
+        await source.close()
+
+
 def _asynchronous(given: object) -> bool:
     return hasattr(given, "__aiter__")
 

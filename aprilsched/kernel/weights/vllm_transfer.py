@@ -60,7 +60,8 @@ class VLLMPublisher:
     Args:
         weights: returns an iterator over (name, CUDA tensor) of all weights, under their Hugging
             Face names, as whole (gathered) tensors. It is called for each version and runs in a
-            thread. Before the first version it is called once more, for names, types and shapes.
+            thread. Before the first version it is called once more, for names, types and shapes,
+            and with "sparse_nccl" once more for each version, to find what changed.
         backend: "nccl" to servers on any GPUs, "ipc" to servers on the trainer's own GPU, or
             "sparse_nccl" to send only what changed, which needs a copy of the weights in host
             memory and three times the bytes for an update that sends everything (an index of 4
@@ -224,28 +225,25 @@ class VLLMPublisher:
     def _send_patches(self, client: _Client, end: Any) -> None:
         """Send what changed, or all elements if the engines may lack the previous version."""
         patches, self._patches = self._patches, None
-        found = self._everything(client.last) if patches is None else patches
-        self.sent_bytes = 0
+        last = client.last.tensors
         client.start_weight_update()
-        for chunk in _chunks(found, self._bucket_bytes):
-            end.send_weight_chunk(chunk)
-            self.sent_bytes += sum(patch.values.nbytes + patch.indices.nbytes for patch in chunk)
-            if patches is not None:
-                for patch in chunk:
-                    flat = client.last.tensors[patch.name].flatten()
-                    flat[patch.indices.long().cpu()] = patch.values.cpu()
+        if patches is None:
+            import torch
+
+            self.sent_bytes = 0
+            last.clear()
+            for name, tensor in self._weights():  # One at a time: an index has 4 bytes.
+                last[name] = tensor.detach().to("cpu", copy=True).contiguous()
+                every = torch.arange(tensor.numel(), device=tensor.device)
+                end.send_weight_chunk([_patch(name, tensor, every)])
+                self.sent_bytes += tensor.nbytes + 4 * tensor.numel()
+        else:
+            end.send_weight_chunk(patches)
+            self.sent_bytes = sum(each.values.nbytes + each.indices.nbytes for each in patches)
+            for patch in patches:
+                last[patch.name].flatten()[patch.indices.long().cpu()] = patch.values.cpu()
         client.finish_weight_update()
-        what = "all weights" if patches is None else "changed weights"
-        log.info("sent %s to %d engines bytes=%d", what, len(client.engines), self.sent_bytes)
-
-    def _everything(self, last: LastWeights) -> Iterator[Any]:
-        """Patches of all elements, which become the last weights."""
-        import torch
-
-        last.tensors.clear()
-        for name, tensor in self._weights():
-            last.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            yield _patch(name, tensor, torch.arange(tensor.numel(), device=tensor.device))
+        log.info("sent all=%s bytes=%d to vLLM", patches is None, self.sent_bytes)
 
     def _init_info(self, client: _Client, metadata: Sequence[Any]) -> Any:
         sizes = [meta.dtype.itemsize * math.prod(meta.shape) for meta in metadata]
@@ -408,20 +406,6 @@ def _patch(name: str, tensor: Tensor, indices: Tensor) -> Any:
     return _vllm("sparse_nccl_engine").SparseWeightPatch(
         name, indices.to(torch.int32), flat[indices], tuple(tensor.shape)
     )
-
-
-def _chunks(patches: Iterable[Any], limit: int) -> Iterator[list[Any]]:
-    """Cut patches into chunks of at most `limit` bytes of values, or of one patch."""
-    chunk: list[Any] = []
-    size = 0
-    for patch in patches:
-        if chunk and size + patch.values.nbytes > limit:
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(patch)
-        size += patch.values.nbytes
-    if chunk:
-        yield chunk
 
 
 def _vllm(module: str) -> Any:
