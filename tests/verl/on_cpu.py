@@ -143,7 +143,19 @@ class WithExperts(AgentLoopManager):
 class SingleSamples(AgentLoopManager):
     """Delivers single samples."""
 
-    scheduler = SchedulerConfig(delivery="samples")
+    scheduler = SchedulerConfig(delivery="samples", pace="asynchronous")
+
+
+class Masked(AgentLoopManager):
+    """Has more prompts in flight than a batch takes, and masks tokens of more than one version."""
+
+    scheduler = SchedulerConfig(over_provision=2.0, max_staleness=1, pace="asynchronous")
+
+
+class Automatic(AgentLoopManager):
+    """Chooses the ratio during the run, and pauses the servers with requests inside."""
+
+    scheduler = SchedulerConfig(over_provision="auto", max_staleness=4, pace="synchronous")
 
 
 class NoActors:
@@ -159,6 +171,10 @@ class NoActors:
 
     def update_weights(self, *_: Any, **__: Any) -> list[Any]:
         return []
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> None: ...
+
+    def load_checkpoint(self, *_: Any, **__: Any) -> None: ...
 
 
 class Trainer(PPOTrainerSeparateAsync):
@@ -229,9 +245,9 @@ class Trajectory:
         """The steps whose weights sampled the tokens, one after the other."""
         return [step for step, _ in self.stretches(weights)]
 
-    def stretches(self, weights: Path) -> list[tuple[int, range]]:
+    def stretches(self, weights: Path, *, every: bool = False) -> list[tuple[int, range]]:
         """The stretches of sampled tokens, each with the step whose weights sampled it and its
-        places in the response.
+        places in the response. With `every`, tokens with mask 0 count as sampled.
 
         The tokens and their logprobs follow from the weights and from all tokens before. Each
         stretch is tried with the weights of the step before it and of later ones.
@@ -240,7 +256,7 @@ class Trajectory:
         place, end, step = len(self.prompts), len(tokens), 0
         found = list[tuple[int, range]]()
         while place < end:
-            if not self.response_mask[place - len(self.prompts)]:
+            if not every and not self.response_mask[place - len(self.prompts)]:
                 place += 1
                 continue
             key = zlib.crc32((weights / f"step-{step}" / "model.safetensors").read_bytes())
