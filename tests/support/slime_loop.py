@@ -158,7 +158,8 @@ class Loop:
         urls = self.urls if urls is None else urls
         for url in urls:
             self.call(url, "pause_generation", self._pause)
-        for url in urls:
+        # miles flushes in every other mode.
+        for url in urls if self._pause.get("mode") != "in_place" else ():
             self._flush(url)
         for url in urls:
             self.call(
@@ -166,6 +167,7 @@ class Loop:
                 "update_weights_from_disk",
                 {
                     "model_path": str(self._weights[self.version % len(self._weights)]),
+                    "flush_cache": False,
                     "weight_version": label or str(self.version),
                 },
             )

@@ -92,7 +92,8 @@ def test_the_bound_on_staleness_is_that_of_verl_or_stricter(configure: Callable[
     for strategy, rule in (("drop", "evict"), ("wait", "finish")):
         chosen = f"trainer.v1.sampler.max_off_policy_strategy={strategy}"
         settings = _settings(configure(*SAMPLER, chosen), SchedulerConfig())
-        assert settings.policies.staleness == Staleness(bound=7, rule=rule)
+        staleness = settings.policies.staleness
+        assert (staleness.bound, staleness.rule) == (7, rule)
     strict = _settings(configure(*SAMPLER), SchedulerConfig(max_staleness=3))
     assert strict.policies.staleness == Staleness(bound=3)
     with pytest.raises(ConfigError, match="must be below trainer"):
