@@ -170,7 +170,8 @@ class PushedRollouts:
             return
         for fact in facts:
             if isinstance(fact, GroupLaunched) and fact.evaluation_id is None:
-                self._launched[fact.group_id] = self._unlaunched.popleft()
+                if fact.restored is None:
+                    self._launched[fact.group_id] = self._unlaunched.popleft()
             elif isinstance(fact, GroupDropped) and fact.group_id in self._launched:
                 self._lose(self._launched.pop(fact.group_id))
             elif isinstance(fact, PromptRefused):

@@ -26,6 +26,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from contextvars import ContextVar
@@ -245,9 +246,10 @@ class AgentLoopManager:
         """Return the names of restored rollouts that are finished, by the uid of the prompt."""
         return self._ray.get(self._scheduler.finished_rollouts.remote())
 
-    def end_restore(self) -> None:
-        """Drop the restored rollouts whose prompts verl has not pushed again."""
-        self._ray.get(self._scheduler.end_restore.remote())
+    def end_restore(self, outputs: Mapping[str, int]) -> None:
+        """Drop the restored rollouts whose prompts verl has not pushed again; `outputs` are the
+        numbers of trajectories of those that are finished."""
+        self._ray.get(self._scheduler.end_restore.remote(outputs))
 
     def close(self) -> None:
         """Stop the scheduler: abort what is in flight, and release the servers."""
@@ -351,7 +353,7 @@ def save_rollouts(trainer: Any, manager: AgentLoopManager) -> None:
         if data is not None:
             tags = [items[key] for key in kept]
             queue.kv_batch_put(keys=kept, partition_id="train", fields=data, tags=tags)
-        manager.end_restore()
+        manager.end_restore(Counter(key.rsplit("_", 1)[0] for key in kept))
         return count
 
     if trainer.global_steps:
@@ -643,8 +645,9 @@ class _Scheduler(_Theirs):
             found.setdefault(uid, set()).update(done)
         return found
 
-    async def end_restore(self) -> None:
+    async def end_restore(self, outputs: Mapping[str, int]) -> None:
         """Drop the restored rollouts that verl has finished, or does not know."""
+        self._outputs.update(outputs)
         scheduler = self._rollouts.scheduler
         for group in list(scheduler.state.in_flight.training_groups()):
             if group.prompt.key in self._restored:

@@ -39,6 +39,11 @@ from tests.verl.server import VOCAB_SIZE, WEIGHTS, Server
 MODEL = ToyModel(VOCAB_SIZE)
 
 
+def make_server() -> Any:
+    """Return the actor of a new server; a test may replace this."""
+    return ray.remote(Server).options(num_cpus=0).remote(os.environ[WEIGHTS])
+
+
 class Replica(RolloutReplica):
     """Starts one server."""
 
@@ -46,7 +51,7 @@ class Replica(RolloutReplica):
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        server = ray.remote(Server).options(num_cpus=0).remote(os.environ[WEIGHTS])
+        server = make_server()
         self.workers = self.servers = [server]
         self._server_handle = server
         host, port = await server.get_server_address.remote()
@@ -188,7 +193,7 @@ class Trainer(PPOTrainerSeparateAsync):
         self.teacher_model_manager = self.distillation_config = None
         self.actor_rollout_wg: Any = NoActors()
         self.resource_pool_manager: Any = self
-        RolloutReplicaRegistry.register("sglang", lambda: Replica)
+        RolloutReplicaRegistry.register(self.config.actor_rollout_ref.rollout.name, lambda: Replica)
         self.standalone_server_manager = LLMServerManager.create(config=self.config, start_rank=0)
         self.standalone_checkpoint_manager = CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),

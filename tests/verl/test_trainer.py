@@ -22,37 +22,6 @@ from tests.verl.conftest import STEPS
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
 
 PROMPTS, SIZE = 4, 4
-WARM_UP = 2
-"""Number of batches of prompts that are pushed before the first step."""
-
-
-@pytest.fixture
-def run(
-    cluster: None, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
-    """Runs a task runner of verl in this process; returns its trainer, and what the servers call
-    their weights at the end."""
-    import ray
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-    from tests.verl.on_cpu import Trainer
-
-    monkeypatch.setitem(TRAINER_REGISTRY, "separate_async", Trainer)
-
-    def runs(kind: type[Any], *changes: str) -> Any:
-        runner = kind()
-        warm_up = f"trainer.v1.separate_async.num_warmup_batches={WARM_UP}"
-        runner.run(configure(warm_up, *changes))
-        trainer = runner.trainer
-        servers = trainer.standalone_server_manager.server_handles
-        labels = ray.get([server.label.remote() for server in servers])
-        runner.agent_loop_manager.close()
-        # They have names, which the next run uses again.
-        for actor in (*servers, *trainer.get_reward_handles()):
-            ray.kill(actor)
-        return trainer, labels
-
-    return runs
 
 
 def check_groups(trained: list[Any], first: int = 1) -> None:
