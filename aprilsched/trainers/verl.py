@@ -290,20 +290,28 @@ def _task_runner() -> type[Any]:
 
     class TaskRunner(class_of(_package("verl.trainer.main_ppo").TaskRunnerV1)):
         def init_agent_loop_manager(self) -> None:
-            global _holds_updates
             with _package("omegaconf").open_dict(self.config):
                 agent = self.config.actor_rollout_ref.rollout.agent
                 if not agent.get("agent_loop_manager_class"):
                     agent.agent_loop_manager_class = f"{__name__}.AgentLoopManager"
-            _holds_updates = True
-            try:
+            with _holding_updates():
                 super().init_agent_loop_manager()
-            finally:
-                _holds_updates = False
             hold_updates(self.trainer, self.agent_loop_manager)
             save_rollouts(self.trainer, self.agent_loop_manager)
 
     return TaskRunner
+
+
+@contextmanager
+def _holding_updates() -> Generator[None]:
+    """Let managers that are made in this block know that the trainer waits for them."""
+    # The task runner's own methods are pickled with a copy of the module's variables.
+    global _holds_updates
+    _holds_updates = True
+    try:
+        yield
+    finally:
+        _holds_updates = False
 
 
 def hold_updates(trainer: Any, manager: AgentLoopManager) -> None:

@@ -145,6 +145,12 @@ class WithExperts(AgentLoopManager):
     scheduler = SchedulerConfig(companions=("routed_experts=uint8[3,2]",))
 
 
+class Finishing(AgentLoopManager):
+    """Lets requests finish before an update."""
+
+    scheduler = SchedulerConfig(straggler="run")
+
+
 class SingleSamples(AgentLoopManager):
     """Delivers single samples."""
 
