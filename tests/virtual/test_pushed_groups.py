@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -118,3 +119,40 @@ def test_prompts_of_batches_are_unfinished_until_their_last_sample_left():
 
     run_virtual(run())
     assert left == dict.fromkeys(("one", "two", "three", "four"), 3)
+
+
+def test_groups_of_a_checkpoint_are_reported_by_the_next_process(tmp_path: Path):
+    file, sampled = tmp_path / "checkpoint", dict[str, int]()
+
+    async def stopped() -> None:
+        rollouts, found = with_retries(Retries(member="drop_group"))
+        await rollouts.open()
+        for key in ("one", "two"):
+            rollouts.push(Prompt(input_ids=NOT_TOKENIZED, key=key))
+        flight = rollouts.scheduler.state.in_flight
+        while not all(each.log.size for each in flight.rollouts.values()) or not flight.rollouts:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert not found
+        await rollouts.scheduler.checkpoint(file)
+        for group in flight.training_groups():
+            sampled[str(group.prompt.key)] = sum(each.log.size for each in group.members)
+        await rollouts.close()
+
+    run_virtual(stopped())
+    assert sampled.keys() == {"one", "two"}
+    rollouts, found = with_retries(Retries(member="drop_group"))
+    rollouts.scheduler.restore(file)
+
+    async def resumed() -> None:
+        await rollouts.open()
+        assert rollouts.unfinished() == {"one", "two"}
+        await push(rollouts, found, ["three", "raises", "four"])
+        async with asyncio.timeout(1000):
+            while len(found) < 5:  # noqa: ASYNC110
+                await asyncio.sleep(1)
+        assert not rollouts.unfinished()
+        await rollouts.close()
+
+    run_virtual(resumed())
+    complete = dict.fromkeys(("one", "two", "three", "four"), "")
+    assert found == {**complete, "raises": "GroupLost"}
