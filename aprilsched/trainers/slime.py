@@ -4,10 +4,10 @@
 :class:`RolloutFn`. :class:`DataSource` is loaded by ``--data-source-path`` and keeps what is in
 flight in the trainer's checkpoints. It is written for slime 624b824 and miles 31f1ca9.
 
-- The RolloutManager's process has one scheduler, which the first call opens. By default it never
-  pauses an engine: when a batch is full, it aborts the unfinished responses, keeps their tokens,
-  and resumes them in the next call. So no request is in flight when the trainer releases memory,
-  pauses the engines or loads weights. With miles, requests may also wait in paused engines.
+- The RolloutManager's process has one scheduler, which the first call opens. It never pauses an
+  engine: when a batch is full, it aborts the unfinished responses, keeps their tokens, and resumes
+  them in the next call. So no request is in flight when the trainer releases memory, pauses the
+  engines or loads weights.
 - The trainer loads weights between two calls without notifying the scheduler. So each call first
   reads the engines' weight label. The labels restart at 1 when training is resumed, so versions
   continue from the checkpoint's (`first_version` of the fleet).
@@ -360,8 +360,7 @@ class _Rollouts:
             self._trained(lambda number: number < rollout_id - _AHEAD)
             with self._prompts_flow(rollouts):
                 batch = rollouts.next_batch()
-            if not self._config.behaviour.waits_inside:
-                rollouts.on_loop(self._calm)
+            rollouts.on_loop(self._calm)
             rollouts.on_loop(self._let_lost_engines_go)
             self._trained(lambda number: number == rollout_id)
             self._untrained[rollout_id] = batch

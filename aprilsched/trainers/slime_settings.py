@@ -26,10 +26,8 @@ _BY_FLAGS = {
 """Settings of the scheduler that the trainer has flags for."""
 ADVANTAGES_PATH = "aprilsched.trainers.slime.sibling_advantages"
 """Name of the function for ``--custom-reward-post-process-path``."""
-_FIXED = {"pace": "synchronous", "stop": "groups"}
+_FIXED = {"straggler": "abort", "pace": "synchronous", "stop": "groups"}
 """Settings that have one possible value here."""
-_SHARED = ("colocate", "offload_rollout")
-"""Flags of engines on the trainer's GPUs."""
 
 
 def settings_table(args: Any) -> dict[str, Any]:
@@ -54,10 +52,9 @@ def scheduler_config(args: Any, trainer: TrainerParts) -> SchedulerConfig:
     for name, only in _FIXED.items():
         if table.setdefault(name, only) != only:
             raise ConfigError(
-                f"aprilsched.{name} is {table[name]!r}, and the trainer pauses the engines itself "
-                f"between two steps; leave it out ({only!r})."
+                f"aprilsched.{name} is {table[name]!r}, and the trainer pauses and continues the "
+                f"engines itself between two steps; leave it out ({only!r})."
             )
-    _check_straggler(args, trainer, table.setdefault("straggler", "abort"))
     # slime starts `over_sampling_batch_size` groups at once, and the same number again if these do
     # not suffice.
     asked = getattr(args, "over_sampling_batch_size", None) or args.rollout_batch_size
@@ -81,30 +78,6 @@ def scheduler_config(args: Any, trainer: TrainerParts) -> SchedulerConfig:
     named = {each.name for each in own}
     ours = [each for each in companions_of(args, trainer) if each.name not in named]
     return replace(config, sampling=sampling, companions=(*own, *ours))
-
-
-def _check_straggler(args: Any, trainer: TrainerParts, straggler: str) -> None:
-    """Reject a straggler rule under which the trainer's own pause would meet waiting requests."""
-    if straggler == "abort":
-        return
-    if trainer.name == "slime":
-        raise ConfigError(
-            f'aprilsched.straggler must be "abort", got {straggler!r}: slime aborts every request '
-            "when it pauses the engines for an update."
-        )
-    if straggler not in ("retract", "in_place"):
-        raise ConfigError(
-            f'aprilsched.straggler must be "abort", "retract" or "in_place", got {straggler!r}.'
-        )
-    mode = getattr(args, "pause_generation_mode", None)
-    if mode != straggler or getattr(args, "train_backend", "megatron") != "megatron":
-        raise ConfigError(
-            f"aprilsched.straggler is {straggler!r}, and --pause-generation-mode is {mode!r}; set "
-            "both to the same value, with the Megatron backend."
-        )
-    why = f"an engine neither releases its memory nor flushes under requests of {straggler!r}"
-    given = {f"--{name}".replace("_", "-"): (getattr(args, name, False), why) for name in _SHARED}
-    refuse(given)
 
 
 def takes_advantages(args: Any) -> bool:

@@ -158,8 +158,7 @@ class Loop:
         urls = self.urls if urls is None else urls
         for url in urls:
             self.call(url, "pause_generation", self._pause)
-        # miles flushes in every other mode.
-        for url in urls if self._pause.get("mode") != "in_place" else ():
+        for url in urls:
             self._flush(url)
         for url in urls:
             self.call(
@@ -167,7 +166,6 @@ class Loop:
                 "update_weights_from_disk",
                 {
                     "model_path": str(self._weights[self.version % len(self._weights)]),
-                    "flush_cache": False,
                     "weight_version": label or str(self.version),
                 },
             )

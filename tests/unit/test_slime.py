@@ -187,8 +187,7 @@ def check_nothing_skipped(seen: list[int]) -> None:
 def step(loop: Loop, rollout_id: int) -> Any:
     """Run one step of train.py. A flag of the trainer masks tokens of older versions."""
     output = loop.generate(rollout_id)
-    if loop.args.aprilsched.get("straggler", "abort") == "abort":
-        assert in_flight().open_attempts == 0, "the engines are empty when the trainer has them"
+    assert in_flight().open_attempts == 0, "the engines are empty when the trainer has them"
     check(output.samples, scheduler().version)
     old = False
     for sample in itertools.chain(*output.samples):
@@ -1023,36 +1022,6 @@ def test_the_class_form_of_miles_checks_its_version(folder: Path, servers: list[
         slime.close()
 
 
-@pytest.mark.parametrize("straggler", ["retract", "in_place"])
-def test_requests_wait_in_engines_that_miles_pauses_in_the_same_mode(
-    folder: Path, servers: list[ThreadedServer], straggler: str
-):
-    with trainer_modules("miles"):
-        given = {"over_provision": 3.0, "straggler": straggler}
-        urls = [server.url for server in servers]
-        args = arguments(folder, urls, aprilsched=given, pause_generation_mode=straggler)
-        loop = Loop(args, weights(folder), pause={"mode": straggler}).start()
-        taken, waited, mixed = [], 0, 0
-        while not waited or not mixed:
-            output = step(loop, len(taken))
-            taken.append(output.samples)
-            waited += in_flight().open_attempts
-            mixed += any(len(each.weight_versions) > 1 for each in itertools.chain(*taken[-1]))
-        check_nothing_skipped(once(taken))
-        assert in_flight().ledger.total == 0
-        slime.close()
-        for changes, sentence in (
-            ({"pause_generation_mode": "abort"}, "set both to the same value"),
-            ({"offload_rollout": True}, "neither releases its memory"),
-            ({"aprilsched": {"straggler": "run"}}, "'run'"),
-        ):
-            for name, value in changes.items():
-                setattr(args, name, value)
-            with pytest.raises(ConfigError, match=sentence):
-                Loop(args, weights(folder)).start().generate(0)
-            args.pause_generation_mode, args.offload_rollout = straggler, False
-
-
 MADE: dict[int, Any] = {}
 """What functions have returned, by the index of the sample."""
 CALLS: list[int] = []
@@ -1318,7 +1287,7 @@ def test_an_evaluation_may_have_a_function_of_its_own(started: Callable[..., Loo
         ),
         ({"custom_agent_function_path": "a.b", "max_seq_len": 99}, "--max-seq-len is set"),
         ({"use_rollout_indexer_replay": True}, "does not know the shape of the rows"),
-        ({"aprilsched": {"straggler": "retract"}}, 'aprilsched.straggler must be "abort"'),
+        ({"aprilsched": {"straggler": "retract"}}, "aprilsched.straggler is 'retract'"),
         ({"rollout_top_p": 0.9}, "set --rollout-top-k, at most 4096"),
         ({"aprilsched": {"batch_groups": 3}}, "--rollout-batch-size says it"),
         ({"aprilsched": {"over_provison": 3}}, "nearest known one is aprilsched.over_provision"),
