@@ -54,20 +54,21 @@ def train(
         config, out = tmp_path / f"{name}.yaml", tmp_path / f"{name}.pickle"
         OmegaConf.save(configure(*changes), config)
         given = [str(config), str(out), str(killed_at)]
-        ended = subprocess.run(
-            [sys.executable, "-m", "tests.verl.in_parts", *given],
-            env={
-                **os.environ,
-                "RAY_AUTH_MODE": "disabled",
-                "PYTHONPATH": python_path(),
-                "TRANSFER_QUEUE_ENABLE": "1",
-                WEIGHTS: str(weights),
-            },
-            stdout=(tmp_path / f"{name}.log").open("wb"),
-            stderr=subprocess.STDOUT,
-        )
-        log = (tmp_path / f"{name}.log").read_text(errors="replace")[-4000:]
-        assert ended.returncode == (-signal.SIGKILL if killed_at else 0), log
+        with (tmp_path / f"{name}.log").open("wb") as log:
+            ended = subprocess.run(
+                [sys.executable, "-m", "tests.verl.in_parts", *given],
+                env={
+                    **os.environ,
+                    "RAY_AUTH_MODE": "disabled",
+                    "PYTHONPATH": python_path(),
+                    "TRANSFER_QUEUE_ENABLE": "1",
+                    WEIGHTS: str(weights),
+                },
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        end = (tmp_path / f"{name}.log").read_text(errors="replace")[-4000:]
+        assert ended.returncode == (-signal.SIGKILL if killed_at else 0), end
         return objects(out)
 
     return trains
@@ -89,8 +90,6 @@ def test_nothing_is_lost_or_doubled(
         f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={manager}",
         "trainer.v1.separate_async.num_warmup_batches=2",
         f"trainer.save_freq={SAVED}",
-        # The scheduler then gets few prompts in advance, all of the first epoch.
-        "trainer.v1.sampler.max_off_policy_threshold=3",
     ]
     before = train("before", changes, KILLED)
     assert len(before) == KILLED
