@@ -656,6 +656,8 @@ class _Scheduler(_Theirs):
     async def end_restore(self, outputs: Mapping[str, int]) -> None:
         """Drop the restored rollouts that verl has finished, or does not know."""
         self._outputs.update(outputs)
+        # verl's worker pushes the prompts of a call in tasks, which it does not wait for.
+        await asyncio.gather(*self.background_tasks)
         scheduler = self._rollouts.scheduler
         for group in list(scheduler.state.in_flight.training_groups()):
             if group.prompt.key in self._restored:
