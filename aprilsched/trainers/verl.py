@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
 
 from aprilsched.config import SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError, MemberLost, RefitError
+from aprilsched.kernel.core.policies.straggler import Behaviour, StragglerRule
 from aprilsched.kernel.core.state.ledger import FAILURES, Reason
 from aprilsched.kernel.core.state.records import State
 from aprilsched.kernel.engines.sglang.http_engine import SGLangListedFleet
@@ -875,30 +876,32 @@ def _has_sampler(config: Any) -> bool:
     return (config.trainer.v1.sampler.get("custom_sampler") or {}).get("name") == _SAMPLER
 
 
-def _straggler(rollout: Any, own: SchedulerConfig, *, held: bool) -> str:
+def _straggler(rollout: Any, own: SchedulerConfig, *, held: bool) -> StragglerRule | Behaviour:
     """Return what happens to requests in a pause, if verl's updates allow it.
 
     Raises:
         ConfigError: if they do not.
     """
-    if own.straggler == "in_place" and rollout.name == "sglang":
+    rule, waits = own.straggler, own.behaviour.waits_inside
+    if waits and own.cached_kv != "recompute" and rollout.name == "sglang":
         raise ConfigError(
-            'straggler is "in_place", and verl flushes the cache of an SGLang server after the '
+            f"straggler is {rule!r}, and verl flushes the cache of an SGLang server after the "
             'update, which then refuses; set straggler="retract".'
         )
-    if own.straggler in ("run", "in_place") and not held:
-        raise ConfigError(
-            f'straggler is "{own.straggler}", and verl aborts all requests at an update that it '
-            "does not announce; start the training by python -m aprilsched.trainers.verl."
-        )
-    if own.straggler == "retract" and (rollout.get("free_cache_engine", True) or not held):
+    left_alone = held and not rollout.get("free_cache_engine", True)
+    if rule == "retract" and not left_alone:
         return "abort"
-    if own.straggler == "in_place" and rollout.get("free_cache_engine", True):
+    if rule != "abort" and not held:
         raise ConfigError(
-            'straggler is "in_place", and verl releases the memory of the cache at an update; set '
+            f"straggler is {rule!r}, and verl aborts all requests at an update that it does not "
+            "announce; start the training by python -m aprilsched.trainers.verl."
+        )
+    if waits and not left_alone:
+        raise ConfigError(
+            f"straggler is {rule!r}, and verl releases the memory of the cache at an update; set "
             "actor_rollout_ref.rollout.free_cache_engine=False."
         )
-    return own.straggler
+    return rule
 
 
 def _with_batches(config: Any, own: SchedulerConfig) -> SchedulerConfig:
