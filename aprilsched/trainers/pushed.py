@@ -122,12 +122,8 @@ class PushedRollouts:
         if not self._opened:
             await self.scheduler.__aenter__()
             self._opened = True
-            state = self.scheduler.state
-            self._cursor = state.prompts.cursor
+            self._cursor = self.scheduler.state.prompts.cursor
             if not self._batches:
-                # Those of a checkpoint were launched by another process.
-                for group in state.in_flight.training_groups():
-                    self._launched[group.group_id] = group.prompt
                 self._delivery = asyncio.create_task(self._deliver())
         elif self._delivery is not None and self._delivery.done():
             self._delivery.result()
