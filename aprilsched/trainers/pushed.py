@@ -1,7 +1,8 @@
 """Rollouts for trainers that push prompts one by one and wait for each group.
 
 Such a trainer decides how many groups are in flight. The scheduler keeps all of them open, and
-reports for each group whether it was delivered or failed, and each single sample.
+reports for each group whether it was delivered or failed. A trainer that takes batches
+(``batches=True``) pushes prompts in advance instead, and the scheduler decides when they start.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched.config import Samples, SchedulerConfig
+from aprilsched.config import SchedulerConfig
 from aprilsched.errors import RefitError
 from aprilsched.kernel.core.messages.facts import (
     Fact,
     GroupDropped,
     GroupLaunched,
-    MemberLaunched,
     PromptRefused,
 )
 from aprilsched.kernel.core.policies.tail_batching import OnDemand
@@ -28,7 +28,7 @@ from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import Episode, PromptQueue, RolloutScheduler
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.store import Store
-from aprilsched.types import Batch, Prompt, Sample
+from aprilsched.types import Batch, Prompt
 
 NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
 """Token ids of a prompt whose agent loop makes the real ones."""
@@ -42,10 +42,10 @@ class GroupLost(RuntimeError):
 
 
 def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
-    """Return `config` for groups that are launched when pushed; units are delivered one by one."""
+    """Return `config` for groups that are launched when pushed, and delivered one by one."""
     return replace(
         config,
-        stop="groups" if config.delivery == "groups" else Samples(1),
+        stop="groups",
         batch_groups=1,
         over_provision=1.0,
         refill=OnDemand(),
@@ -60,16 +60,17 @@ class PushedRollouts:
     Args:
         fleet: the engines.
         episode: drives a rollout.
-        config: settings from :func:`as_pushed`.
+        config: settings from :func:`as_pushed`; with `batches`, any.
         listeners: telemetry of the scheduler.
         store: keeps what is delivered until :meth:`trained`, for a checkpoint.
         ended: awaited for each prompt when its group is complete, or with the reason why there is
-            none: :class:`GroupLost`, or the error that stopped the scheduler. A group of single
-            samples is complete when each member was delivered or lost.
-        delivered: awaited for each single sample.
+            none: :class:`GroupLost`, or the error that stopped the scheduler. With `batches`, only
+            for evaluations.
+        batches: whether the trainer takes batches from the scheduler itself.
 
     Attributes:
         scheduler: the scheduler.
+        prompts: its prompts.
     """
 
     def __init__(
@@ -81,22 +82,23 @@ class PushedRollouts:
         listeners: Sequence[AnyListener],
         store: Store | None = None,
         ended: Callable[[Prompt, Exception | None], Awaitable[None]],
-        delivered: Callable[[Sample], Awaitable[None]] | None = None,
+        batches: bool = False,
     ) -> None:
-        self._prompts = PromptQueue()
+        self.prompts = PromptQueue()
         self._ended = ended
-        self._delivered = delivered
+        self._batches = batches
         self._unlaunched: deque[Prompt] = deque()
         """Facts contain group ids, not prompts. Prompts are launched in the order of the pushes."""
         self._launched: dict[int, Prompt] = {}
         """Prompts whose groups are neither complete nor failed, by group id."""
-        self._members: dict[int, int] = {}
-        """Group ids of the rollouts that may still be delivered as single samples."""
+        self._cursor = 0
+        """Number of prompts that have left `_unlaunched`, also in earlier processes."""
         self._tasks: set[asyncio.Future[None]] = set()
         self._delivery: asyncio.Task[None] | None = None
+        self._opened = False
         self.scheduler = RolloutScheduler(
             fleet,
-            self._prompts,
+            self.prompts,
             episode=episode,
             config=config,
             listeners=[self, *listeners],
@@ -109,7 +111,7 @@ class PushedRollouts:
     @property
     def is_open(self) -> bool:
         """Whether :meth:`open` has opened the fleet."""
-        return self._delivery is not None
+        return self._opened
 
     async def open(self) -> None:
         """Open the fleet, and report groups from now on; later calls only check the scheduler.
@@ -117,10 +119,13 @@ class PushedRollouts:
         Raises:
             Exception: the error that stopped the scheduler, if there is one.
         """
-        if self._delivery is None:
+        if not self._opened:
             await self.scheduler.__aenter__()
-            self._delivery = asyncio.create_task(self._deliver())
-        elif self._delivery.done():
+            self._opened = True
+            self._cursor = self.scheduler.state.prompts.cursor
+            if not self._batches:
+                self._delivery = asyncio.create_task(self._deliver())
+        elif self._delivery is not None and self._delivery.done():
             self._delivery.result()
 
     async def close(self) -> None:
@@ -128,11 +133,12 @@ class PushedRollouts:
         if self._delivery is not None:
             self._delivery.cancel()
             await asyncio.gather(self._delivery, return_exceptions=True)
+        if self._opened:
             await self.scheduler.close()
 
     def push(self, prompt: Prompt) -> None:
         """Add a prompt."""
-        self._prompts.put(prompt)
+        self.prompts.put(prompt)
         self._unlaunched.append(prompt)
 
     async def evaluate(self, prompt: Prompt) -> None:
@@ -144,27 +150,28 @@ class PushedRollouts:
         groups = (await self.scheduler.evaluate([prompt])).groups
         await self._ended(prompt, None if groups else GroupLost())
 
+    def unfinished(self) -> set[str | int | None]:
+        """Return the keys of the prompts that may still be delivered, whole or in part."""
+        state = self.scheduler.state
+        if self._batches:
+            for _ in range(state.prompts.cursor - self._cursor):
+                self._unlaunched.popleft()
+            self._cursor = state.prompts.cursor
+        launched = {group.prompt.key for group in state.in_flight.training_groups()}
+        return launched.union(prompt.key for prompt in self._unlaunched)
+
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         """See :class:`~aprilsched.kernel.shell.listener.Listener`."""
-        shrunk = set[int]()
+        if self._batches:
+            return
         for fact in facts:
             if isinstance(fact, GroupLaunched) and fact.evaluation_id is None:
-                self._launched[fact.group_id] = self._unlaunched.popleft()
-                if self._delivered is not None:
-                    self._members |= dict.fromkeys(fact.rollout_ids, fact.group_id)
-            elif isinstance(fact, MemberLaunched) and fact.group_id in self._launched:
-                if self._delivered is not None:
-                    self._members[fact.rollout_id] = fact.group_id
-            elif isinstance(fact, GroupDropped) and self._delivered is not None:
-                ids = [self._members.pop(each, None) for each in fact.rollout_ids]
-                shrunk |= {each for each in ids if each is not None}
+                if fact.restored is None:
+                    self._launched[fact.group_id] = self._unlaunched.popleft()
             elif isinstance(fact, GroupDropped) and fact.group_id in self._launched:
                 self._lose(self._launched.pop(fact.group_id))
             elif isinstance(fact, PromptRefused):
                 self._lose(self._unlaunched.popleft())
-        # A lost member may have been replaced.
-        for group_id in shrunk.difference(self._members.values()):
-            self._lose(self._launched.pop(group_id))
 
     def trained(self, key: object) -> None:
         """Note that the trainer no longer needs the group of this prompt."""
@@ -190,11 +197,6 @@ class PushedRollouts:
         try:
             while True:
                 for unit in (await self._next_batch()).units:
-                    if isinstance(unit, Sample) and self._delivered is not None:
-                        await self._delivered(unit)
-                        del self._members[unit.unit_id]
-                        if unit.group_id in self._members.values():
-                            continue
                     await self._ended(self._launched.pop(unit.group_id), None)
         except Exception as error:
             # The trainer would wait forever for a group that is neither complete nor failed.

@@ -52,8 +52,8 @@ def scheduler_config(args: Any, trainer: TrainerParts) -> SchedulerConfig:
     for name, only in _FIXED.items():
         if table.setdefault(name, only) != only:
             raise ConfigError(
-                f"aprilsched.{name} is {table[name]!r}, and the trainer pauses the engines itself "
-                f"between two steps; leave it out ({only!r})."
+                f"aprilsched.{name} is {table[name]!r}, and the trainer pauses and continues the "
+                f"engines itself between two steps; leave it out ({only!r})."
             )
     # slime starts `over_sampling_batch_size` groups at once, and the same number again if these do
     # not suffice.

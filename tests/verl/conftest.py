@@ -13,6 +13,8 @@ from tests.verl.on_path import python_path
 from tests.verl.server import VOCAB_SIZE, WEIGHTS
 
 STEPS = 6
+WARM_UP = 2
+"""Number of batches of prompts that are pushed before the first step."""
 FAILS = 5
 """Row of the data set whose reward function raises."""
 TEMPLATE = (
@@ -167,3 +169,32 @@ def cluster(weights: Path) -> Iterator[None]:
         ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
         yield
         ray.shutdown()
+
+
+@pytest.fixture
+def run(
+    cluster: None, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Runs a task runner of verl in this process; returns its trainer, and what the servers call
+    their weights at the end."""
+    import ray
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+    from tests.verl.on_cpu import Trainer
+
+    monkeypatch.setitem(TRAINER_REGISTRY, "separate_async", Trainer)
+
+    def runs(kind: type[Any], *changes: str) -> Any:
+        runner = kind()
+        warm_up = f"trainer.v1.separate_async.num_warmup_batches={WARM_UP}"
+        runner.run(configure(warm_up, *changes))
+        trainer = runner.trainer
+        servers = trainer.standalone_server_manager.server_handles
+        labels = ray.get([server.label.remote() for server in servers])
+        runner.agent_loop_manager.close()
+        # They have names, which the next run uses again.
+        for actor in (*servers, *trainer.get_reward_handles()):
+            ray.kill(actor)
+        return trainer, labels
+
+    return runs

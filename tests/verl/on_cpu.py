@@ -39,6 +39,11 @@ from tests.verl.server import VOCAB_SIZE, WEIGHTS, Server
 MODEL = ToyModel(VOCAB_SIZE)
 
 
+def make_server() -> Any:
+    """Return the actor of a new server; a test may replace this."""
+    return ray.remote(Server).options(num_cpus=0).remote(os.environ[WEIGHTS])
+
+
 class Replica(RolloutReplica):
     """Starts one server."""
 
@@ -46,7 +51,7 @@ class Replica(RolloutReplica):
         await self.launch_servers()
 
     async def launch_servers(self) -> None:
-        server = ray.remote(Server).options(num_cpus=0).remote(os.environ[WEIGHTS])
+        server = make_server()
         self.workers = self.servers = [server]
         self._server_handle = server
         host, port = await server.get_server_address.remote()
@@ -140,10 +145,28 @@ class WithExperts(AgentLoopManager):
     scheduler = SchedulerConfig(companions=("routed_experts=uint8[3,2]",))
 
 
+class Finishing(AgentLoopManager):
+    """Lets requests finish before an update."""
+
+    scheduler = SchedulerConfig(straggler="run")
+
+
 class SingleSamples(AgentLoopManager):
     """Delivers single samples."""
 
-    scheduler = SchedulerConfig(delivery="samples")
+    scheduler = SchedulerConfig(delivery="samples", pace="asynchronous")
+
+
+class Masked(AgentLoopManager):
+    """Has more prompts in flight than a batch takes, and masks tokens of more than one version."""
+
+    scheduler = SchedulerConfig(over_provision=2.0, max_staleness=1, pace="asynchronous")
+
+
+class Automatic(AgentLoopManager):
+    """Chooses the ratio during the run, and pauses the servers with requests inside."""
+
+    scheduler = SchedulerConfig(over_provision="auto", max_staleness=4, pace="synchronous")
 
 
 class NoActors:
@@ -160,6 +183,10 @@ class NoActors:
     def update_weights(self, *_: Any, **__: Any) -> list[Any]:
         return []
 
+    def save_checkpoint(self, *_: Any, **__: Any) -> None: ...
+
+    def load_checkpoint(self, *_: Any, **__: Any) -> None: ...
+
 
 class Trainer(PPOTrainerSeparateAsync):
     """verl's trainer without a policy that is trained."""
@@ -172,7 +199,7 @@ class Trainer(PPOTrainerSeparateAsync):
         self.teacher_model_manager = self.distillation_config = None
         self.actor_rollout_wg: Any = NoActors()
         self.resource_pool_manager: Any = self
-        RolloutReplicaRegistry.register("sglang", lambda: Replica)
+        RolloutReplicaRegistry.register(self.config.actor_rollout_ref.rollout.name, lambda: Replica)
         self.standalone_server_manager = LLMServerManager.create(config=self.config, start_rank=0)
         self.standalone_checkpoint_manager = CheckpointEngineManager(
             config=omega_conf_to_dataclass(self.config.actor_rollout_ref.rollout.checkpoint_engine),
@@ -229,9 +256,9 @@ class Trajectory:
         """The steps whose weights sampled the tokens, one after the other."""
         return [step for step, _ in self.stretches(weights)]
 
-    def stretches(self, weights: Path) -> list[tuple[int, range]]:
+    def stretches(self, weights: Path, *, every: bool = False) -> list[tuple[int, range]]:
         """The stretches of sampled tokens, each with the step whose weights sampled it and its
-        places in the response.
+        places in the response. With `every`, tokens with mask 0 count as sampled.
 
         The tokens and their logprobs follow from the weights and from all tokens before. Each
         stretch is tried with the weights of the step before it and of later ones.
@@ -240,7 +267,7 @@ class Trajectory:
         place, end, step = len(self.prompts), len(tokens), 0
         found = list[tuple[int, range]]()
         while place < end:
-            if not self.response_mask[place - len(self.prompts)]:
+            if not every and not self.response_mask[place - len(self.prompts)]:
                 place += 1
                 continue
             key = zlib.crc32((weights / f"step-{step}" / "model.safetensors").read_bytes())

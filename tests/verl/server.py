@@ -1,4 +1,4 @@
-"""A server in a Ray actor, with the methods of verl's SGLangHttpServer and nothing else of verl."""
+"""Servers in Ray actors, with the methods of verl's own and nothing else of verl."""
 
 from __future__ import annotations
 
@@ -75,3 +75,65 @@ class Server:
         )
         with urllib.request.urlopen(request) as answer:
             answer.read()
+
+
+class SGLangServer(Server):
+    """A real server, which verl's SGLangHttpServer would have in its process; `models` are the
+    weights of even and of odd steps."""
+
+    def __init__(self, url: str, models: tuple[Path, Path]) -> None:
+        self._url = url
+        self._models = models
+        self.global_steps = None
+
+    def get_server_address(self) -> tuple[str, int]:
+        host, port = self._url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    def release_kv_cache(self) -> None:
+        """As with ``free_cache_engine=False``."""
+
+    def resume_kv_cache(self) -> None:
+        """As with ``free_cache_engine=False``."""
+
+    def update_weights(self, global_steps: int) -> None:
+        folder = str(self._models[global_steps % 2])
+        self._post("update_weights_from_disk", model_path=folder, flush_cache=False)
+        # Of verl's ServerAdapter.
+        self._post("flush_cache")
+        self.global_steps = global_steps
+
+    def label(self) -> str:
+        return self._get("model_info")["weight_version"]
+
+    def _get(self, path: str) -> Any:
+        with urllib.request.urlopen(f"{self._url}/{path}") as answer:
+            return json.load(answer)
+
+    def _post(self, path: str, **body: Any) -> None:
+        request = urllib.request.Request(
+            f"{self._url}/{path}",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            answer.read()
+
+
+class VLLMServer(SGLangServer):
+    """The same of verl's vLLMHttpServer."""
+
+    def abort_all_requests(self) -> None:
+        self._post("pause?mode=abort")
+
+    def resume_generation(self) -> None:
+        self._post("resume")
+
+    def update_weights(self, global_steps: int) -> None:
+        given = {"weights_path": str(self._models[global_steps % 2])}
+        self._post("collective_rpc", method="reload_weights", kwargs=given)
+        self._post("reset_prefix_cache")
+        self.global_steps = global_steps
+
+    def label(self) -> str:
+        return self._get("weight_info")["weight_version"]

@@ -30,6 +30,9 @@ def test_the_example_trains(model: Path, weights: Path, tmp_path: Path):
             "data.dataloader_num_workers=0",
             "actor_rollout_ref.actor.ppo_mini_batch_size=4",
             "actor_rollout_ref.rollout.n=4",
+            # Is refused unless the trainer waits for the scheduler.
+            "++actor_rollout_ref.rollout.agent.agent_loop_manager_class="
+            "tests.verl.on_cpu.Finishing",
             "actor_rollout_ref.rollout.n_gpus_per_node=2",
             "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
             "actor_rollout_ref.rollout.checkpoint_engine.backend=files",

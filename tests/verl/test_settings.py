@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from aprilsched import SchedulerConfig
-from aprilsched.config import Dispatch
+from aprilsched.config import Dispatch, Staleness
 from aprilsched.errors import ConfigError
-from aprilsched.trainers.verl import AgentLoopManager, _settings
+from aprilsched.trainers.verl import AgentLoopManager, _settings, open_control_calls
 
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
 
@@ -23,7 +23,7 @@ pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
         ("trainer.v1.trainer_mode=sync", 'set it to "separate_async"'),
         ("trainer.v1.trainer_mode=colocate_async", 'set it to "separate_async"'),
         ("actor_rollout_ref.hybrid_engine=True", "set it to False"),
-        ("actor_rollout_ref.rollout.name=vllm", "set it to sglang"),
+        ("actor_rollout_ref.rollout.name=trtllm", "must be sglang or vllm"),
         ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", "set its companions"),
         (
             "actor_rollout_ref.rollout.disaggregation.enabled=True",
@@ -39,19 +39,19 @@ def test_what_cannot_be_served_is_refused(
         AgentLoopManager.create(config=configure(change), llm_client=None)
 
 
-SINGLE = (
-    "algorithm.adv_estimator=aprilsched",
+SAMPLER = (
     "trainer.v1.sampler.custom_sampler.path=pkg://aprilsched.trainers.verl",
-    "trainer.v1.sampler.custom_sampler.name=sample_buffer",
+    "trainer.v1.sampler.custom_sampler.name=scheduled_batches",
 )
+SINGLE = (*SAMPLER, "algorithm.adv_estimator=aprilsched")
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         (("algorithm.adv_estimator=grpo",), "set algorithm.adv_estimator=aprilsched"),
-        (("trainer.v1.sampler.custom_sampler.name=Other",), "and name=sample_buffer"),
-        (("algorithm.filter_groups.enable=True",), "it judges whole groups"),
+        (("trainer.v1.sampler.custom_sampler.name=Other",), "and name=scheduled_batches"),
+        (("algorithm.filter_groups.enable=True",), "verl's own sampler would filter"),
         (("algorithm.use_kl_in_reward=True",), "the penalty is not in the siblings' rewards"),
     ],
 )
@@ -72,10 +72,60 @@ def test_rewards_computed_after_sampling_are_refused_with_samples(configure: Cal
         manager.create(config=configure(*SINGLE), llm_client=None)
 
 
-def test_settings_that_verl_decides_are_refused(configure: Callable[..., Any]):
-    for own in (SchedulerConfig(max_staleness=2), SchedulerConfig(over_provision=2.0)):
-        with pytest.raises(ConfigError, match="verl decides it"):
+def test_settings_that_need_batches_of_the_scheduler(configure: Callable[..., Any]):
+    for own in (
+        SchedulerConfig(max_staleness=2),
+        SchedulerConfig(over_provision="auto"),
+        SchedulerConfig(pace="asynchronous"),
+    ):
+        with pytest.raises(ConfigError, match="and name=scheduled_batches"):
             _settings(configure(), own)
+        settings = _settings(configure(*SAMPLER), own)
+        assert settings.batch_groups == 4
+        assert settings.over_provision == own.over_provision
+        assert settings.pace == own.pace
+    with pytest.raises(ConfigError, match="verl decides it"):
+        _settings(configure(*SAMPLER), SchedulerConfig(batch_groups=3))
+
+
+def test_the_bound_on_staleness_is_that_of_verl_or_stricter(configure: Callable[..., Any]):
+    for strategy, rule in (("drop", "evict"), ("wait", "finish")):
+        chosen = f"trainer.v1.sampler.max_off_policy_strategy={strategy}"
+        settings = _settings(configure(*SAMPLER, chosen), SchedulerConfig())
+        staleness = settings.policies.staleness
+        assert (staleness.bound, staleness.rule) == (7, rule)
+    strict = _settings(configure(*SAMPLER), SchedulerConfig(max_staleness=3))
+    assert strict.policies.staleness == Staleness(bound=3)
+    with pytest.raises(ConfigError, match="must be below trainer"):
+        _settings(configure(*SAMPLER), SchedulerConfig(max_staleness=8))
+    unbound = "trainer.v1.sampler.max_off_policy_threshold=null"
+    free = _settings(configure(*SAMPLER, unbound), SchedulerConfig())
+    assert free.policies.staleness.bound is None
+
+
+def test_requests_wait_in_servers_that_verl_leaves_alone(configure: Callable[..., Any]):
+    """`free_cache_engine` releases the cache in every update, also under requests."""
+    kept = "actor_rollout_ref.rollout.free_cache_engine=False"
+    vllm = "actor_rollout_ref.rollout.name=vllm"
+    retract, in_place = SchedulerConfig(), SchedulerConfig(straggler="in_place")
+    assert _settings(configure(), retract, held=True).straggler == "abort"
+    assert _settings(configure(kept), retract).straggler == "abort"
+    assert _settings(configure(kept), retract, held=True).straggler == "retract"
+    assert _settings(configure(kept, vllm), in_place, held=True).straggler == "in_place"
+    for changes, held, sentence in (
+        ((kept,), True, "flushes the cache of an SGLang server"),
+        ((vllm,), True, "free_cache_engine=False"),
+        ((kept, vllm), False, "python -m aprilsched.trainers.verl"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            _settings(configure(*changes), in_place, held=held)
+
+
+def test_vllm_servers_get_their_control_calls(configure: Callable[..., Any]):
+    config = configure("actor_rollout_ref.rollout.name=vllm")
+    open_control_calls(config)
+    assert config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_SERVER_DEV_MODE == "1"
+    assert config.actor_rollout_ref.rollout.engine_kwargs.vllm.enable_scale_out is True
 
 
 def test_other_settings_are_kept(configure: Callable[..., Any]):

@@ -22,37 +22,6 @@ from tests.verl.conftest import STEPS
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
 
 PROMPTS, SIZE = 4, 4
-WARM_UP = 2
-"""Number of batches of prompts that are pushed before the first step."""
-
-
-@pytest.fixture
-def run(
-    cluster: None, configure: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
-    """Runs a task runner of verl in this process; returns its trainer, and what the servers call
-    their weights at the end."""
-    import ray
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
-
-    from tests.verl.on_cpu import Trainer
-
-    monkeypatch.setitem(TRAINER_REGISTRY, "separate_async", Trainer)
-
-    def runs(kind: type[Any], *changes: str) -> Any:
-        runner = kind()
-        warm_up = f"trainer.v1.separate_async.num_warmup_batches={WARM_UP}"
-        runner.run(configure(warm_up, *changes))
-        trainer = runner.trainer
-        servers = trainer.standalone_server_manager.server_handles
-        labels = ray.get([server.label.remote() for server in servers])
-        runner.agent_loop_manager.close()
-        # They have names, which the next run uses again.
-        for actor in (*servers, *trainer.get_reward_handles()):
-            ray.kill(actor)
-        return trainer, labels
-
-    return runs
 
 
 def check_groups(trained: list[Any], first: int = 1) -> None:
@@ -110,7 +79,7 @@ def test_single_samples_with_the_advantage_of_their_siblings(
         adapter._task_runner(),
         f"{manager}=tests.verl.on_cpu.SingleSamples",
         f"{sampler}.path=pkg://aprilsched.trainers.verl",
-        f"{sampler}.name=sample_buffer",
+        f"{sampler}.name=scheduled_batches",
         "algorithm.adv_estimator=aprilsched",
         f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}",
         "trainer.val_before_train=True",
@@ -131,24 +100,49 @@ def test_single_samples_with_the_advantage_of_their_siblings(
     for each in trained:
         uid, session, _ = each.key.split("_")
         groups.setdefault(uid, {})[session] = each
-        assert each.step - each.tag["global_steps"] < threshold
         versions = each.versions(weights)
         assert [each.tag["min_global_steps"], each.tag["max_global_steps"]] == [
             versions[0],
             versions[-1],
         ]
-        (advantage,) = set(each.advantages[each.response_mask.astype(bool)].tolist())
-        assert advantage == pytest.approx(each.rm_scores.sum() - each.tag["baseline"], abs=1e-5)
+        assert each.step - 1 - versions[0] < threshold
     compared = 0
     for whole in (group for group in groups.values() if len(group) == SIZE):
         for session, each in whole.items():
             others = [whole[other].rm_scores.sum() for other in whole if other != session]
             # The siblings are two of the three others.
             means = [np.mean(pair) for pair in combinations(others, SIZE // 2)]
-            assert any(each.tag["baseline"] == pytest.approx(mean, abs=1e-5) for mean in means)
+            (advantage,) = set(each.advantages[each.response_mask.astype(bool)].tolist())
+            baseline = each.rm_scores.sum() - advantage
+            assert any(baseline == pytest.approx(mean, abs=1e-5) for mean in means)
             compared += 1
     assert compared
+    evicted = [step["training/off_policy/evicted_samples"] for step in trainer.logged]
+    assert (sum(evicted) > 0) == (threshold == 2)
     assert "val-core/words/acc/mean@1" in trainer.logged[-1]
+    assert labels == [str(STEPS)] * 2
+
+
+@pytest.mark.parametrize("manager", ["Masked", "Automatic"])
+def test_batches_that_the_scheduler_forms(run: Callable[..., Any], weights: Path, manager: str):
+    sampler = "trainer.v1.sampler.custom_sampler"
+    trainer, labels = run(
+        adapter._task_runner(),
+        f"actor_rollout_ref.rollout.agent.agent_loop_manager_class=tests.verl.on_cpu.{manager}",
+        "actor_rollout_ref.rollout.free_cache_engine=False",
+        f"{sampler}.path=pkg://aprilsched.trainers.verl",
+        f"{sampler}.name=scheduled_batches",
+    )
+    check_groups(trainer.trained)
+    bound = {"Masked": 1, "Automatic": 4}[manager]
+    for each in trainer.trained:
+        stretches = each.stretches(weights, every=True)
+        assert sum(len(places) for _, places in stretches) == len(each.responses)
+        for step, places in stretches:
+            counts = each.response_mask[places.start : places.stop]
+            assert (counts == (each.step - 1 - step <= bound)).all()
+    ages = [each.step - 1 - each.versions(weights)[0] for each in trainer.trained]
+    assert max(ages) > 0
     assert labels == [str(STEPS)] * 2
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from aprilsched import Prompt, SamplingParams, SchedulerConfig, Score, SimFleet
 from aprilsched.config import Retries
-from aprilsched.errors import MemberLost, RunGivenUp
+from aprilsched.errors import RunGivenUp
 from aprilsched.kernel.shell import Turn
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.trainers.pushed import NOT_TOKENIZED, PushedRollouts, as_pushed
-from aprilsched.types import Sample
 
 FOR_ONE = (SamplingParams(max_new_tokens=8),)
 """Parameters for a group of one rollout; groups have two."""
@@ -79,62 +79,80 @@ def test_an_error_of_the_scheduler_ends_every_open_group():
     assert found == {"raises": "GroupLost", "one": "RunGivenUp"}
 
 
-def test_a_group_of_single_samples_ends_when_each_was_delivered_or_lost():
-    attempts = Counter[tuple[str, int]]()
-    events: list[tuple[str, int | None]] = []
-    """Samples that were delivered, by key and index; keys of groups that have ended."""
-
+def test_prompts_of_batches_are_unfinished_until_their_last_sample_left():
     async def lossy(turn: Turn, prompt: Prompt) -> Score:
-        name = str(prompt.key), turn.index
-        attempts[name] += 1
         await turn.generate([5, 6, 7])
-        if name == ("again", 2) and attempts[name] == 1:
-            raise MemberLost("a sandbox is gone")
-        if name in (("lost", 0), ("lost", 3)) or prompt.key == "raises":
+        if prompt.key == "raises":
             raise ValueError("this episode never works")
         return Score(reward=float(turn.index))
 
-    async def delivered(sample: Sample) -> None:
-        await asyncio.sleep(1)  # Facts of later samples come in between.
-        assert len(sample.siblings) == 2
-        events.append((str(sample.prompt.key), sample.rollout.index))
-
-    found: dict[str, str] = {}
-
     async def ended(prompt: Prompt, error: Exception | None) -> None:
-        found[str(prompt.key)] = "" if error is None else type(error).__name__
-        events.append((str(prompt.key), None))
+        pytest.fail(f"the trainer takes batches, and {prompt.key} was reported")
 
     rollouts = PushedRollouts(
         SimFleet(1),
         episode=lossy,
-        config=as_pushed(SchedulerConfig(delivery="samples", siblings=2), group_size=5),
+        config=SchedulerConfig(
+            delivery="samples", siblings=1, group_size=3, batch_groups=1, pace="asynchronous"
+        ),
         listeners=[],
         ended=ended,
-        delivered=delivered,
+        batches=True,
     )
+    left = Counter[str]()
 
     async def run() -> None:
-        keys = ["whole", "again", "lost", "raises", "refused"]
         await rollouts.open()
+        keys = ["one", "raises", "refused", "two", "three", "four"]
         for key in keys:
-            sampling = FOR_ONE * 5 if key != "refused" else FOR_ONE
+            sampling = FOR_ONE if key == "refused" else None
             rollouts.push(Prompt(input_ids=NOT_TOKENIZED, key=key, sampling=sampling))
-        async with asyncio.timeout(1000):
-            while len(found) < len(keys):  # noqa: ASYNC110
-                await asyncio.sleep(1)
+        assert rollouts.unfinished() == set(keys)
+        rollouts.prompts.close()
+        while rollouts.unfinished():
+            batch = await rollouts.scheduler.next_batch()
+            left.update(str(unit.prompt.key) for unit in batch.units)
+            unfinished = rollouts.unfinished()
+            assert {key for key in left if left[key] < 3} <= unfinished
+            assert unfinished.isdisjoint(key for key in left if left[key] == 3)
         await rollouts.close()
 
     run_virtual(run())
-    members = {key: [i for name, i in events if name == key] for key in found}
-    assert {key: sorted(i for i in each if i is not None) for key, each in members.items()} == {
-        "whole": [0, 1, 2, 3, 4],
-        "again": [0, 1, 2, 3, 4],
-        "lost": [1, 2, 4],
-        "raises": [],
-        "refused": [],
-    }
-    # A group ends once, and after its last sample.
-    assert all(each.index(None) == len(each) - 1 for each in members.values())
-    assert attempts["again", 2] == 2
-    assert {key for key, error in found.items() if error} >= {"raises", "refused"}
+    assert left == dict.fromkeys(("one", "two", "three", "four"), 3)
+
+
+def test_groups_of_a_checkpoint_are_reported_by_the_next_process(tmp_path: Path):
+    file, sampled = tmp_path / "checkpoint", dict[str, int]()
+
+    async def stopped() -> None:
+        rollouts, found = with_retries(Retries(member="drop_group"))
+        await rollouts.open()
+        for key in ("one", "two"):
+            rollouts.push(Prompt(input_ids=NOT_TOKENIZED, key=key))
+        flight = rollouts.scheduler.state.in_flight
+        while not all(each.log.size for each in flight.rollouts.values()) or not flight.rollouts:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert not found
+        await rollouts.scheduler.checkpoint(file)
+        for group in flight.training_groups():
+            sampled[str(group.prompt.key)] = sum(each.log.size for each in group.members)
+        await rollouts.close()
+
+    run_virtual(stopped())
+    assert sampled.keys() == {"one", "two"}
+    rollouts, found = with_retries(Retries(member="drop_group"))
+    rollouts.scheduler.restore(file)
+
+    async def resumed() -> None:
+        await rollouts.open()
+        assert rollouts.unfinished() == {"one", "two"}
+        await push(rollouts, found, ["three", "raises", "four"])
+        async with asyncio.timeout(1000):
+            while len(found) < 5:  # noqa: ASYNC110
+                await asyncio.sleep(1)
+        assert not rollouts.unfinished()
+        await rollouts.close()
+
+    run_virtual(resumed())
+    complete = dict.fromkeys(("one", "two", "three", "four"), "")
+    assert found == {**complete, "raises": "GroupLost"}
