@@ -70,7 +70,7 @@ nitpick_ignore_regex = [
     (r"py:data", r"FIELDS"),
     # Type variables, and names that a signature has without their module.
     (r"py:class", r"aprilsched\..*\._?T"),
-    (r"py:class", r"Weights|device"),
+    (r"py:class", r"Weights|device|Path"),
 ]
 # Written as they are in the code, and not as what they stand for.
 _ALIASES = ("BoolArray", "Command", "Event", "Float32Array", "Int32Array")

@@ -202,8 +202,10 @@ class Interrupted(Slow):
         self._meet("resume")
         await super().resume()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        async with aclosing(super().generate(request)) as chunks:
+    async def generate(
+        self, request: GenerationRequest, *, length: int | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(super().generate(request, length=length)) as chunks:
             try:
                 async for chunk in chunks:
                     yield chunk

@@ -128,9 +128,11 @@ def _wrong_rows(rollout: Rollout, *, required: bool) -> int:
 class Flaky(SimEngine):
     """An engine whose streams sometimes break and lose everything that they had not sent."""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+    async def generate(
+        self, request: GenerationRequest, *, length: int | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         chunks, breaks = 0, zlib.crc32(request.request_id[-15:].encode()) % 3 == 0
-        async with aclosing(super().generate(request)) as stream:
+        async with aclosing(super().generate(request, length=length)) as stream:
             async for chunk in stream:
                 yield chunk
                 chunks += 1

@@ -69,8 +69,10 @@ class Spoilt(Server):
 
     fault = ""
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
-        async for chunk in super().generate(request):
+    async def generate(
+        self, request: GenerationRequest, *, length: int | None = None
+    ) -> AsyncGenerator[Chunk, None]:
+        async for chunk in super().generate(request, length=length):
             ids, logprobs, finish = chunk.token_ids, chunk.logprobs, chunk.finish
             if self.fault == "nan":
                 logprobs = np.full(len(ids), np.nan, dtype=np.float32)

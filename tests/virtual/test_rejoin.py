@@ -186,9 +186,11 @@ class Noting(SimEngine):
         await super().flush()
         self.noted.append("flush")
 
-    def generate(self, request: GenerationRequest) -> AsyncGenerator[Chunk, None]:
+    def generate(
+        self, request: GenerationRequest, *, length: int | None = None
+    ) -> AsyncGenerator[Chunk, None]:
         self.noted.append("check" if len(request.input_ids) == 1 else "request")
-        return super().generate(request)
+        return super().generate(request, length=length)
 
 
 class Noted(Changing):
