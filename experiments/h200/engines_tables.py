@@ -30,10 +30,26 @@ def merged(folders: list[str]) -> dict[str, dict[str, Any]]:
     for path in (path for folder in folders for path in sorted(Path(folder).glob("*.jsonl"))):
         for line in map(json.loads, path.read_text().splitlines()):
             if "updates" in line:
+                line["updates"] = aligned(line["updates"])
                 found["arms"][line["arm"]] = line
             elif "cell" in line and len(line["batches"]) >= Cell.of(line["cell"]).burn_in + 2:
                 found["cells"][line["cell"]] = line
     return rounded(found)
+
+
+def aligned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Give each row the seconds and the tokens of its own step.
+
+    The trainer writes a row when its update ends and before the listener counts that step, so the
+    next row has its tokens.
+    """
+    return [
+        row | {
+            "step_s": row["seconds"] - (rows[place - 1]["seconds"] if place else 0.0),
+            "generated": rows[place + 1]["generated"],
+        }
+        for place, row in enumerate(rows[:-1])
+    ]  # fmt: skip
 
 
 def cells_table(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
