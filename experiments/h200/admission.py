@@ -44,7 +44,7 @@ def simulate(names: list[str]) -> None:
 def rows_table(found: dict[str, Any]) -> str:
     """The table of admission.md."""
     head = ["arm", "measured, tokens/s", "constant share", "error", "falling share", "error",
-            "measured age", "constant", "falling"]  # fmt: skip
+            "measured staleness", "constant", "falling"]  # fmt: skip
     lines: list[list[str]] = []
     errors: dict[str, list[float]] = {"constant": [], "falling": []}
     for name, cell in found.items():

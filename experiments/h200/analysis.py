@@ -16,6 +16,7 @@ import json
 import sys
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def shown(row: dict[str, Any] | None, name: str) -> str:
 def rows_table(found: dict[str, Any], predicted: dict[str, Any]) -> str:
     """The table of every cell, predicted and measured."""
     head = ["arm", "GPU", "batches", "generated tokens/s", "predicted", "simulated since",
-            "delivered tokens/s", "mean age", "predicted", "oldest", "off-policy share",
+            "delivered tokens/s", "mean staleness", "predicted", "oldest", "off-policy share",
             "mean length"]  # fmt: skip
     lines = []
     order = {name: place for place, name in enumerate(ARMS)}
@@ -150,7 +151,7 @@ def compared_table(found: dict[str, Any], predicted: dict[str, Any]) -> str:
                 ", seed 1" if seed else ""
             )
             lines.append([title, where, pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]])
-    head = ["compared", "GPUs", "generated tokens/s", "predicted", "mean age", "predicted"]
+    head = ["compared", "GPUs", "generated tokens/s", "predicted", "mean staleness", "predicted"]
     return table(head, lines)
 
 
@@ -187,41 +188,42 @@ def markdown(found: dict[str, Any], predicted: dict[str, Any]) -> str:
     return "\n\n".join(text)
 
 
-def picture(found: dict[str, Any], predicted: dict[str, Any], path: Path) -> None:
-    """Draw generated tokens per second against the mean age, measured and predicted."""
-    from aprilsched.observe.report.style import GREY, INK, PALETTE, new_figure, save
+LINES = {
+    "whole groups": ("sync", "wave@2.0", "wave@3.5"),
+    "single samples": ("samples@1.5", "samples@2.0"),
+}
+"""The arms that the picture joins, by increasing ratio."""
+LABELS = {
+    "sync": ("synchronous", (10, -4)), "wave@2.0": ("ratio 2.0 (APRIL)", (10, -4)),
+    "wave@3.5": ("ratio 3.5", (-26, 11)), "auto": ("auto", (8, -13)),
+    "samples@1.5": ("ratio 1.5", (-62, 2)), "samples@2.0": ("ratio 2.0", (-62, 6)),
+    "auto-samples": ("auto", (10, 2)),
+}  # fmt: skip
+"""The arms of the picture, with their labels and the offsets of these in points."""
 
-    colours = {"groups": PALETTE[0], "samples": PALETTE[5], "waiting": GREY}
-    figure = new_figure(8, 4.6)
+
+def picture(cells: dict[str, Any], path: Path) -> None:
+    """Draw generated tokens per second against the mean staleness: each seed, and their means."""
+    from aprilsched.observe.report.style import INK, PALETTE, new_figure, save
+
+    figure = new_figure(8, 4.4)
     axes = figure.subplots()
-    cells = found["cells"]
-    for name in sorted({*predicted, *cells}):
-        cell = Cell.of(name)
-        title = ARMS[cell.arm].title
-        if cell.is_fleet or cell.server == "dense":
-            continue
-        kind, _, short = title.partition(", ")
-        colour, open_marker = colours[kind], "recompute" in title
-        row, expected = cells.get(name), predicted.get(name)
-        if expected:
-            axes.plot(expected["age"], expected["generated_s"], "x", color=colour, markersize=5,
-                      alpha=0.7)  # fmt: skip
-        if row:
-            low, high = row["interval"]
-            axes.errorbar(
-                row["age"], row["generated_s"], fmt="o", color=colour, markersize=6,
-                yerr=[[row["generated_s"] - low], [high - row["generated_s"]]], capsize=2,
-                markerfacecolor="none" if open_marker else colour,
-            )  # fmt: skip
-        if (at := row or expected) and not cell.seed:
-            axes.annotate(short or title, (at["age"], at["generated_s"]), (6, 4), fontsize=7.5,
-                          textcoords="offset points", color=INK)  # fmt: skip
-    for kind, colour in colours.items():
-        axes.plot([], [], "o", color=colour, label=kind)
-    axes.plot([], [], "x", color=INK, label="predicted beforehand")
-    axes.plot([], [], "o", color=INK, markerfacecolor="none", label="recompute")
-    axes.set(xlabel="mean age of delivered tokens, updates", ylabel="generated tokens/s",
-             xlim=(-0.15, 4.2), ylim=(0, 13_000))  # fmt: skip
+    colours = {"whole groups": PALETTE[0], "single samples": PALETTE[5]}
+    means: dict[str, tuple[float, float]] = {}
+    for arm, (label, offset) in LABELS.items():
+        seeds = [(row["age"], row["generated_s"]) for name, row in cells.items()
+                 if Cell.of(name).arm == arm]  # fmt: skip
+        unit = "single samples" if "samples" in arm else "whole groups"
+        marker = "*" if arm.startswith("auto") else "o"
+        means[arm] = (fmean(x for x, _ in seeds), fmean(y for _, y in seeds))
+        axes.plot(*zip(*seeds, strict=True), marker, color=colours[unit], alpha=0.35, markersize=5)
+        axes.plot(*means[arm], marker, color=colours[unit], markersize=13 if marker == "*" else 8)
+        axes.annotate(label, means[arm], offset, textcoords="offset points", color=INK, fontsize=9)
+    for unit, arms in LINES.items():
+        axes.plot(*zip(*(means[arm] for arm in arms), strict=True), "-", color=colours[unit],
+                  label=unit)  # fmt: skip
+    axes.set(xlabel="mean staleness of delivered tokens, updates", ylabel="generated tokens/s",
+             xlim=(-0.1, 3.3), ylim=(0, 13_000))  # fmt: skip
     axes.legend(frameon=False, loc="lower right")
     save(figure, path)
 
@@ -248,7 +250,7 @@ def main() -> None:
     text = markdown(found, predicted)
     print(text)
     written(text, HERE / "README.md")
-    picture(found, predicted, HERE / "frontier.png")
+    picture(found["cells"], HERE / "frontier.png")
 
 
 if __name__ == "__main__":

@@ -134,7 +134,7 @@ _SAMPLES: dict[str, Any] = {"delivery": "samples", "siblings": 4}
 _KEPT: dict[str, Any] = {"straggler": "in_place", "allow_inexact_versions": True}
 _BACK: dict[str, Any] = {"straggler": "abort"}
 _ARMS: dict[str, tuple[str, Change]] = {
-    "sync": ("waiting", PRESETS["sync"]),
+    "sync": ("synchronous", PRESETS["sync"]),
     "wave@1.5": ("groups, wave 1.5", _wave(1.5)),
     "wave@2.0": ("groups, wave 2.0 (APRIL)", _wave(2.0)),
     "wave@3.0": ("groups, wave 3.0", _wave(3.0)),

@@ -148,21 +148,21 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     *(
         (
             "README.md",
-            rf"\n\| {words} \| ([\d,]+) \| ([\d.]+) \| (\d+) \|",
+            rf"\n\| {words} \| ([\d,]+) and ([\d,]+) \| ([\d.]+) and ([\d.]+) \| (\d+) \|",
             lambda cell=cell: [
-                f"{measured(cell)['generated_s']:,.0f}",
-                f"{measured(cell)['age']:.2f}",
-                measured(cell)["oldest"],
+                *(f"{measured(f'{cell}:s{seed}')['generated_s']:,.0f}" for seed in (0, 1)),
+                *(f"{measured(f'{cell}:s{seed}')['age']:.2f}" for seed in (0, 1)),
+                max(measured(f"{cell}:s{seed}")["oldest"] for seed in (0, 1)),
             ],
         )
         for words, cell in (
-            ("waiting for every response", "sync:s0"),
-            (r"whole groups, ratio 2.0 \(APRIL\)", "wave@2.0:s0"),
-            ("whole groups, ratio 3.5", "wave@3.5:s0"),
-            ("whole groups, auto", "auto:s0"),
-            ("single samples, ratio 1.5", "samples@1.5:s0"),
-            ("single samples, ratio 2.0", "samples@2.0:s0"),
-            ("single samples, auto", "auto-samples:s0"),
+            ("synchronous", "sync"),
+            (r"whole groups, ratio 2.0 \(APRIL\)", "wave@2.0"),
+            ("whole groups, ratio 3.5", "wave@3.5"),
+            ("whole groups, auto", "auto"),
+            ("single samples, ratio 1.5", "samples@1.5"),
+            ("single samples, ratio 2.0", "samples@2.0"),
+            ("single samples, auto", "auto-samples"),
         )
     ),
     (

@@ -33,6 +33,10 @@ def embedded(urls: Sequence[str]) -> SimFleet:
     return SimFleet(len(urls), time_scale=0.001)
 
 
+def score(*_: object) -> float:
+    return 1.0
+
+
 def test_the_program_in_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     pytest.importorskip("torch")
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
@@ -41,5 +45,5 @@ def test_the_program_in_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_pat
     trainer = Trainer()
     program = program.replace("/shared/weights", str(tmp_path))
     dataset = [[index + 1, 2, 3] for index in range(80)]
-    exec(program, {"my_trainer": trainer, "my_dataset": dataset})  # noqa: S102
+    exec(program, {"my_trainer": trainer, "my_dataset": dataset, "my_score": score})  # noqa: S102
     assert [shape[0] for shape in trainer.shapes] == [256, 256, 128]
