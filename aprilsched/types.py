@@ -415,7 +415,9 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         loss_mask: bool [T], False for tokens of the environment and for tokens that are masked
             because their staleness is above the scheduler's bound.
         segments: `versions` as consecutive segments, with the engine that decoded each.
-        versions_exact: False if the server could not tell the version of every token.
+        versions_exact: False if the server could not tell the version of every token, or was lost
+            or put on standby before it did. `versions` then has those at the tokens' arrival: the
+            first tokens after an update may be of an earlier one.
         reward: the score; None without a reward function.
         reward_parts: parts of the reward by name, if the reward function or the episode gave a
             :class:`Score` with parts.

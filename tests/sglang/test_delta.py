@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from aprilsched import Batch, DeltaPublisher, SGLangFleet
+from aprilsched import Batch, DeltaPublisher, Rollout, SGLangFleet
 from aprilsched.kernel.weights.delta_file import apply_delta
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import TOLERANCE, Recorder, check_whole, scheduled, sequence_scores
@@ -48,6 +49,25 @@ class Trainer:
 async def load_from(load: Any, folder: Path, path: Path, version: int) -> None:
     """Load from the folder that one host has at `path`."""
     await load(folder, version)
+
+
+def mislabelled(rollout: Rollout, scores: NDArray[np.float64], lost: str) -> list[int]:
+    """Return the places of tokens whose log-probability is not the one of their version.
+
+    `scores` has the log-probability of each token under each version. If the engine `lost` was put
+    on standby amid the rollout, it has not reported which versions sampled the tokens. The rollout
+    is then marked as inexact, and the first tokens that arrived from that engine after an update
+    may be of an earlier version.
+    """
+    right = np.abs(rollout.logprobs - scores) < TOLERANCE
+    wrong: list[int] = []
+    for part in rollout.segments:
+        start = part.start
+        if part.engine == lost and not rollout.versions_exact:
+            while start < part.end and right[: part.version, start].any():
+                start += 1
+        wrong += [at for at in range(start, part.end) if not right[part.version, at]]
+    return wrong
 
 
 @pytest.mark.long
@@ -107,11 +127,9 @@ async def test_every_token_is_of_its_version_also_after_missed_deltas(
     by_version = sequence_scores(checkpoints, responses, tmp_path)
     seen: set[int] = set()
     for index, rollout in enumerate(delivered):
-        versions: list[int] = rollout.versions.tolist()
-        own = np.array([by_version[v][index][at] for at, v in enumerate(versions)])
-        wrong = np.flatnonzero(np.abs(rollout.logprobs - own) >= TOLERANCE).tolist()
-        assert not wrong, (wrong, versions, rollout.versions_exact, rollout.segments)
-        seen |= set(versions)
+        wrong = mislabelled(rollout, np.array([each[index] for each in by_version]), second)
+        assert not wrong, (wrong, rollout.versions_exact, rollout.segments)
+        seen |= set(rollout.versions.tolist())
     assert len(seen) > 5
     crossed = [i for i, rollout in enumerate(delivered) if len(set(rollout.versions.tolist())) > 1]
     assert crossed

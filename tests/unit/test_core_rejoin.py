@@ -5,7 +5,7 @@ from __future__ import annotations
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts as of
-from tests.support.driver import Driver, config
+from tests.support.driver import Driver, config, span
 
 
 def refit(driver: Driver, **outcome: tuple[int | None, str]) -> None:
@@ -30,6 +30,23 @@ def test_an_engine_that_kept_the_old_weights_stands_by_and_the_next_refit_brings
     assert driver.state.weights.versions.engines == {"a": 2, "b": 2}
     assert driver.admitted == [of.EngineAdmitted(engine="b", version=2)]
     assert {c.mode for c in driver.state.fleet.control.engines.values()} == {"running"}
+
+
+def test_a_carried_response_of_an_engine_that_fails_a_refit_is_not_exact():
+    driver = Driver(config(batch_groups=1, group_size=1, over_provision=1.0))
+    driver.feed(ev.BatchRequested())
+    (key,) = driver.on("a")
+    driver.progress(key, 10)
+    driver.update()
+    # This chunk may contain tokens that were sampled before the pause, under version 0.
+    driver.progress(key, 10, label=1)
+    refit(driver, a=(1, "no space"))
+    driver.settle()
+    (key,) = driver.on("b")
+    driver.finish(key, 4, spans=(span(2, 4),))
+    (rollout,) = driver.batches[0].rollouts
+    assert rollout.versions.tolist() == [0] * 10 + [1] * 10 + [2] * 4
+    assert not rollout.versions_exact
 
 
 def test_inconsistent_engines_are_on_standby_while_others_run():
