@@ -186,7 +186,7 @@ def test_another_rule_has_its_own_defaults() -> None:
 
 def test_a_policy_by_name_takes_settings_by_their_paths() -> None:
     one, other = chosen("pool:refill.until=0.25|0.5:dispatch.placement=spread")
-    assert one.name == "pool:refill.until=0.25:dispatch.placement=spread"
+    assert one.name == "pool refill.until=0.25 dispatch.placement=spread"
     for policy, until in ((one, 0.25), (other, 0.5)):
         config = policy.apply(SchedulerConfig(max_staleness=1))
         assert config.refill == Pool(together=4, until=until)
