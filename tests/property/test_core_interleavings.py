@@ -163,6 +163,8 @@ class Interleavings(RuleBasedStateMachine):
             pace, straggler, adapters, automatic = "asynchronous", "run", False, False
         if pace == "asynchronous" or straggler not in ("retract", "abort"):
             refill = refill if refill in ("wave", Pool(together=2)) else Pool(together=2)
+        behaviour = straggler if isinstance(straggler, Behaviour) else BEHAVIOURS[straggler]
+        runs_out = behaviour.called_back == "never"
         tail = refill == "tail"
         if rule_ == "restart" and (automatic or not tail):
             # The rule "restart" is only accepted with settings like these.
@@ -181,7 +183,7 @@ class Interleavings(RuleBasedStateMachine):
             pace=pace,
             refit="rolling" if rolling else "together",
             refill=refill,
-            dispatch=Dispatch(placement=placement, migrate=pool is not None and straggler != "run"),
+            dispatch=Dispatch(placement=placement, migrate=pool is not None and not runs_out),
             max_staleness=Staleness(bound, rule="mask" if bound is None else rule_),
             # Being given up is an end of its own, tested elsewhere.
             retries=Retries(
