@@ -179,12 +179,12 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         for arm in ("wave@2", "wave@3", "samples:4@2")
     ),
     (
-        "docs/limits.md",
+        "docs/guides/simulation.md",
         STEPS,
         accuracy,
     ),
     (
-        "docs/limits.md",
+        "docs/guides/simulation.md",
         r"\| mixture of experts \| (\d) of (\d) \| (\d+), (\d+) and (\d+) % too short under auto, "
         r"(\d+) % too long while waiting \|",
         experts,
