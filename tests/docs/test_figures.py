@@ -107,7 +107,7 @@ STEPS = (
 FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (
         "docs/index.md",
-        r"([\d,]+) tokens/s at a mean age of ([\d.]+) versions, where whole groups have at most "
+        r"([\d,]+) tokens/s at a mean (?:age|staleness) of ([\d.]+) versions, where whole groups have at most "
         r"([\d,]+), at ([\d.]+)",
         lambda: [speed("samples:4@2"), age("samples:4@2"), *fastest_wave()[1:]],
     ),
@@ -130,7 +130,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (
         "docs/frontier.md",
         r"`samples:4@2` delivers ([\d.]+) times[\s\S]*is faster than (\d), which delivers ([\d,]+) "
-        r"tokens/s at an age of (\d\.\d+)[\s\S]*as with groups, at ([\d.]+) of the age",
+        r"tokens/s at a staleness of (\d\.\d+)[\s\S]*as with groups, at ([\d.]+) of the staleness",
         lambda: [
             f"{point('samples:4@2')['tokens_per_s'] / point('wave@2')['tokens_per_s']:.2f}",
             *fastest_wave(),
@@ -140,7 +140,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     *(
         (
             page,
-            r"generated ([\d.]+) times the tokens of [^|]* at ([\d.]+) of (?:its|their) age",
+            r"generated ([\d.]+) times the tokens of [^|]* at ([\d.]+) of (?:its|their) (?:age|staleness)",
             gain,
         )
         for page in ("docs/index.md", "docs/frontier.md")
@@ -186,7 +186,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (
         "docs/guides/simulation.md",
         r"\| mixture of experts \| (\d) of (\d) \| (\d+), (\d+) and (\d+) % too short under auto, "
-        r"(\d+) % too long while waiting \|",
+        r"(\d+) % too long under the synchronous schedule \|",
         experts,
     ),
     (
