@@ -62,7 +62,7 @@ def speed(arm: str, file: str = "result") -> str:
 
 
 def age(arm: str, file: str = "result") -> str:
-    return f"{point(arm, file)['age']:.2f}"
+    return f"{point(arm, file)['staleness']:.2f}"
 
 
 def fastest_wave() -> list[str]:
@@ -107,8 +107,8 @@ STEPS = (
 FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (
         "docs/index.md",
-        r"([\d,]+) tokens/s at a mean (?:age|staleness) of ([\d.]+) versions, where whole groups have at most "
-        r"([\d,]+), at ([\d.]+)",
+        r"([\d,]+) tokens/s at a mean (?:age|staleness) of ([\d.]+) versions, where whole groups "
+        r"have at most ([\d,]+), at ([\d.]+)",
         lambda: [speed("samples:4@2"), age("samples:4@2"), *fastest_wave()[1:]],
     ),
     *(
@@ -134,13 +134,14 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         lambda: [
             f"{point('samples:4@2')['tokens_per_s'] / point('wave@2')['tokens_per_s']:.2f}",
             *fastest_wave(),
-            f"{point('samples:4@auto')['age'] / point('auto')['age']:.2f}",
+            f"{point('samples:4@auto')['staleness'] / point('auto')['staleness']:.2f}",
         ],
     ),
     *(
         (
             page,
-            r"generated ([\d.]+) times the tokens of [^|]* at ([\d.]+) of (?:its|their) (?:age|staleness)",
+            r"generated ([\d.]+) times the tokens of [^|]* at ([\d.]+) of (?:its|their) "
+            r"(?:age|staleness)",
             gain,
         )
         for page in ("docs/index.md", "docs/frontier.md")

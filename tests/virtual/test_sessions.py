@@ -780,8 +780,8 @@ async def test_engines_fetch_images_only_if_they_may(tokenizer: ModelTokenizer, 
         return 1.0
 
     await batch_of(harness, tokenizer, remote_images=remote)
-    no_url = "an image is no URL that begins with data:, http: or https:;"
-    no_data = "the URL of an image must begin with data:, got 'http://169."
+    no_url = "an image is not a URL that starts with data:, http: or https:;"
+    no_data = "the URL of an image must start with data:, got 'http://169."
     assert heard == ({no_url} if remote else {no_url, no_data})
 
 
