@@ -139,7 +139,7 @@ def ages_by_batch(batches: Sequence[int], shares: Sequence[Sequence[float]]) -> 
         series=[
             Series(
                 kind="bar",
-                name=_age(age),
+                name=_staleness(age),
                 x=list(batches),
                 y=shares[age],
                 colour=AGE_COLOURS[age],
@@ -223,7 +223,7 @@ def evenly(count: int, at_most: int = 240) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, max(0, count - 1), min(count, at_most)).astype(np.int64))
 
 
-def _age(age: int) -> str:
+def _staleness(age: int) -> str:
     if age == _OLDEST:
-        return f"{age} or more versions old"
-    return {0: "on-policy", 1: "1 version old"}.get(age, f"{age} versions old")
+        return f"staleness {age} or more"
+    return f"staleness {age}" if age else "on-policy"
