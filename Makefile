@@ -159,7 +159,8 @@ example-agent: $(TEST_STAMP) $(SGLANG_READY) ## Train an agent through the URLs 
 		runs/agent/policy runs/agent/server.log $(BIN)/python examples/agent/train_agent.py \
 		--engine {engine} --out runs/agent
 
-docs: $(TEST_STAMP) ## Build the documentation site, docs/_build/html/index.html.
+docs: $(TEST_STAMP) ## Write the references again, and build the site, docs/_build/html/index.html.
+	$(BIN)/python docs/_ext/aprildocs/generated.py
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 notebooks: $(TEST_STAMP) ## Execute the notebooks again from their scripts.

@@ -1,6 +1,6 @@
 """Trains with OpenRLHF's asynchronous trainer on rollouts that aprilsched schedules.
 
-    pip install 'aprilsched[openrlhf]'
+    pip install '.[openrlhf]'
     VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --tokens-only --port 8000
     python examples/openrlhf_async.py --engine http://127.0.0.1:8000 --weights /shared/weights \\
         --model Qwen/Qwen3-0.6B

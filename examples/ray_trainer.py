@@ -2,7 +2,7 @@
 
 ::
 
-    pip install 'aprilsched[ray,torch]' sglang transformers
+    pip install '.[ray,torch]' sglang transformers
     python examples/ray_trainer.py Qwen/Qwen3-0.6B --servers 2 --folder /shared/run
 
 The folder must be on a disk that all nodes have. A second call with the same folder goes on where

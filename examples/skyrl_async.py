@@ -1,6 +1,6 @@
 """Trains with SkyRL's fully asynchronous trainer on rollouts that aprilsched schedules.
 
-    pip install 'aprilsched[skyrl]'
+    pip install '.[skyrl]'
     VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --tokens-only --port 8000
     python examples/skyrl_async.py --engine http://127.0.0.1:8000 --weights /shared/weights \\
         trainer.policy.model.path=Qwen/Qwen3-0.6B data.train_data="['gsm8k/train.parquet']"

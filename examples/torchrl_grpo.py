@@ -1,6 +1,6 @@
 """Trains with TorchRL's GRPOLoss, MCAdvantage and ReplayBuffer on rollouts from SGLang servers.
 
-    pip install 'aprilsched[torchrl]' transformers
+    pip install '.[torchrl]' transformers
     python -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --port 30000
     python examples/torchrl_grpo.py --engine http://127.0.0.1:30000 --model Qwen/Qwen3-0.6B
 

@@ -1,6 +1,6 @@
 """Trains with TRL's AsyncGRPOTrainer on rollouts from SGLang servers.
 
-    pip install 'aprilsched[trl]' kernels
+    pip install '.[trl]' kernels
     python -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --port 30000
     python examples/trl_async_grpo.py --engine http://127.0.0.1:30000 --model Qwen/Qwen3-0.6B
 

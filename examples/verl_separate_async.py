@@ -1,6 +1,6 @@
 """Trains with verl's asynchronous trainer on rollouts that aprilsched schedules.
 
-    pip install 'aprilsched[verl]'
+    pip install '.[verl]'
     python examples/verl_separate_async.py --model Qwen/Qwen3-0.6B \\
         trainer.n_gpus_per_node=4 actor_rollout_ref.rollout.n_gpus_per_node=4
 

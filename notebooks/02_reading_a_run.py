@@ -36,7 +36,7 @@ print(
 # %% [markdown]
 # ## Timeline
 #
-# Each line is a response, and its colour is the version of the policy that sampled it. Grey bands are pauses: the batch is full, the trainer trains, and new weights are loaded. Lines of several colours were carried over: they began under one version and ended under another.
+# Each line is a response, and its colour is the version of the policy that sampled it. Grey bands are pauses: the batch is full, the trainer trains, and new weights are loaded. Lines of several colours were carried over: they started under one version and ended under another.
 
 # %%
 pictures.timeline(run)
@@ -60,7 +60,7 @@ print(f"{'together':11}{sum(usage.shares.values()):7.1%}")
 # %% [markdown]
 # ## Engine by engine
 #
-# If a row is paler than the others, its engine was slow or had less to do. The number of tokens that it generated in its busy time tells which.
+# If a row is paler than the others, its engine was slow or had less to do. The number of tokens that it generated in its busy time shows which.
 
 # %%
 pictures.engine_strip(usage)
@@ -74,10 +74,10 @@ for name, tokens, rate in zip(usage.engines, usage.tokens, speed, strict=True):
 # %% [markdown]
 # ## Compared with other runs
 #
-# Shares say what a run did with its time, not whether it was fast. An engine with twice the slots can leave more of them empty and still be faster. To compare runs, use the GPU time for a million tokens.
+# Shares show what a run did with its time, not whether it was fast. An engine with twice the slots can leave more of them empty and still be faster. To compare runs, use the GPU time for a million tokens.
 
 # %%
-runs = {"wait for all": "sync", "APRIL (this run)": "april"}
+runs = {"synchronous": "sync", "APRIL (this run)": "april"}
 usages = {name: usage_of(Path("data") / folder) for name, folder in runs.items()}
 pictures.where_time_goes(usages, unit="gpu_minutes_per_million")
 
@@ -93,7 +93,7 @@ print(
     f"about what NVML would show. The largest losses are {largest} ({lost[largest]:.0%}) and {second} "
     f"({lost[second]:.0%}); re-prefill, the price of pausing, is {lost['re_prefill']:.1%}."
 )
-# What the answer below says:
+# What the answer below reports:
 assert (largest, second) == ("tail", "trainer")
 assert usage.utilization < 0.35 < 2 * usage.utilization < anything
 assert by_engine.max() > 1.3 * by_engine.min()
@@ -102,4 +102,4 @@ assert speed.max() < 1.2 * speed.min()
 assert lost["re_prefill"] < 0.02
 
 # %% [markdown]
-# **Answer.** Less than a third of the slots' time was busy, although NVML would have shown more than twice as much. The largest loss is still the tail of each batch. The second largest is the time in which the trainer trains and the engines are paused. Recomputing paused responses costs next to nothing at this load. The engines were busy for very different shares of the time. The prompts cause this difference, not the machines: the busier engines had more tokens to generate, at nearly the same speed a slot. Two changes would help: start more rollouts ([notebook 4](04_how_much_to_over_provision.ipynb) says how many), and let engines generate while the trainer trains (`pace="asynchronous"`).
+# **Answer.** Less than a third of the slots' time was busy, although NVML would have shown more than twice as much. The largest loss is still the tail of each batch. The second largest is the time in which the trainer trains and the engines are paused. Recomputing paused responses costs next to nothing at this load. The engines were busy for very different shares of the time. The prompts cause this difference, not the machines: the busier engines had more tokens to generate, at nearly the same speed a slot. Two changes would help: start more rollouts ([notebook 4](04_how_much_to_over_provision.ipynb) shows how many), and let engines generate while the trainer trains (`pace="asynchronous"`).

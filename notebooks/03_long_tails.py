@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 3. Long tails
 #
-# **Question.** A run has just begun, and many responses are still being generated. How long are responses of this workload really?
+# **Question.** A run has just started, and many responses are still being generated. How long are responses of this workload really?
 #
 # The answer matters because every plan depends on it: how many rollouts to start, how long a batch will take, and whether the trainer gets too many short responses. The obvious answer, the mean length of the finished responses, is wrong, because responses that finish early are short.
 
@@ -37,7 +37,7 @@ GROUP_SIZE = SCHEDULER["group_size"]
 
 
 def workload(seed):
-    """The prompts of the run in FOLDER, or others of the same law."""
+    """The prompts of the run in FOLDER, or others of the same lengths."""
     return LongTailWorkload(seed=seed, group_size=GROUP_SIZE, **run.config["workload"])
 
 
@@ -101,7 +101,7 @@ print(f"mean of the delivered: {delivered.mean():.0f} tokens")
 #
 # Kaplan and Meier's estimate (1958, for lifetimes) goes through the lengths from short to long. At each length it asks: of the responses that got *at least* that far, which share ended there? A response that is still running counts among those that got that far, and leaves the count afterwards. The product of the shares that continued is the share of responses that are longer than each length.
 #
-# The workload of this run was drawn from a known law, so here the estimate can be checked against it (the dotted line). The band comes from drawing whole groups again, because the responses to one prompt have similar lengths.
+# The workload of this run was drawn from a known length distribution, so here the estimate can be checked against it (the dotted line). The band comes from drawing whole groups again, because the responses to one prompt have similar lengths.
 
 # %%
 law = law_of(groups)
@@ -114,7 +114,7 @@ pictures.length_law(
 )  # fmt: skip
 
 # %% [markdown]
-# The estimate ends where the data end. The share of the responses that are longer than every finished response is its *unresolved* part. Nothing can be said about how long these responses get, so the mean of the estimate is a lower bound.
+# The estimate ends where the data end. The share of the responses that are longer than every finished response is its *unresolved* part. It is unknown how long these responses get, so the mean of the estimate is a lower bound.
 
 # %%
 print(f"unresolved: {law.tail:.0%} of the responses are longer than {law.lengths[-1]:,} tokens")
@@ -175,7 +175,7 @@ print(
     f"{shorts[:, 2].mean():.0%} and {shorts[:, 2].max():.0%}. The 90 % band held the true mean in "
     f"{inside[0]}, {inside[1]} and {inside[2]} of the six."
 )
-# What the answer below says:
+# What the answer below reports:
 assert (errors < shorts).all()
 assert shorts[:, 0].min() > 1 / 3
 assert errors[:, 0].max() > 0.2
@@ -185,4 +185,4 @@ assert min(inside[1], inside[2]) >= 5
 assert shorts[:, 1].min() > 0.15
 
 # %% [markdown]
-# **Answer.** Count each running response as "longer than its tokens so far", not as missing. In six runs the estimate was nearer to the truth than the mean of the delivered responses, every time. After one batch the delivered responses are more than a third too short. The estimate is a lower bound then, and can be a quarter too short as well, because nobody has seen a part of the law yet. Its band covers only chance, so it does not always hold the truth. Look at the unresolved part before you trust the estimate. After three batches the estimate is within 10 %, while the delivered responses are still off by more than 15 %. The scheduler uses the same estimate to choose how much to over-provision, and `summary.json` has it as `bias.drawn`.
+# **Answer.** Count each running response as "longer than its tokens so far", not as missing. In six runs the estimate was nearer to the truth than the mean of the delivered responses, every time. After one batch the delivered responses are more than a third too short. The estimate is a lower bound then, and can be a quarter too short as well, because a part of the distribution has not been seen yet. Its band covers only chance, so it does not always hold the truth. Look at the unresolved part before you trust the estimate. After three batches the estimate is within 10 %, while the delivered responses are still off by more than 15 %. The scheduler uses the same estimate to choose how much to over-provision, and `summary.json` has it as `bias.drawn`.

@@ -13,7 +13,7 @@
 #
 # **Question.** How many more rollouts (responses) than a batch needs should be in flight, and what is the price?
 #
-# The ratio of the rollouts in flight to the rollouts of a batch is called ρ. With ρ = 1 the trainer waits for every last response. With ρ = 2 (APRIL) it gets the first half of what was started, and the rest is carried over. A carried response is finished under a newer policy than it was begun with, and its older tokens are *off-policy*. So speed has a price, and the picture below shows both.
+# The ratio of the rollouts in flight to the rollouts of a batch is called ρ. With ρ = 1 the schedule is synchronous: the trainer waits for every last response. With ρ = 2 (APRIL) it gets the first half of what was started, and the rest is carried over. A carried response is finished under a newer policy than it was started with, and its older tokens are *off-policy*. So speed has a price, and the picture below shows both.
 #
 # Nothing here needs a GPU. The production scheduler decides, and the engine is a model of step times that was fitted on an H200 with a 4B model. There is one engine with batches of 32 prompts and 8 rollouts each; each of several engines would have such a share. 80 batches are not many: with other seeds the points for waves move by about 0.01 and that of `auto` by 0.02, so do not read smaller differences into the picture.
 
@@ -46,7 +46,7 @@ for row in rows.values():
 # Speed is the best possible time divided by the time taken. Every token must be generated and prefilled once in any order, which gives a bound that no schedule can pass. Higher points are faster, and points further left have fewer off-policy tokens. The line shows ρ with *waves*: the rollouts of a batch are started together.
 
 # %%
-line = {"1: wait for all": rows["sync"]}
+line = {"1: synchronous": rows["sync"]}
 line |= {f"{ratio:g}": rows[f"ρ = {ratio}"] for ratio in RATIOS}
 others = {"auto": rows["auto"]}
 pictures.frontier(
@@ -68,15 +68,15 @@ print(rows["auto"].schedule)
 sync, april, most = rows["sync"], line["2"], line["3"]
 auto, light = rows["auto"], line["1.25"]
 print(
-    f"Waiting reaches {sync.efficiency:.0%} of the bound. ρ = 1.25 reaches {light.efficiency:.0%} with "
+    f"sync reaches {sync.efficiency:.0%} of the bound. ρ = 1.25 reaches {light.efficiency:.0%} with "
     f"{light.off_policy_share:.0%} of the tokens off-policy, ρ = 2 {april.efficiency:.0%} with "
     f"{april.off_policy_share:.0%}, ρ = 3 {most.efficiency:.0%} with {most.off_policy_share:.0%}. "
     f"auto reaches {auto.efficiency:.0%} with {auto.off_policy_share:.0%}; its oldest token is "
-    f"{auto.staleness_max} versions old, that of ρ = 2 {april.staleness_max}."
+    f"{auto.staleness_max} versions stale, that of ρ = 2 {april.staleness_max}."
 )
-# What the answer below says:
+# What the answer below reports:
 gained = (light.efficiency - sync.efficiency) / (april.efficiency - sync.efficiency)
-assert 0.3 < 1 - april.step_s / sync.step_s < 0.4  # said in notebook 1
+assert 0.3 < 1 - april.step_s / sync.step_s < 0.4  # as in notebook 1
 assert 0.5 < gained < 0.8
 assert 0.45 < light.off_policy_share / april.off_policy_share < 0.55
 assert most.efficiency < april.efficiency
@@ -85,4 +85,4 @@ assert auto.off_policy_share < april.off_policy_share - 0.05
 assert auto.staleness_max > april.staleness_max
 
 # %% [markdown]
-# **Answer.** A quarter more than a batch needs brings more than half of the possible gain, for half of the off-policy share that ρ = 2 has. Beyond ρ = 2 nothing is gained on this workload. `auto` finds a schedule that is about as fast as ρ = 2 with fewer off-policy tokens, but some of them are older. Set `max_staleness` if that matters to you. Your own lengths and engines give other numbers, so try it with them ([notebook 6](06_from_a_run_to_a_plan.ipynb)).
+# **Answer.** A quarter more than a batch needs brings more than half of the possible gain, for half of the off-policy share that ρ = 2 has. Beyond ρ = 2 nothing is gained on this workload. `auto` finds a schedule that is about as fast as ρ = 2 with fewer off-policy tokens, but some of them are staler. Set `max_staleness` if that matters to you. Your own lengths and engines give other numbers, so try it with them ([notebook 6](06_from_a_run_to_a_plan.ipynb)).

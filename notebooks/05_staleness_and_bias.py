@@ -11,7 +11,7 @@
 # %% [markdown]
 # # 5. Staleness and bias
 #
-# **Question.** When the trainer does not wait, which tokens does it really get: how old are they, and are short responses over-represented?
+# **Question.** Without a synchronous schedule, which tokens does the trainer really get: how stale are they, and are short responses over-represented?
 #
 # Two things can be wrong with a batch. *Staleness*: an older version of the policy sampled a token than the one that now learns from it. *Bias*: responses that finish first are short, so the first batches hold too many short responses.
 
@@ -34,15 +34,15 @@ april = read_run(Path("data/april"))
 # %% [markdown]
 # ## How old are the tokens?
 #
-# The run started twice what a batch needs and carried the rest over. The tokens of its first batch have one version. In later batches most tokens are older than the batch, by one version or a few. (Its engines are embedded, with modelled step times.)
+# The run started twice what a batch needs and carried the rest over. The tokens of its first batch have one version. In later batches most tokens have a staleness of one version or a few. (Its engines are embedded, with modelled step times.)
 
 # %%
 pictures.staleness(
-    april, title="Start twice as many, carry the rest: how old each batch's tokens are"
+    april, title="Start twice as many, carry the rest: the staleness of each batch's tokens"
 )
 
 # %% [markdown]
-# The share of stale tokens does not say *whose* tokens are stale. Responses are carried over because they are long, so the next picture shows staleness by length.
+# The share of stale tokens does not show *whose* tokens are stale. Responses are carried over because they are long, so the next picture shows staleness by length.
 
 # %%
 pictures.staleness_by_length(
@@ -52,9 +52,9 @@ pictures.staleness_by_length(
 # %% [markdown]
 # ## Are the batches too short?
 #
-# Nothing gets lost if everything unfinished is carried over: a long response comes later, but it comes. So the bias of the first batches must fade, because what they lack is in flight. The rest is due to the chance of the prompts. The run that waits has no bias, so it shows how large this chance is. (One modelled engine, 30 batches.)
+# Nothing gets lost if everything unfinished is carried over: a long response comes later, but it comes. So the bias of the first batches must fade, because what they lack is in flight. The rest is due to the chance of the prompts. The synchronous run has no bias, so it shows how large this chance is. (One modelled engine, 30 batches.)
 #
-# The third run throws away what would get more than one version old (*eviction*). This looks tidy, but it is a *censor*, because the responses that get old are the long ones.
+# The third run discards what would get a staleness above 1 (*eviction*). This looks tidy, but it is a *censor*, because the responses that become stale are the long ones.
 
 # %%
 config = SchedulerConfig(batch_groups=32, group_size=8, straggler="retract")
@@ -81,14 +81,14 @@ chance = waited.bias.transient.measured_by_batch[-1]
 tenths = pictures.tenths(april)
 print(
     f"{carried.off_policy_token_share:.0%} of the tokens are off-policy, {carried.staleness_mean:.1f} "
-    f"versions old on average and {carried.staleness_max} at most; in the run at the top, "
+    f"versions stale on average and {carried.staleness_max} at most; in the run at the top, "
     f"{tenths.off_policy_share[0]:.0%} of the shortest tenth of the responses, and "
     f"{tenths.off_policy_share[-1]:.0%} of the longest. The first batch is {-first:.0%} too short; after "
     f"{carried.batches} batches the mean is {-last:.1%} short ({-explained:.1%} follow from what is in "
-    f"flight). Waiting for all, where only chance is left, it is {chance:+.1%} off. "
+    f"flight). Synchronously, with only chance left, it is {chance:+.1%} off. "
     f"With eviction it is {-lasting:.0%} short."
 )
-# What the answer below says:
+# What the answer below reports:
 ages = tokens_by_class(april, 6)
 assert (
     ages[0, 1:].sum() == 0 < ages[0, 0]

@@ -65,7 +65,7 @@ for name, forecast in (("sync", rows["sync"]), ("april", rows["ρ = 2"])):
 
 # %%
 pictures.frontier(
-    {"1: wait for all": rows["sync"], **{f"{r:g}": rows[f"ρ = {r:g}"] for r in RATIOS}},
+    {"1: synchronous": rows["sync"], **{f"{r:g}": rows[f"ρ = {r:g}"] for r in RATIOS}},
     name="waves, by ρ",
     title="A quarter more rollouts in flight saves nearly half of the time",
 )
@@ -74,7 +74,7 @@ pictures.frontier(
 GPUS, BATCHES = 8, 1000
 for row in rows.values():
     print(f"{row.policy:10}{GPUS * BATCHES * row.step_s / 3600:6.1f} GPU hours")
-# What the answer below says:
+# What the answer below reports:
 assert abs(rows["sync"].step_s / measured["sync"] - 1) < 0.1
 assert abs(rows["ρ = 2"].step_s / measured["april"] - 1) < 0.1
 assert 0.6 < rows["ρ = 2"].off_policy_share < 0.8

@@ -13,7 +13,7 @@
 #
 # **Question.** A schedule that carries responses over gives more tokens in a second, and many of them are stale. Does the policy learn as much from them, and does the run end sooner?
 #
-# The figures are of real training runs, each on one H200: [experiments/learning](../experiments/learning) says how they were made. Here they are only read.
+# The figures are of real training runs, each on one H200: [experiments/learning](../experiments/learning) describes how they were made. Here they are only read.
 
 # %%
 # %matplotlib inline
@@ -60,7 +60,7 @@ for arm, row in arms.items():
 # %% [markdown]
 # ## What an old token is worth
 #
-# In other runs every token was sampled by the policy of so many updates ago. The usefulness of a token is the number of updates to a held-out reward of 0.70 with fresh tokens over the number with old ones. The bars are intervals over eight seeds.
+# In other runs every token was sampled by the policy of a fixed number of updates ago. The usefulness of a token is the number of updates to a held-out reward of 0.70 with fresh tokens over the number with stale ones. The bars are intervals over eight seeds.
 
 # %%
 figure = new_figure(8, 4)
@@ -70,7 +70,7 @@ display(figure)
 # %% [markdown]
 # ## A larger policy, with experts
 #
-# [experiments/learning_moe](../experiments/learning_moe) trains a mixture of experts and a dense policy, of 31 million parameters each, on a task with a heavier tail. A broken line is an arm whose trainer does not replay the engine's routing. Above on the right is how far the ratio of the rarest thousandth of tokens is from 1, by age. Below is the spread of the ratio over the updates, with responses of at most 3,072 tokens, and of at most 1,024, where two of the five runs of auto with KV kept fell apart.
+# [experiments/learning_moe](../experiments/learning_moe) trains a mixture of experts and a dense policy, of 31 million parameters each, on a task with a heavier tail. A broken line is an arm whose trainer does not replay the engine's routing. Above on the right is how far the ratio of the rarest thousandth of tokens is from 1, by staleness. Below is the spread of the ratio over the updates, with responses of at most 3,072 tokens, and of at most 1,024, where two of the five runs of auto with KV kept fell apart.
 
 # %%
 larger = tables.result()
@@ -85,9 +85,9 @@ for name in ("moe-d", "moe-a", "dense-a"):
     for arm, row in larger[name]["arms"].items():
         share = row["seconds_to_1_of_waiting"]
         print(
-            f"{name:8}{tables.NAMES[arm]:29} middle level in {share['mean']:.2f} of waiting's time "
+            f"{name:8}{tables.NAMES[arm]:29} middle level in {share['mean']:.2f} of sync's time "
             f"({share['low']:.2f} to {share['high']:.2f})   after {tables.UPDATES} updates "
-            f"{row['after_updates']['mean']:.3f}   age {row['age']['mean']:.1f}"
+            f"{row['after_updates']['mean']:.3f}   staleness {row['age']['mean']:.1f}"
         )
 
 # %% [markdown]
@@ -106,13 +106,13 @@ after = [row["held_out_at_updates"]["mean"] for row in arms.values()]
 small, large = (found["law"][rate] for rate in ("3e-4", "1e-3"))
 clip = [row["usefulness"]["mean"] for row in small["uncorrected"]["rows"]]
 print(
-    f"To a held-out reward of 0.70 auto with KV kept takes {share['auto-kept']:.2f} of waiting's time, APRIL "
+    f"To a held-out reward of 0.70 auto with KV kept takes {share['auto-kept']:.2f} of the synchronous time, APRIL "
     f"{share['april']:.2f}, auto {share['auto']:.2f}, AReaL's recipe {share['areal']:.2f}, tail batching "
     f"{share['rollpacker']:.2f} and streams {share['streamed']:.2f}. After {analysis.UPDATES} updates all have "
-    f"{min(after):.2f} to {max(after):.2f}. A token that is four updates old has a usefulness of {clip[3]:.2f} "
+    f"{min(after):.2f} to {max(after):.2f}. A token of staleness 4 has a usefulness of {clip[3]:.2f} "
     "with PPO's clip alone."
 )
-# What the answer below says:
+# What the answer below reports:
 assert not found["wrong"]
 assert found["resumed"] == ["april 4"]
 assert share["auto-kept"] < 0.5 < share["april"] < share["auto"] < 0.65
@@ -143,4 +143,4 @@ routings = [
 assert all(abs(routings[1][age] / tail - 1) < 0.06 for age, tail in routings[0].items())
 
 # %% [markdown]
-# **Answer.** It learns the same from the same number of updates, and the run that carries is there sooner: auto with KV kept in half of waiting's time and sooner than APRIL, auto with recompute in three fifths, as APRIL. The first planner, whose trials ran in the trainer's process, was slower in both. Without a stale token tail batching saves a fifth of the time. Tokens that are one or two updates old are as good as fresh ones, with corrections and without. Older ones need decoupled PPO, with which no cost can be seen up to an age of 16 at this learning rate; PPO's clip alone loses a third at an age of 4 and half beyond. With three times the learning rate it is the other way round: decoupled PPO with an interpolated proximal policy learns and then falls apart on old tokens, and the clip holds. This is one small policy on one task, with one to three seeds for each arm, on two machines of one kind. On a larger policy and a task with a heavier tail auto with KV kept needs 0.36 and 0.42 of waiting's time for a mixture of experts and 0.44 for a dense policy, and two thirds to four fifths of APRIL's, and ends no lower than waiting. Replayed routing changes nothing there, and the clip keeps its ratios as close to 1 as those of the dense policy at no cost.
+# **Answer.** It learns the same from the same number of updates, and the run that carries is there sooner: auto with KV kept in half of the synchronous time and sooner than APRIL, auto with recompute in three fifths, as APRIL. The first planner, whose trials ran in the trainer's process, was slower in both. Without a stale token tail batching saves a fifth of the time. Tokens of staleness 1 or 2 are as good as fresh ones, with corrections and without. Staler ones need decoupled PPO, with which no cost can be seen up to a staleness of 16 at this learning rate; PPO's clip alone loses a third at a staleness of 4 and half beyond. With three times the learning rate it is the other way round: decoupled PPO with an interpolated proximal policy learns and then falls apart on stale tokens, and the clip holds. This is one small policy on one task, with one to three seeds for each arm, on two machines of one kind. On a larger policy and a task with a heavier tail auto with KV kept needs 0.36 and 0.42 of the synchronous time for a mixture of experts and 0.44 for a dense policy, and two thirds to four fifths of APRIL's, and ends no lower than the synchronous schedule. Replayed routing changes nothing there, and the clip keeps its ratios as close to 1 as those of the dense policy at no cost.

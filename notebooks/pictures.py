@@ -374,7 +374,7 @@ def draw_legend(figure: Figure, shown: Collection[Part]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LawBand:
-    """A confidence band of the law: between `low` and `high` at each of `lengths`, float64 [n], and
+    """A confidence band of the distribution: between `low` and `high` at each of `lengths`, float64 [n], and
     with a mean between `mean_low` and `mean_high`."""
 
     lengths: NDArray[np.int64]
@@ -425,7 +425,7 @@ def first_look(
         axes.set_yticks([0, 0.5, 1])
         finish(axes, title=name, x="", y="slots")
     over_time[-1].set_xlabel("seconds", fontsize=10)
-    # A name may go on after a colon; beside a bar there is no room for that.
+    # A name may continue after a colon; next to a bar it would not fit.
     draw_where(where, {name.split(":")[0]: u for name, u in usages.items()}, unit=unit)
     finish(where, title="What a million tokens cost in GPU-minutes", x="", y="")
     where.set_xticks([])
@@ -472,7 +472,7 @@ def length_law(
     title: str = "",
 ) -> Figure:
     """Shares of responses longer than a length: delivered ones, the estimate with its band, and
-    the `truth` (lengths int64 [n]) where somebody knows it. Both axes are logarithmic."""
+    the `truth` (lengths int64 [n]) if known. Both axes are logarithmic."""
     figure = new_figure(9, 4.8)
     axes = figure.subplots()
     if band is not None:
@@ -488,7 +488,7 @@ def length_law(
         ),
         f"delivered: mean {delivered.mean():,.0f}": (tail_of(delivered), PALETTE[5], 2.0),
     }  # fmt: skip
-    drawn_from = "the law that lengths were drawn from"
+    drawn_from = "the distribution that lengths were drawn from"
     if truth is not None:
         drawn_from = f"{drawn_from}: mean {truth.mean():,.0f}"
         curves[drawn_from] = (tail_of(truth), GREY, 2.0)
@@ -506,7 +506,7 @@ def estimate_by_batch(
     truth: float | None = None,
     title: str = "",
 ) -> Figure:
-    """Mean lengths after each batch: of what was delivered until then, and of the estimated law."""
+    """Mean lengths after each batch: of what was delivered until then, and of the estimated distribution."""
     figure = new_figure(9, 3.8)
     axes = figure.subplots()
     batches = np.arange(1, len(delivered) + 1)
@@ -538,7 +538,7 @@ def estimate_by_batch(
 
 
 def staleness(run: Run, *, title: str = "") -> Figure:
-    """Draw the ages of each batch's tokens in versions."""
+    """Draw the staleness of each batch's tokens in versions."""
     tokens = tokens_by_class(run, len(AGE_COLOURS))
     shares = tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
     figure = new_figure(9, 4.2)
@@ -571,7 +571,7 @@ def tenths(run: Run) -> Tenths:
 
 
 def staleness_by_length(run: Run, *, title: str = "") -> Figure:
-    """Draw the mean age of the tokens for each tenth of the responses, the shortest first."""
+    """Draw the mean staleness of the tokens for each tenth of the responses, the shortest first."""
     found = tenths(run)
     figure = new_figure(9, 3.8)
     bar = Series(
@@ -591,7 +591,7 @@ def staleness_by_length(run: Run, *, title: str = "") -> Figure:
 def bias_by_batch(
     runs: Mapping[str, BiasFigures], *, predicted: bool = False, title: str = ""
 ) -> Figure:
-    """Draw the relative difference between the mean of all delivered lengths and that of the law,
+    """Draw the relative difference between the mean of all delivered lengths and that of all,
     after each batch.
 
     Args:

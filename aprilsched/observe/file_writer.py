@@ -75,7 +75,7 @@ class FileWriter:
         """Mark the file as incomplete because of `error`; pending blocks are still written."""
         if self._failure is None:
             self._failure = str(error) or repr(error)
-            log.warning("%s is not complete, the run goes on: %s", self._path.name, self._failure)
+            log.warning("%s is not complete, the run continues: %s", self._path.name, self._failure)
 
     def put(self, block: bytes) -> None:
         """Write `block`, which consists of whole lines. The counts in :attr:`error` are exact if

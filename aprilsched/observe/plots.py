@@ -57,21 +57,25 @@ def frontier(points: Sequence[FrontierPoint], *, width: float = 9.0, height: flo
     colours = dict(zip(dict.fromkeys(names), cycle(COLOURS), strict=False))
     for (name, colour), marker in zip(colours.items(), cycle(MARKERS), strict=False):
         own = [point for point, family in zip(points, names, strict=True) if family == name]
-        own.sort(key=lambda point: point.age)
-        ages, speeds = [p.age for p in own], [p.tokens_per_s for p in own]
+        own.sort(key=lambda point: point.staleness)
+        means, speeds = [p.staleness for p in own], [p.tokens_per_s for p in own]
         axes.plot(
-            ages, speeds, color=colour, marker=marker, markersize=8, linewidth=1.8,
+            means, speeds, color=colour, marker=marker, markersize=8, linewidth=1.8,
             label=name if own[0].siblings else f"groups: {name}",
         )  # fmt: skip
-        axes.hlines(speeds, *np.transpose([p.age_range for p in own]), colors=colour, linewidth=1)
+        axes.hlines(
+            speeds, *np.transpose([p.staleness_range for p in own]), colors=colour, linewidth=1
+        )
         low, high = np.transpose([p.tokens_per_s_range for p in own])
-        axes.vlines(ages, low, high, colors=colour, linewidth=1)
+        axes.vlines(means, low, high, colors=colour, linewidth=1)
     axes.margins(x=0.06, y=0.1)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
     title = "Speed and staleness (better: up and left)"
-    finish(axes, title=title, x="mean age of delivered tokens, updates", y="delivered tokens/s")
+    finish(
+        axes, title=title, x="mean staleness of delivered tokens, versions", y="delivered tokens/s"
+    )
     figure.legend(
         loc="outside lower center", ncols=max(1, int(width / 1.5)), frameon=False, fontsize=10
     )
@@ -92,7 +96,7 @@ def _label(
         taken += [Bbox([at - unit, at + unit]) for at in dense]
         taken += [Bbox([at - 5 * unit, at + 5 * unit]) for at in spots]
     for point, colour in zip(points, colours, strict=True):
-        at = (point.age, point.tokens_per_s)
+        at = (point.staleness, point.tokens_per_s)
         text = axes.annotate(
             point.arm.rpartition("@")[2], at, (0, 0), textcoords="offset points", fontsize=10,
             color=colour, ha="center", va="center",

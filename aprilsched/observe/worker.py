@@ -247,7 +247,7 @@ class Worker:
 
     def _log_failure(self, error: BaseException) -> None:
         log.error(
-            "%s raised and is told nothing more, the run goes on: %r",
+            "%s raised and is left out from now on, the run continues: %r",
             self._name,
             error,
             exc_info=error,

@@ -32,8 +32,8 @@ class FrontierPoint:
         seeds: number of seeds.
         tokens_per_s: sampled tokens that the trainer gets, over the seconds of whole steps.
         tokens_per_s_range: the smallest and the largest of the seeds.
-        age: mean staleness of these tokens, in versions.
-        age_range: the smallest and the largest of the seeds.
+        staleness: mean staleness of these tokens, in versions.
+        staleness_range: the smallest and the largest of the seeds.
         oldest: largest staleness of a token of any seed, in versions.
         off_policy_share: share of the tokens that an older version sampled.
         efficiency: T_bound over the seconds without those of the trainer; None if unknown.
@@ -45,8 +45,8 @@ class FrontierPoint:
     seeds: int
     tokens_per_s: float
     tokens_per_s_range: tuple[float, float]
-    age: float
-    age_range: tuple[float, float]
+    staleness: float
+    staleness_range: tuple[float, float]
     oldest: int
     off_policy_share: float
     efficiency: float | None
@@ -87,7 +87,7 @@ def _point(arm: str, results: Sequence[SimulationResult]) -> FrontierPoint:
             f"{results[0].summary.batches} delivered batches for {arm}."
         )
     speeds = [each.delivered_tokens_per_s or 0.0 for each in steady]
-    ages = [each.staleness_mean or 0.0 for each in steady]
+    means = [each.staleness_mean or 0.0 for each in steady]
     efficiencies = [each.efficiency for each in steady if each.efficiency is not None]
     return FrontierPoint(
         arm=arm,
@@ -95,8 +95,8 @@ def _point(arm: str, results: Sequence[SimulationResult]) -> FrontierPoint:
         seeds=len(results),
         tokens_per_s=fmean(speeds),
         tokens_per_s_range=(min(speeds), max(speeds)),
-        age=fmean(ages),
-        age_range=(min(ages), max(ages)),
+        staleness=fmean(means),
+        staleness_range=(min(means), max(means)),
         oldest=max(each.staleness_max for each in steady),
         off_policy_share=fmean(each.off_policy_token_share or 0.0 for each in steady),
         efficiency=fmean(efficiencies) if efficiencies else None,

@@ -50,7 +50,7 @@ class SimulationResult:
         tokens: int64 [b], sampled tokens of each batch.
         off_policy: int64 [b], tokens of each batch sampled under an older version than the one that
             consumes them.
-        age: float64 [b], mean staleness of the tokens of each batch, in versions.
+        staleness: float64 [b], mean staleness of the tokens of each batch, in versions.
         lengths: int64 [r], tokens of each response, in the order of delivery.
         batch: int64 [r], the number of the batch that each response is in.
         usage: where the engines' time went, by its cause; None if it was not recorded.
@@ -64,7 +64,7 @@ class SimulationResult:
     step_s: NDArray[np.float64]
     tokens: NDArray[np.int64]
     off_policy: NDArray[np.int64]
-    age: NDArray[np.float64]
+    staleness: NDArray[np.float64]
     lengths: NDArray[np.int64]
     batch: NDArray[np.int64]
     usage: RunUsage | None = None
@@ -115,7 +115,7 @@ class Measuring:
             step_s=np.array([batch.step_s for batch in batches]),
             tokens=np.array([batch.sums.sampled for batch in batches], dtype=np.int64),
             off_policy=np.array([batch.sums.off_policy for batch in batches], dtype=np.int64),
-            age=np.array([b.sums.total / max(1, b.sums.sampled) for b in batches]),
+            staleness=np.array([b.sums.total / max(1, b.sums.sampled) for b in batches]),
             lengths=np.concatenate([none, *(batch.lengths for batch in batches)]),
             batch=np.repeat(np.arange(len(batches)), sizes),
             usage=None if self._usage is None else self._usage.usage(simulation.agenda.now),

@@ -1,4 +1,4 @@
-"""Prompts whose response lengths are drawn beforehand from a law, mostly one with a long tail.
+"""Prompts whose response lengths are drawn beforehand, mostly from one with a long tail.
 
 With ``limits="cap"`` every request has the cap as its limit, as in training, and the embedded
 engine ends a response by itself at its length, which it knows from ``min_new_tokens``. Schedulers
@@ -163,19 +163,19 @@ class Empirical:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Laws with their weights, such as ``Mixture((0.9, Lognormal(300)), (0.1, Pareto(4000)))``."""
+    """Weighted distributions, such as ``Mixture((0.9, Lognormal(300)), (0.1, Pareto(4000)))``."""
 
     parts: tuple[tuple[float, Law], ...]
 
     def __init__(self, *parts: tuple[float, Law]) -> None:
-        _check(len(parts) > 0, "a mixture has no laws; give (weight, law), one or more.")
+        _check(len(parts) > 0, "a mixture has no parts; give (weight, law), one or more.")
         for part in parts:
             if not isinstance(cast("Any", part), tuple) or len(part) != 2:
-                raise ConfigError(f"a mixture has {typed(part)}; give each law as (weight, law).")
+                raise ConfigError(f"a mixture has {typed(part)}; give each part as (weight, law).")
             weight, law = part
             checked("a weight", weight, Real)
-            _check(weight > 0, "a weight is not above 0; leave its law out.")
-            _value(law, "a law of a mixture")
+            _check(weight > 0, "a weight is not above 0; leave its part out.")
+            _value(law, "a part of a mixture")
         object.__setattr__(self, "parts", parts)
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -209,11 +209,11 @@ def _quantiles(law: Law, cap: int) -> tuple[NDArray[np.float64], NDArray[np.floa
     shares = np.asarray(law.cdf(lengths))
     if shares.shape != lengths.shape:
         raise ConfigError(
-            f"the cdf of the law gives the shape {shares.shape} for {len(lengths)} lengths; give a "
+            f"law.cdf gives the shape {shares.shape} for {len(lengths)} lengths; give a "
             "share for each of an array of lengths."
         )
     if not (np.diff(shares) >= 0).all() or not 0 <= shares[0] <= shares[-1] <= 1:
-        raise ConfigError("the cdf of the law does not grow from 0 to 1; correct it.")
+        raise ConfigError("law.cdf does not grow from 0 to 1; correct it.")
     return shares, lengths
 
 
@@ -378,7 +378,7 @@ class LongTailWorkload:
             return None
         return (
             f"{capped:.0%} of the responses are cut off at the cap of {self.cap:,} tokens; raise "
-            "the cap, or give the law that your responses really have."
+            "the cap, or give the length distribution of your responses."
         )
 
     def mean_length(self, samples: int = 1 << 20) -> float:
@@ -426,12 +426,12 @@ def _value(given: Any, name: str) -> None:
     if not callable(getattr(given, "cdf", None)):
         raise ConfigError(
             f"{name} is {typed(given)}; give an object with cdf(lengths), or a function that gives "
-            "the law of each prompt by its key."
+            "that of each prompt by its key."
         )
     try:
         hash(given)
     except TypeError:
         raise ConfigError(
-            f"{name} is {typed(given)}, which may change; give a law that is immutable, such as a "
-            "frozen dataclass."
+            f"{name} is {typed(given)}, which may change; give an immutable one, such as a frozen "
+            "dataclass."
         ) from None

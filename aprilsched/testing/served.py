@@ -470,7 +470,7 @@ class ServedEngine:
             ConfigError: if none is open.
         """
         if not self._updating:
-            raise ConfigError("no update is open; begin one first")
+            raise ConfigError("no update is open; start one first")
         self._updating = False
 
     async def take_tensors(self, body: TensorBody) -> str:

@@ -699,7 +699,7 @@ class RolloutEngine:
             if missing := {engine.name for engine in engines}.difference(paused):
                 raise RefitError(
                     f"{', '.join(sorted(missing))} does not take part, and AReaL's broadcast would "
-                    "wait for it for ever; restart the trainer, or use weight_update_mode=disk."
+                    "wait for it forever; restart the trainer, or use weight_update_mode=disk."
                 )
             # AReaL 1.0.4 makes neither this call nor the one at the end, and SGLang 0.5.21 takes no
             # broadcast without them.
@@ -747,7 +747,7 @@ class RolloutEngine:
             return
         if not self._updated:
             raise ConfigError(
-                f"the trainer says that the engines have version {version}, and no weights were "
+                f"the trainer reports that the engines have version {version}, and no weights were "
                 f"brought in since version {self.get_version()}; update the weights first."
             )
         self._updated = False

@@ -105,7 +105,7 @@ class GenerateFunctions:
         others = self._at_work.values()
         if not _begins(asked, prompt) and any(_begins(asked, each) for each in others):
             raise ConfigError(
-                f"the request begins with the prompt of another sample; {_OWN_ADDRESS}."
+                f"the request starts with the prompt of another sample; {_OWN_ADDRESS}."
             )
 
     async def _drive(self, session: Session, prompt: Prompt) -> None:

@@ -21,7 +21,7 @@ _ROUTER_SECONDS = 30.0
 _BY_FLAGS = {
     "batch_groups": "--rollout-batch-size",
     "group_size": "--n-samples-per-prompt",
-    "sampling": "--rollout-temperature, --rollout-max-response-len and the flags beside them",
+    "sampling": "--rollout-temperature, --rollout-max-response-len and the related flags",
 }
 """Settings of the scheduler that the trainer has flags for."""
 ADVANTAGES_PATH = "aprilsched.trainers.slime.sibling_advantages"
@@ -48,7 +48,7 @@ def scheduler_config(args: Any, trainer: TrainerParts) -> SchedulerConfig:
         table.pop(own, None)
     for name, flags in _BY_FLAGS.items():
         if name in table:
-            raise ConfigError(f"aprilsched.{name} is set, and {flags} says it; leave it out.")
+            raise ConfigError(f"aprilsched.{name} is set, and {flags} sets it; leave it out.")
     for name, only in _FIXED.items():
         if table.setdefault(name, only) != only:
             raise ConfigError(

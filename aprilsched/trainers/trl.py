@@ -816,7 +816,7 @@ def _check_args(args: Any, *, streamed: bool) -> None:
     if args.token_budget > 0:
         raise ConfigError(
             f"token_budget is {args.token_budget}, so a step takes a number of rollouts that is "
-            "not known before, and no checkpoint can say which ones it took; set it to 0, and "
+            "not known before, and no checkpoint can record which ones it took; set it to 0, and "
             "bound the memory by per_device_train_batch_size."
         )
     if args.max_staleness < 1 and not streamed:

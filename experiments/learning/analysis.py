@@ -21,8 +21,9 @@ from aprilsched.observe.report.style import GREY, INK, PALETTE, new_figure, save
 
 HERE = Path(__file__).resolve().parent
 NAMES = {
-    "waiting": "waiting", "streamed": "waiting, streamed", "streamed-ready": "the same, gathered",
-    "on-policy": "on_policy", "rollpacker": "rollpacker", "april": "APRIL",
+    "waiting": "synchronous", "streamed": "synchronous, streamed",
+    "streamed-ready": "the same, gathered", "on-policy": "on_policy",
+    "rollpacker": "rollpacker", "april": "APRIL",
     "april-streamed": "APRIL, streamed", "areal": "AReaL", "auto-first": "auto, first planner",
     "auto": "auto, recompute", "auto-kept-first": "auto, KV kept, first planner",
     "auto-kept": "auto, KV kept", "auto-paced": "auto, pace too",
@@ -275,7 +276,7 @@ def picture(axes: Any, arms: Sequence[str] = tuple(PICTURED)) -> None:
 
 
 def gain(axes: Any, arms: dict[str, Any]) -> None:
-    """A line at 0.70 from the time of auto with KV kept to that of waiting, with their ratio."""
+    """A line at 0.70 from the time of auto with KV kept to that of sync, with their ratio."""
     first, last = (arms[arm]["seconds_to_0.7"]["mean"] for arm in ("auto-kept", "waiting"))
     ratio = arms["auto-kept"]["seconds_to_0.7_of_waiting"]["mean"]
     axes.annotate("", (first, 0.7), (last, 0.7), arrowprops={"arrowstyle": "<->", "color": INK})
@@ -293,7 +294,7 @@ def law_picture(axes: Any, rate: float = 3e-4) -> None:
         label = "decoupled PPO" if kind == "corrected" else "clip around the sampling policy"
         axes.errorbar(LAGS, means, (below, above), fmt="o-", capsize=3, color=colour, label=label)
     axes.axhline(1, color=GREY, linewidth=0.8)
-    axes.set(xlabel="age of every token, in updates", ylabel="usefulness of a token",
+    axes.set(xlabel="staleness of every token, in versions", ylabel="usefulness of a token",
              ylim=(0, 1.3))  # fmt: skip
     axes.legend(frameon=False)
 
@@ -309,13 +310,13 @@ def markdown(everything: dict[str, Any]) -> str:
     lines.append("|---" * (1 + len(arms)) + "|")
     rows = (
         ("seconds to 0.65", "seconds_to_0.65", ".1f"), ("seconds to 0.70", "seconds_to_0.7", ".1f"),
-        ("of waiting's", "seconds_to_0.7_of_waiting", ".2f"),
+        ("of the synchronous time", "seconds_to_0.7_of_waiting", ".2f"),
         ("of APRIL's", "seconds_to_0.7_of_april", ".2f"),
         ("updates in 36 s", "updates", ".1f"),
         ("held-out after 36 s", "held_out_at_end", ".3f"),
         ("held-out after 500,000 tokens", "held_out_at_tokens", ".3f"),
         ("held-out after 15 updates", "held_out_at_updates", ".3f"),
-        ("off-policy share", "off_policy", ".2f"), ("mean age, updates", "age", ".2f"),
+        ("off-policy share", "off_policy", ".2f"), ("mean staleness, versions", "age", ".2f"),
         ("oldest token", "oldest", ".1f"), ("sd of the ratio", "ratio_sd", ".4f"),
         ("clipped share", "clipped", ".5f"), ("truncated share", "truncated", ".6f"),
         ("entropy, nats", "entropy", ".3f"),
@@ -328,7 +329,8 @@ def markdown(everything: dict[str, Any]) -> str:
     for title, name, digits in rows:
         found = " | ".join(_cell(arms[arm][name], digits) for arm in arms)
         lines.append(f"| {title} | {found} |")
-    lines += ["", "| age of every token | " + " | ".join(map(str, LAGS)) + " |", "|---" * 7 + "|"]
+    lags = " | ".join(map(str, LAGS))
+    lines += ["", f"| staleness of every token | {lags} |", "|---" * 7 + "|"]
     for rate, kinds in everything["law"].items():
         for kind, title in (("corrected", "decoupled"), ("uncorrected", "clip")):
             for name, what in (("usefulness", "usefulness"), ("end", "held-out at the end")):
@@ -371,7 +373,7 @@ def main() -> None:
     print("wrong:", everything["wrong"] or "nothing", "resumed:", everything["resumed"])
     for rate, kinds in everything["law"].items():
         for kind, each in kinds.items():
-            print(f"{rate}, {kind}: usefulness = exp(-age * {_cell(each['slope'], '.3f')})")
+            print(f"{rate}, {kind}: usefulness = exp(-staleness * {_cell(each['slope'], '.3f')})")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ ROWS = (
     (f"held-out after {SECONDS:.0f} s", "held_out_at_end", ".3f"),
     (f"held-out after {UPDATES} updates", "held_out_at_updates", ".3f"),
     (f"updates in {SECONDS:.0f} s", "updates", ".1f"), ("delivered tokens/s", "tokens_s", ",.0f"),
-    ("mean age, updates", "age", ".2f"), ("oldest token", "oldest", ".1f"),
+    ("mean staleness, versions", "age", ".2f"), ("oldest token", "oldest", ".1f"),
     ("off-policy share", "off_policy", ".2f"), ("mean length, last 5 updates", "length", ".0f"),
     ("at the limit", "capped", ".3f"), ("sd of the ratio", "ratio_sd", ".4f"),
 )  # fmt: skip

@@ -27,7 +27,7 @@ from analysis import interval, reached, rising  # noqa: E402
 from aprilsched.observe.report.style import GREY, PALETTE, new_figure, save  # noqa: E402
 
 NAMES = {
-    "waiting": "waiting", "april": "APRIL, recompute", "april-kept": "APRIL, KV kept",
+    "waiting": "synchronous", "april": "APRIL, recompute", "april-kept": "APRIL, KV kept",
     "april-kept-own": "APRIL, KV kept, own routing", "areal": "AReaL, recompute",
     "auto": "auto, recompute", "auto-kept": "auto, KV kept",
     "auto-kept-own": "auto, KV kept, own routing", "auto-kept-4": "auto, KV kept, ages up to 4",
@@ -299,16 +299,16 @@ def _cell(value: dict[str, float | None], digits: str) -> str:
 ROWS = (
     *((f"seconds to the {name} level", f"seconds_to_{number}", ".1f")
       for number, name in enumerate(("low", "middle", "high"))),
-    ("middle: of waiting's time", "seconds_to_1_of_waiting", ".2f"),
+    ("middle: of the synchronous time", "seconds_to_1_of_waiting", ".2f"),
     ("middle: of APRIL's, equal KV and routing", "seconds_to_1_of_april", ".2f"),
-    ("high: of waiting's time", "seconds_to_2_of_waiting", ".2f"),
+    ("high: of the synchronous time", "seconds_to_2_of_waiting", ".2f"),
     ("updates to the middle level", "updates_to_1", ".1f"),
     (f"held-out after {UPDATES} updates", "after_updates", ".3f"),
     ("held-out, last two evaluations", "end", ".3f"),
     ("updates", "updates", ".0f"), ("seconds of an update", "update_s", ".2f"),
     ("waits for tokens, s", "waits_s", ".2f"), ("trains, s", "trains_s", ".2f"),
     ("refit, s", "refit_s", ".2f"), ("off-policy share", "off_policy", ".2f"),
-    ("mean age, updates", "age", ".2f"), ("sd of the ratio", "ratio_sd", ".3f"),
+    ("mean staleness, versions", "age", ".2f"), ("sd of the ratio", "ratio_sd", ".3f"),
     ("truncated share", "truncated", ".5f"), ("entropy, nats", "entropy", ".3f"),
     ("mean length", "length", ".0f"), ("at the cap", "capped", ".3f"),
     ("engine: generating", "engine_decode", ".2f"),
@@ -406,7 +406,7 @@ def tails(axes: Any, found: dict[str, Any]) -> None:
     ):  # fmt: skip
         rows = by_age(found[kind]["ratios"], arm, routing)
         axes.plot(list(rows), list(rows.values()), style, color=colour, label=label)
-    axes.set(xlabel="age of the token, updates", ylim=(0, None),
+    axes.set(xlabel="staleness of the token, versions", ylim=(0, None),
              ylabel="|ln ratio| that 1 of 1,000 tokens exceeds")  # fmt: skip
     axes.legend(frameon=False, fontsize=8)
 

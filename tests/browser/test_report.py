@@ -229,7 +229,7 @@ def test_what_episodes_did_is_drawn_and_can_be_read(
         assert page.overflow() == 0
         section = page.page.inner_text("section:has(#rollout-time)")
         assert "and is at its tools for" in section
-        assert "lost, their group goes on" in section
+        assert "lost, their group continues" in section
         inks = "[...document.querySelectorAll('#rollout-time .bartext')].map(e => e.style.fill)"
         assert set(page.evaluate(inks)) == {"rgb(0, 0, 0)", "rgb(255, 255, 255)"}
 

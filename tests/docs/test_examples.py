@@ -26,7 +26,6 @@ from tests.support.table import each_row
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 RUN = (
-    "reference/metrics",
     "quickstart",
     "frontier",
     "guides/trainer",

@@ -62,7 +62,7 @@ def speed(arm: str, file: str = "result") -> str:
 
 
 def age(arm: str, file: str = "result") -> str:
-    return f"{point(arm, file)['age']:.2f}"
+    return f"{point(arm, file)['staleness']:.2f}"
 
 
 def fastest_wave() -> list[str]:
@@ -107,8 +107,8 @@ STEPS = (
 FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (
         "docs/index.md",
-        r"([\d,]+) tokens/s at a mean age of ([\d.]+) versions, where whole groups have at most "
-        r"([\d,]+), at ([\d.]+)",
+        r"([\d,]+) tokens/s at a mean (?:age|staleness) of ([\d.]+) versions, where whole groups "
+        r"have at most ([\d,]+), at ([\d.]+)",
         lambda: [speed("samples:4@2"), age("samples:4@2"), *fastest_wave()[1:]],
     ),
     *(
@@ -130,17 +130,18 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     (
         "docs/frontier.md",
         r"`samples:4@2` delivers ([\d.]+) times[\s\S]*is faster than (\d), which delivers ([\d,]+) "
-        r"tokens/s at an age of (\d\.\d+)[\s\S]*as with groups, at ([\d.]+) of the age",
+        r"tokens/s at a staleness of (\d\.\d+)[\s\S]*as with groups, at ([\d.]+) of the staleness",
         lambda: [
             f"{point('samples:4@2')['tokens_per_s'] / point('wave@2')['tokens_per_s']:.2f}",
             *fastest_wave(),
-            f"{point('samples:4@auto')['age'] / point('auto')['age']:.2f}",
+            f"{point('samples:4@auto')['staleness'] / point('auto')['staleness']:.2f}",
         ],
     ),
     *(
         (
             page,
-            r"generated ([\d.]+) times the tokens of [^|]* at ([\d.]+) of (?:its|their) age",
+            r"generated ([\d.]+) times the tokens of [^|]* at ([\d.]+) of (?:its|their) "
+            r"(?:age|staleness)",
             gain,
         )
         for page in ("docs/index.md", "docs/frontier.md")
@@ -179,14 +180,14 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         for arm in ("wave@2", "wave@3", "samples:4@2")
     ),
     (
-        "docs/limits.md",
+        "docs/guides/simulation.md",
         STEPS,
         accuracy,
     ),
     (
-        "docs/limits.md",
+        "docs/guides/simulation.md",
         r"\| mixture of experts \| (\d) of (\d) \| (\d+), (\d+) and (\d+) % too short under auto, "
-        r"(\d+) % too long while waiting \|",
+        r"(\d+) % too long under the synchronous schedule \|",
         experts,
     ),
     (

@@ -16,7 +16,7 @@ from typing import get_args
 
 import pytest
 from aprildocs.command_line import help_of
-from aprildocs.generated import GENERATORS
+from aprildocs.generated import GENERATORS, pages, with_generated_parts
 from aprildocs.state_diagram import PLACES, draw, moves_table
 from aprildocs.support import support
 from aprildocs.tables import (
@@ -126,10 +126,19 @@ def test_the_table_of_moves_has_as_many_as_there_are():
     assert moves_table(MOVES).count("→") == len(MOVES)
 
 
-@each_row("name", GENERATORS)
-def test_everything_that_is_generated_is_used_on_a_page(name: str):
-    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
-    assert any(f"{{generated}} {name}\n" in text for text in pages)
+@each_row("page", pages(), ids=lambda path: path.stem)
+def test_the_generated_parts_of_a_page_are_those_of_the_code(page: Path):
+    text = page.read_text(encoding="utf-8")
+    # Pythons break the lines of a command's usage at different places.
+    current = with_generated_parts(text).split()
+    assert current == text.split(), "run `make docs`, and commit what it writes"
+
+
+def test_everything_that_is_generated_is_used_on_a_page():
+    text = "".join(page.read_text(encoding="utf-8") for page in pages())
+    starts = re.findall(r"<!-- generated: (\S+) -->", text)
+    assert re.findall(r"<!-- end: (\S+) -->", text) == starts
+    assert set(starts) == set(GENERATORS)
 
 
 def test_the_supported_versions_match_the_pins():

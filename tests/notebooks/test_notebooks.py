@@ -59,9 +59,9 @@ def test_it_begins_with_its_question_and_ends_with_its_answer(script: Path):
     *before, computed, answer = notebook(script).cells
     assert re.match(r"# \d\. .+\n\n\*\*Question\.\*\* ", before[0].source)
     assert answer.source.startswith("**Answer.** ")
-    # The figures in words come from this cell, and what the answer says of them is checked there.
+    # The figures in words come from this cell, which checks the sentences of the answer.
     assert "print(" in computed.source
-    assert "# What the answer below says:\n" in computed.source
+    assert "# What the answer below reports:\n" in computed.source
     assert computed.source.rsplit("\n", 1)[1].startswith("assert ")
     assert computed.outputs[0].text.strip()
 

@@ -99,8 +99,8 @@ def test_a_shorthand_stands_for_a_policy(
         ),
         (
             {"stop": "tokens"},
-            'stop="tokens" does not say how many tokens fill a batch; set stop.amount, or give '
-            "Tokens(100_000), say.",
+            'stop="tokens" does not set how many tokens fill a batch; set stop.amount, or give '
+            "Tokens(100_000), for example.",
         ),
         (
             {"prices": Prices(prefill_tokens_per_s=float("nan"))},

@@ -187,7 +187,7 @@ def test_an_engine_that_claims_success_with_another_version_is_quarantined():
     driver.feed(ev.UpdateRequested(version=1))
     driver.settle_controls()
     driver.answer_refit(b=(0, ""))
-    assert "says it has version 0" in driver.lost[0].cause
+    assert "reports version 0" in driver.lost[0].cause
 
 
 def test_a_pause_that_fails_costs_the_engine_and_not_the_update():

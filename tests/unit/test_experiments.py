@@ -165,13 +165,13 @@ def test_the_frontier_has_the_arms_of_its_result(capsys: pytest.CaptureFixture[s
     for found in json.loads(capsys.readouterr().out):
         wanted = rows[found["arm"]]
         assert found["tokens_per_s"] == pytest.approx(wanted["tokens_per_s"], rel=0.04)
-        assert found["age"] == pytest.approx(wanted["age"], rel=0.06)
+        assert found["staleness"] == pytest.approx(wanted["staleness"], rel=0.06)
 
 
 def test_the_frontier_meets_what_was_measured_elsewhere():
     """Tokens/s and ages of an independent wave engine, where the KV pool is not full."""
     rows = json.loads((EXPERIMENTS / "frontier" / "result.json").read_text())
-    points = {row["arm"]: (row["tokens_per_s"], row["age"]) for row in rows}
+    points = {row["arm"]: (row["tokens_per_s"], row["staleness"]) for row in rows}
     expected = {"wave@2": (6989, 1.32), "samples:4@1.5": (7627, 0.81)}
     for arm, wanted in expected.items():
         assert points[arm] == pytest.approx(wanted, rel=0.02)
@@ -186,7 +186,7 @@ def test_the_tables_of_the_frontier_follow_from_its_results():
             least, most = row["tokens_per_s_range"]
             rows.append(
                 f"| {row['arm']} | {row['tokens_per_s']:,.0f} | {least:,.0f} to {most:,.0f} "
-                f"| {row['age']:.2f} | {row['oldest']} | {row['off_policy_share']:.2f} "
+                f"| {row['staleness']:.2f} | {row['oldest']} | {row['off_policy_share']:.2f} "
                 f"| {row['efficiency']:.2f} |\n"
             )
         assert f"|---|\n{''.join(rows)}\n" in readme

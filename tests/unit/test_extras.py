@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from aprilsched.errors import ConfigError, MissingExtra
-from aprilsched.kernel.values.extras import extra
+from aprilsched.kernel.values.extras import SOURCE, extra
 from aprilsched.simulation.engine import run_virtual
 from tests.support.table import each_row
 
@@ -79,13 +79,28 @@ def test_an_own_import_error_is_not_a_missing_extra():
         importlib.import_module("aprilsched.nowhere")
 
 
+def test_documents_install_extras_from_the_same_source():
+    root = Path(__file__).parents[2]
+    folders = ("docs", "examples", "notebooks", "deploy")
+    files = [root / "README.md", *(p for each in folders for p in (root / each).rglob("*"))]
+    texts = {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+        for path in files
+        if path.suffix in (".md", ".py", ".ipynb", ".yaml") and "_build" not in path.parts
+    }
+    line = re.compile(r"pip install '((?:\.|aprilsched)\[[\w,]+\])'")
+    found = [(name, extra) for name, text in texts.items() for extra in line.findall(text)]
+    assert len(found) > 10
+    assert not [each for each in found if not each[1].startswith(f"{SOURCE}[")]
+
+
 COMMIT = {"vcs": "git", "commit_id": "40fd6775"}
 
 
 @each_row(
     ("noted", "command"),
     [
-        (None, "pip install 'aprilsched[x]'"),
+        (None, f"pip install '{SOURCE}[x]'"),
         (
             {"dir_info": {"editable": True}, "url": "file:///src/april"},
             "pip install -e '/src/april[x]'",

@@ -165,7 +165,7 @@ def test_lost_gpus_are_logged_once(nvml: Faulty, caplog: pytest.LogCaptureFixtur
         thread._thread.join(SECONDS)
     assert not thread._thread.is_alive()
     assert [record.getMessage() for record in caplog.records] == [
-        "the GPUs are not sampled any more, the run goes on: no GPU answers NVML any more"
+        "GPUs are no longer sampled, the run continues: GPUs no longer answer NVML"
     ]
     assert nvml.open == 0
 

@@ -172,5 +172,5 @@ def test_a_file_that_cannot_be_written_is_logged_once(
         log.close()
         log.write([EngineLine(t=99.0, engine="a")])
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "samples.jsonl is not complete, the run goes on"
+        "samples.jsonl is not complete, the run continues"
     ]

@@ -1254,7 +1254,7 @@ def test_a_function_that_keeps_an_address_asks_nothing_for_another_sample(
     check_made(loop.generate(0).samples)
     assert len(REFUSED) >= 3
     assert all(
-        "begins with the prompt of another sample; let it use" in why or (ends and "ended" in why)
+        "starts with the prompt of another sample; let it use" in why or (ends and "ended" in why)
         for why in REFUSED
     )
 
@@ -1289,7 +1289,7 @@ def test_an_evaluation_may_have_a_function_of_its_own(started: Callable[..., Loo
         ({"use_rollout_indexer_replay": True}, "does not know the shape of the rows"),
         ({"aprilsched": {"straggler": "retract"}}, "aprilsched.straggler is 'retract'"),
         ({"rollout_top_p": 0.9}, "set --rollout-top-k, at most 4096"),
-        ({"aprilsched": {"batch_groups": 3}}, "--rollout-batch-size says it"),
+        ({"aprilsched": {"batch_groups": 3}}, "--rollout-batch-size sets it"),
         ({"aprilsched": {"over_provison": 3}}, "nearest known one is aprilsched.over_provision"),
         ({"aprilsched": "auto"}, "give a mapping of settings"),
     ],

@@ -266,12 +266,12 @@ def test_the_preset_is_on_policy_and_leaves_stragglers_alone() -> None:
     [
         ({"pace": "asynchronous"}, 'refill="tail" defers .* set pace="synchronous"'),
         ({"straggler": "run"}, 'refill="tail" defers .* straggler="retract" or "abort"'),
-        ({"refill": "wave"}, "may begin again for ever; set refill="),
-        ({"refill": "pool", "over_provision": 1.0}, "may begin again for ever"),
-        ({"refill": LengthBuckets()}, "may begin again for ever"),
+        ({"refill": "wave"}, "may restart forever; set refill="),
+        ({"refill": "pool", "over_provision": 1.0}, "may restart forever"),
+        ({"refill": LengthBuckets()}, "may restart forever"),
         (
             {"refill": "wave", "over_provision": "auto", "pace": "asynchronous"},
-            "may begin again for ever",
+            "may restart forever",
         ),
         ({"max_staleness": Staleness(rule="restart")}, '"restart" without a bound'),
     ],

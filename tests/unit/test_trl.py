@@ -778,7 +778,7 @@ def test_a_dataset_with_images_is_refused(cpu: Any, tmp_path: Path, row: dict[st
     ("args", "changes", "error"),
     [
         ({"token_budget": None}, {}, "asks a vLLM server"),
-        ({"token_budget": 4096}, {}, "no checkpoint can say"),
+        ({"token_budget": 4096}, {}, "no checkpoint can record"),
         ({"max_staleness": 0}, {}, "set 1 or more"),
         ({"num_generations": 3}, {}, "a step takes 8 rollouts .* and groups have 3"),
         (

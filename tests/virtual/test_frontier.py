@@ -34,10 +34,11 @@ def run(config: SchedulerConfig, seed: int, batches: int = 6) -> SimulationResul
     return simulate(workload, config, batches=batches, seed=seed, usage=False)
 
 
-def point(arm: str, age: float, speed: float) -> FrontierPoint:
+def point(arm: str, staleness: float, speed: float) -> FrontierPoint:
     return FrontierPoint(
         arm=arm, siblings=4 if arm.startswith("samples") else None, seeds=1, tokens_per_s=speed,
-        tokens_per_s_range=(speed, speed), age=age, age_range=(age, age), oldest=1,
+        tokens_per_s_range=(speed, speed), staleness=staleness,
+        staleness_range=(staleness, staleness), oldest=1,
         off_policy_share=0.5, efficiency=None, schedule="",
     )  # fmt: skip
 
@@ -52,18 +53,18 @@ def test_the_command_has_the_points_of_python(tmp_path: Path, capsys: pytest.Cap
     assert captured.err == ""
     assert [row["arm"] for row in rows] == [each.arm for each in points] == list(ARMS)
     for row, each in zip(rows, points, strict=True):
-        for name in ("siblings", "seeds", "tokens_per_s", "age", "oldest", "efficiency"):
+        for name in ("siblings", "seeds", "tokens_per_s", "staleness", "oldest", "efficiency"):
             assert row[name] == getattr(each, name)
-        assert row["age_range"] == list(each.age_range)
+        assert row["staleness_range"] == list(each.staleness_range)
 
 
 def test_a_point_is_the_mean_of_its_seeds():
     config = ARMS["samples:2@2"]
     (found,) = frontier({"arm": config}, run, seeds=3, first_seed=5)
     steady = [run(config, seed).summary.steady_state for seed in (5, 6, 7)]
-    ages = [each.staleness_mean or 0.0 for each in steady]
-    assert found.age == pytest.approx(np.mean(ages))
-    assert found.age_range == (min(ages), max(ages))
+    means = [each.staleness_mean or 0.0 for each in steady]
+    assert found.staleness == pytest.approx(np.mean(means))
+    assert found.staleness_range == (min(means), max(means))
     assert found.tokens_per_s_range[0] < found.tokens_per_s < found.tokens_per_s_range[1]
     assert (found.seeds, found.siblings) == (3, 2)
     assert found.oldest == max(each.staleness_max for each in steady)
@@ -110,7 +111,7 @@ def test_labels_of_a_frontier_cover_nothing(width: float, height: float):
     (axes,) = figure.axes
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in axes.texts]
-    spots = axes.transData.transform([(p.age, p.tokens_per_s) for p in points])
+    spots = axes.transData.transform([(p.staleness, p.tokens_per_s) for p in points])
     assert len(boxes) > (20 if width > 8 else 9)
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
     assert not [box for box in boxes for spot in spots if box.contains(*spot)]

@@ -144,7 +144,7 @@ async def test_clients_set_only_the_fields_that_the_operator_lists():
         answer = await one.raw.done("/generate", asked(40, **fields))
         assert answer["output_ids"] != plain, "the engine has seen the image"
         for bad in ("/etc/passwd", "file:///etc/passwd", 7):
-            assert "a URL that begins with data:" in await one.raw.refused(
+            assert "a URL that starts with data:" in await one.raw.refused(
                 "/generate", asked(40, image_data=bad)
             )
         several = {**asked(40, **image), "input_ids": [[1, 2], [3]]}

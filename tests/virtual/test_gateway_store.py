@@ -132,8 +132,8 @@ async def test_unclaimed_responses_end_in_the_ledger(server: SimServer, tmp_path
         await until(lambda: second.state.in_flight.ledger.total == 2)
         causes = sorted(entry.cause for entry in second.state.in_flight.ledger.entries)
         assert causes == [
-            "its request had no rid, so nobody can ask for it after the restart",
-            "nobody asked for it within 0 s after the restart",
+            "its request had no rid, so no client can request it after the restart",
+            "no client requested it within 0 s after the restart",
         ]
         assert {e.reason for e in second.state.in_flight.ledger.entries} == {Reason.WITHDRAWN}
         assert len(second.gateway.service.responses) == 0

@@ -82,7 +82,7 @@ async def test_a_client_may_start_and_end_an_update(two: Front):
     await two.raw.done("/end_weight_update", {})
     assert two.state.in_flight.counters.updates == 1
     assert (await two.raw.get("/model_info"))[1]["weight_version"] == "step-1"
-    assert "begin one first" in await two.raw.refused("/end_weight_update", {})
+    assert "start one first" in await two.raw.refused("/end_weight_update", {})
     # A label that arrives later names the same weights.
     await two.raw.done("/begin_weight_update", {})
     await two.raw.done(TENSOR, tensors("c", "c"))

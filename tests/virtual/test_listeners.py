@@ -100,7 +100,7 @@ def test_a_listener_that_raises_is_removed_and_stops_no_run(
     assert broken.met == 3
     assert broken.facts < sound.facts
     (record,) = caplog.records
-    assert "Counting raised and is told nothing more, the run goes on" in record.getMessage()
+    assert "Counting raised and is left out from now on, the run continues" in record.getMessage()
     assert "a disk on fire" in record.getMessage()
     assert record.exc_info is not None
     assert record.exc_info[2] is not None

@@ -133,7 +133,7 @@ def test_an_engine_without_load_is_logged_once_and_retried(
     assert figures.t.tolist() == [0.0, 2.0, 3.0, 4.0]
     assert np.isnan(figures.running).tolist() == [True, False, True, False]
     assert [record.getMessage() for record in caplog.records] == [
-        "the load of odd is not sampled for now, the run goes on: odd: is down."
+        "the load of odd is not sampled for now, the run continues: odd: is down."
     ]
     text = (tmp_path / "samples.jsonl").read_text()
     assert text.count('"error":"odd: is down."') == 1

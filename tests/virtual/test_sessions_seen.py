@@ -112,7 +112,7 @@ async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
     assert np.sum(shares, axis=0) == pytest.approx(1)
     text = page([report], library="")
     assert "What the episodes did" in text
-    assert "lost, their group goes on" in text
+    assert "lost, their group continues" in text
 
 
 async def test_a_session_that_no_launcher_has_taken_is_seen(tmp_path: Path):

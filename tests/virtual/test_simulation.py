@@ -265,7 +265,7 @@ def test_a_result_has_the_arrays_of_its_run() -> None:
     config = april(SchedulerConfig(batch_groups=8, group_size=4))
     result = simulate(LongTailWorkload(median=60, cap=600), config, engines=2, batches=12, seed=3)
     summary = result.summary
-    assert result.step_s.shape == result.tokens.shape == result.age.shape == (12,)
+    assert result.step_s.shape == result.tokens.shape == result.staleness.shape == (12,)
     assert result.tokens.sum() == summary.tokens.delivered == result.lengths.sum()
     assert result.lengths.shape == result.batch.shape == (12 * 32,)
     assert result.off_policy.sum() / result.tokens.sum() == summary.off_policy_token_share

@@ -44,7 +44,7 @@ class Texts:
             return
         folder = Path(model_path) if self._folder is None else self._folder
         if self._folder is None and not model_path:
-            self._why_not = "the engines tell no folder of their model"
+            self._why_not = "the engines report no folder of their model"
             return
         try:
             self._tokenizer = await asyncio.to_thread(load_tokenizer, folder, self._template)

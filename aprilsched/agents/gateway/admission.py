@@ -108,7 +108,7 @@ class Admission:
     def expire_later(self) -> None:
         """Schedule the end of the prior process's responses that no client claims in time."""
         seconds = self._settings.reclaim_s
-        why = f"nobody asked for it within {seconds:g} s after the restart"
+        why = f"no client requested it within {seconds:g} s after the restart"
         loop = asyncio.get_running_loop()
         self._expiring = loop.call_later(seconds, self._responses.expire, why)
 

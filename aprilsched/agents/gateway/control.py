@@ -356,7 +356,7 @@ class ControlCalls:
             RefitError: if no engine has taken the weights.
         """
         if self._open is None:
-            raise ConfigError("No update is open; begin one first.")
+            raise ConfigError("No update is open; start one first.")
         if not self.held:
             await self._end_open(None)
 

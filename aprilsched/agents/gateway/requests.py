@@ -365,7 +365,7 @@ def _media_of(fields: Mapping[str, Any]) -> tuple[Media, ...]:
         given: Any = fields.get(name, [])
         for each in cast("list[Any]", given if isinstance(given, list) else [given]):
             if not isinstance(each, str) or not each.startswith(("data:", "http://", "https://")):
-                raise Refused(f"{kind} must be a URL that begins with data:, http: or https:.")
+                raise Refused(f"{kind} must be a URL that starts with data:, http: or https:.")
             found.append(Media(kind, each))
     return tuple(found)
 

@@ -37,7 +37,7 @@ from aprilsched.types import Batch, FinishReason, Group, Prompt, Rollout, Sampli
 
 _LEFT = "the client has disconnected"
 _ABORTED = "the client has aborted it"
-_NAMELESS = "its request had no rid, so nobody can ask for it after the restart"
+_NAMELESS = "its request had no rid, so no client can request it after the restart"
 _NEWER = "another request has its rid"
 _GRAMMARS = frozenset({"ebnf", "json_schema", "regex", "structural_tag"})
 _BROKEN_OFF = (

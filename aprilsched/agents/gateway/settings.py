@@ -130,7 +130,7 @@ class GatewaySettings:
         request_fields({name: None for name in self.passed_on if name not in MEDIA_FIELDS})
         if self.per_version is not None and self.max_staleness is None:
             raise ConfigError(
-                "per_version says how many responses a version consumes, which matters to "
+                "per_version is how many responses a version consumes, which matters to "
                 "max_staleness alone; set max_staleness too."
             )
 

@@ -105,7 +105,7 @@ class VersionBody(msgspec.Struct, frozen=True):
 Update = TypeVar("Update", DiskBody, VersionBody, TensorBody, BroadcastBody)
 
 _LATE = (
-    "An engine has not answered in time; the call goes on, and GET /server_info shows the modes."
+    "An engine has not answered in time; the call continues, and GET /server_info shows the modes."
 )
 _FLUSHED = (
     "Cache flushed.\nPlease check backend logs for more details. "

@@ -342,9 +342,9 @@ class _Launcher:
             case "done":
                 session.done(score, later=body.later)
             case "failed":
-                session.failed(body.why or "its launcher says that it has failed")
+                session.failed(body.why or "its launcher reports that it has failed")
             case "lost":
-                session.lost(body.why or "its launcher says that it is lost")
+                session.lost(body.why or "its launcher reports that it is lost")
             case _:
                 if score is None:
                     raise Refused("there is no score; give one, or parts of one.")

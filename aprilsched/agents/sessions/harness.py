@@ -290,7 +290,7 @@ class Session:
         for each in question.media if not self._remote_images else ():
             if not str(each.source).startswith("data:"):
                 raise ConfigError(
-                    f"the URL of an image must begin with data:, got {str(each.source)[:40]!r}; "
+                    f"the URL of an image must start with data:, got {str(each.source)[:40]!r}; "
                     "Sessions(remote_images=True) lets engines fetch others."
                 )
         sampling = self._turn.sampling

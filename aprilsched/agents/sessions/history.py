@@ -247,8 +247,8 @@ class History:
             return
         if self.branches_started >= self._most:
             raise ConfigError(
-                f"the session has {self._most} branches and begins no other; go on with the "
-                "messages of one of them."
+                f"the session has {self._most} branches, its limit; continue the messages of "
+                "one of them."
             )
         self.branches_started += 1
         self._open = question.mark
@@ -600,5 +600,7 @@ def _in_one_order(value: object) -> str:
 
 def _media(images: Sequence[str]) -> tuple[Media, ...]:
     if not all(each.startswith(_URLS) for each in images):
-        raise ConfigError("an image is no URL that begins with data:, http: or https:; give one.")
+        raise ConfigError(
+            "an image is not a URL that starts with data:, http: or https:; give one."
+        )
     return tuple([Media("image", each) for each in images])

@@ -37,7 +37,7 @@ EVERYDAY = " ".join(["arms", *(f for f in SIMULATE_EVERYDAY.split() if f not in 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierCommand(ComparedSettings):
-    """Draw tokens per second against the age of tokens, for schedules on your lengths."""
+    """Draw tokens per second against the staleness of tokens, for schedules on your lengths."""
 
     arms: Annotated[str, COMMAS] = DEFAULT_ARMS
     """Schedules, separated by commas or spaces: wave@1.5|2 is whole groups from waves of two

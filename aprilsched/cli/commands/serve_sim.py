@@ -31,8 +31,8 @@ class ServeSimCommand:
     time_scale: float = 1.0
     """Wall seconds for each modelled second: 0.1 is ten times faster than the modelled machine."""
     law: Literal["lognormal"] | None = None
-    """Let responses end by themselves, at lengths that this law draws. If not given, every response
-    has max_new_tokens."""
+    """Let responses end by themselves, at lengths drawn from this distribution. If not given, every
+    response has max_new_tokens."""
     median: float = 700.0
     """Median of the lengths, in tokens."""
     sigma: float = 0.9
@@ -48,7 +48,7 @@ class ServeSimCommand:
     sim: SimSettings = field(default_factory=SimSettings)
 
     def drawn(self) -> DrawnLengths | None:
-        """Return the lengths at which responses end, or None without a law.
+        """Return the lengths at which responses end, or None without a distribution.
 
         Raises:
             ConfigError: if a setting is wrong.

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     if not (command.run / CONFIG).is_file():
         raise RunFolderError(
             f"{command.run} has no run (it has no {CONFIG}); name the folder of a run that has "
-            "begun."
+            "started."
         )
     console = Console()
     with readable(command.run):

@@ -282,7 +282,7 @@ class PriorRun:
         """
         if not state.resumed:
             raise RunFolderError(
-                f"{self._folder} has nothing saved that could be resumed; begin a new run with "
+                f"{self._folder} has nothing saved that could be resumed; start a new run with "
                 f"--config {self._folder / CONFIG}."
             )
         batches = state.in_flight.counters.batches

@@ -166,7 +166,9 @@ def _short(path: str, value: Any) -> str:
 def _choices(preset: str, setting: str) -> list[tuple[str, Any]]:
     path, equals, values = setting.partition("=")
     if not equals or not values:
-        raise ConfigError(f"{setting!r} sets nothing; write {preset}:over_provision=1.5, say.")
+        raise ConfigError(
+            f"{setting!r} sets nothing; write {preset}:over_provision=1.5, for example."
+        )
     known = path_names()
     if path not in known:
         near = nearest(path, known)

@@ -107,7 +107,7 @@ def frontier_table(points: Sequence[FrontierPoint], limits: Limits | None = None
         table.add_row(
             point.arm,
             _ranged(point.tokens_per_s, point.tokens_per_s_range if seeds > 1 else None, 0),
-            _ranged(point.age, point.age_range if seeds > 1 else None, 2),
+            _ranged(point.staleness, point.staleness_range if seeds > 1 else None, 2),
             number(point.oldest),
             percent(point.off_policy_share),
             percent(point.efficiency),

@@ -207,7 +207,7 @@ class SchedulerConfig:
     batches."""
     objective: Objective = field(default_factory=Objective)
     """What over_provision="auto" maximizes: useful work per time of whole steps, with tokens
-    discounted by their age."""
+    discounted by their staleness."""
     straggler: StragglerRule | Behaviour = "retract"
     """What happens to the rollouts that still generate when a batch is full: "retract" pauses them
     in the engine and recomputes their KV after a refit, "in_place" pauses them and keeps their KV,
@@ -408,8 +408,8 @@ class SchedulerConfig:
         if self.stop == "samples":
             return Samples(self.batch_groups * self.group_size)
         raise ConfigError(
-            f'stop="{self.stop}" does not say how many {self.stop} fill a batch; set stop.amount, '
-            "or give Tokens(100_000), say."
+            f'stop="{self.stop}" does not set how many {self.stop} fill a batch; set stop.amount, '
+            "or give Tokens(100_000), for example."
         )
 
     # --- checks --------------------------------------------------------------------------------
@@ -440,13 +440,13 @@ class SchedulerConfig:
             able = " or ".join(f'"{name}"' for name in rules_that(lambda b: not b.waits_inside))
             raise ConfigError(
                 f'straggler="{self.straggler_name}" with pace="{self.pace}" continues engines at '
-                "each batch, also those that somebody else has paused, so follow_weights=True is "
+                "each batch, also those that another client has paused, so follow_weights=True is "
                 f'refused; set pace="asynchronous", or straggler={able}.'
             )
         if self.dispatch.migrate and behaviour.called_back == "never":
             raise ConfigError(
                 "dispatch.migrate interrupts a response to move it, and new weights may come "
-                f'before it goes on, so it is refused with straggler="{self.straggler_name}", '
+                f'before it continues, so it is refused with straggler="{self.straggler_name}", '
                 "which keeps each response to one version; leave migrate False, or set another "
                 "straggler."
             )
@@ -468,7 +468,7 @@ class SchedulerConfig:
             raise ConfigError(
                 f'max_staleness.rule is "restart" with refill="{policies.refill.name}" and '
                 f"over_provision={self.over_provision!r}, where a prompt of long responses may "
-                'begin again for ever; set refill="tail", or refill="wave" or "buckets" with '
+                'restart forever; set refill="tail", or refill="wave" or "buckets" with '
                 "over_provision=1."
             )
 

@@ -100,7 +100,7 @@ class HttpFleet(Generic[EngineT]):
             await self.close()
             raise
         for name in self._awaited:
-            _log.warning("the fleet begins without %s, which joins when it answers", name)
+            _log.warning("the fleet starts without %s, which joins when it answers", name)
 
     async def _open(self, engine: EngineT) -> None:
         """Open an engine, and wait for it until there is an answer or the time is over."""

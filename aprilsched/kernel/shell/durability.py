@@ -155,7 +155,7 @@ class Durability(Part):
         except Exception as error:
             raise StoreError(
                 f"what was saved is not a run that can continue ({error}); restore a checkpoint, "
-                "or begin with a new store."
+                "or start with a new store."
             ) from error
 
     def start(self) -> None:

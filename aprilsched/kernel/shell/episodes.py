@@ -43,7 +43,7 @@ from aprilsched.types import (
     token_array,
 )
 
-_ENDED = "the rollout of this turn has ended; nothing can be generated for it any more."
+_ENDED = "the rollout of this turn has ended; nothing more can be generated for it."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -217,7 +217,7 @@ class Turn:
         self._branched = self._branched or branch
         if before is not None and not branch and not np.array_equal(ids[: len(before)], before):
             raise EpisodeError(
-                "input_ids of the turn do not begin with the context and output of the turn "
+                "input_ids of the turn do not start with the context and output of the turn "
                 "before; append to them, so that the rollout stays one token sequence."
             )
         self._asked = ids

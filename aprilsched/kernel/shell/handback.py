@@ -126,7 +126,7 @@ class HandBack(Part):
         try:
             await self.let_go_on(engine)
         except EngineUnreachable as error:
-            log.debug("%s cannot be reached to tell it to continue: %s", engine.name, error)
+            log.debug("%s cannot be reached to continue it: %s", engine.name, error)
         except (EngineError, TimeoutError) as error:
             why = str(error) or f"{engine.name} did not answer within {self._timeout_s:g} s"
             log.warning("%s is out of use and may be left paused: %s", engine.name, why)

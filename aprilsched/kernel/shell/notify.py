@@ -123,7 +123,7 @@ class Listeners:
     def _detach(self, listener: AnyListener, error: Exception) -> None:
         self._detached.add(id(listener))
         log.error(
-            "the listener %s raised and is told nothing more, the run goes on: %r",
+            "the listener %s raised and is left out from now on, the run continues: %r",
             _name(listener),
             error,
             exc_info=error,

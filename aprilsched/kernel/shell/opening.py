@@ -143,7 +143,7 @@ def _check_engine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engin
     exact = able.version_spans or config.allow_inexact_versions
     if behaviour.needs_spans and not exact:
         raise ConfigError(
-            f"{engine.name} ({able.server}) cannot tell which version sampled a token, so "
+            f"{engine.name} ({able.server}) does not report which version sampled a token, so "
             f'straggler="{config.straggler_name}" would mix versions without a record; use '
             'straggler="abort", or set allow_inexact_versions.'
         )

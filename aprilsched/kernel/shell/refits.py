@@ -82,7 +82,7 @@ class Refits(Part):
     def refit(self, command: RefitBegun) -> None:
         if command.followed:
             self.publisher = FollowedWeights()
-            log.info("version %d was loaded by somebody else and is followed", command.version)
+            log.info("version %d was loaded by another client and is followed", command.version)
         publisher = self._fleets if command.catch_up else self.publisher
         # A catch-up refit ends with its engine; a refit of the fleet continues for the others.
         kind = ("control", command.engines[0]) if command.catch_up else ("control",)
@@ -236,7 +236,7 @@ def _causes(results: Mapping[str, Exception | None]) -> Mapping[str, str]:
     if not isinstance(results, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"publish() returned a {type(results).__name__}; return a mapping from each engine's "
-            "name to None, or to the exception that says why it did not take the weights"
+            "name to None, or to the exception for which it did not take the weights"
         )
     # An exception without a message, such as TimeoutError(), also means failure.
     return {

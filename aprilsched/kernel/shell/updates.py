@@ -166,8 +166,8 @@ class Updates:
         labelled = not (isinstance(publisher, ExternalWeights) and publisher.label)
         if not labelled and (open_requests := session.state.in_flight.open_attempts):
             log.warning(
-                "version %d is labelled after it was loaded: %d requests in flight cannot tell "
-                "which version sampled their tokens",
+                "version %d is labelled after it was loaded: token versions of %d requests in "
+                "flight are unknown",
                 new,
                 open_requests,
             )

@@ -146,7 +146,7 @@ class Work:
             turn.resolve(command)
         if command.refused:
             self._note_failure(
-                f"rollout {command.rollout_id}", "goes on after a refused turn", command.refused
+                f"rollout {command.rollout_id}", "continues after a refused turn", command.refused
             )
 
     def score(self, command: do.ScoreRollout) -> None:

@@ -15,6 +15,10 @@ from urllib.parse import unquote
 
 from aprilsched.errors import MissingExtra
 
+SOURCE = "."
+"""The source of pip's commands in documents, and in errors if an installation has no record of its
+own: a checkout until there is a release, and "aprilsched" from then on."""
+
 
 @contextmanager
 def extra(name: str) -> Generator[None]:
@@ -48,7 +52,7 @@ def _command(name: str) -> str:
     except PackageNotFoundError:
         noted = None
     if noted is None:
-        return f"pip install 'aprilsched[{name}]'"
+        return f"pip install '{SOURCE}[{name}]'"
     source = json.loads(noted)
     url = source["url"]
     if "dir_info" in source:

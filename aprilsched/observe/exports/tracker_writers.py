@@ -96,7 +96,7 @@ class WandbWriter:
             )
         except wandb.Error as error:
             raise ConfigError(
-                f"wandb cannot begin ({error}); log in with wandb login, or set WANDB_MODE=offline."
+                f"wandb cannot start ({error}); log in with wandb login, or set WANDB_MODE=offline."
             ) from error
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:

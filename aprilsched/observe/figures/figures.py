@@ -350,8 +350,8 @@ class Figures:
         of=_largest(lambda b: int(b.lengths.max())),
     )
     length_distance: float | None = figure(
-        "Kolmogorov's distance of a batch's response lengths from the law that all lengths are "
-        "drawn from: the largest difference of the two distribution functions, 0 to 1. The law is "
+        "Kolmogorov's distance of a batch's response lengths from the distribution of all "
+        "lengths: the largest difference of the two distribution functions, 0 to 1. The latter is "
         "estimated when the batch is delivered, from the 4,096 responses launched last, unfinished "
         "ones included.", unit="share", of=_ratio(lambda b: b.distance, lambda b: 1),
         live="length distance",

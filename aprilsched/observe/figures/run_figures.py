@@ -89,7 +89,7 @@ class SecondsFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LawFigures:
-    """A law of lengths. Quantiles: the shortest length that a share of at least q reaches."""
+    """A length distribution. Quantiles: the shortest length that a share of at least q reaches."""
 
     mean: float
     p50: float
@@ -119,7 +119,7 @@ class TransientFigures:
     """Bias by that identity, from the responses in flight at the end."""
     measured: float
     """Mean delivered length / mu - 1. The difference from `predicted` is due to the random choice
-    of prompts, censoring, or a drifting law."""
+    of prompts, censoring, or drifting lengths."""
     mean: float
     """mu, in tokens."""
     reference: MeanReference
@@ -165,10 +165,10 @@ class BiasFigures:
     delivered_mean_length: float | None = None
     delivered_mean_length_by_batch: list[float] = field(default_factory=list[float])
     drawn: LawFigures | None = None
-    """Law of all launched responses (Kaplan-Meier estimate); unfinished responses, in flight or
+    """Lengths of all launched responses (Kaplan-Meier estimate); unfinished responses, in flight or
     dropped, are censored."""
     delivered: LawFigures | None = None
-    """Law of the delivered responses."""
+    """Lengths of the delivered responses."""
     transient: TransientFigures | None = None
     dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
     """Number of dropped tokens by reason, as in the ledger."""

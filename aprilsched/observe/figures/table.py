@@ -196,8 +196,8 @@ _FIGURES: tuple[Figure, ...] = (
            of=_forecast(lambda f: f.off_policy_token_share_forecast),
            help="What it expected of the share of tokens that an older version sampled."),
     Figure(name="batch/reward", of=_batch(lambda b: b.figures.rewards.mean),
-           help="Mean reward of the rollouts; absent without rewards. A tracker has the mean "
-                "of each named part of the reward beside it as `batch/reward/NAME`."),
+           help="Mean reward of the rollouts; absent without rewards. A tracker also has the "
+                "mean of each named part of the reward, as `batch/reward/NAME`."),
     Figure(name="batch/rollout_seconds", unit="seconds", labels=("part",), of=_rollout_seconds,
            help="Mean seconds of a rollout by what it was at. They add up to the time from its "
                 "launch to its delivery, which a tracker has."),

@@ -68,8 +68,8 @@ def by_position(runs: Sequence[RunReport]) -> Chart:
     return Chart(
         id="alignment-position",
         title=" ".join(title) or agree,
-        note="Tokens of staleness 0. Each bar begins at its position in the response, and ends "
-        "where the next one begins. A mismatch that grows along the response points to positions "
+        note="Tokens of staleness 0. Each bar starts at its position in the response, and ends "
+        "at the next one. A mismatch that grows along the response points to positions "
         "or to the KV cache.",
         series=[_bars(run, names, row) for run, row in rows],
         x=Axis(label="position in the response, from", categories=True),

@@ -13,7 +13,7 @@ from aprilsched.observe.report.words import percent, written
 _ENDS = {
     "delivered": "delivered",
     Reason.EPISODE_FAILED.value: "failed",
-    Reason.MEMBER_LOST.value: "lost, their group goes on",
+    Reason.MEMBER_LOST.value: "lost, their group continues",
 }
 """Labels of the ends of episodes, by the ledger's reasons; others keep the ledger's name."""
 
@@ -31,7 +31,7 @@ def bias_rows(run: RunReport) -> list[tuple[str, str]]:
         )
     if summary.length_distance is not None and summary.iid_length_distance is not None:
         distance = f"{summary.length_distance:.2f}, at random {summary.iid_length_distance:.2f}"
-        rows.append(("distance of a batch's lengths from the drawn law, mean", distance))
+        rows.append(("distance of a batch's lengths from the length distribution, mean", distance))
     for reason, tokens in bias.dropped_tokens.items():
         dropped = summary.rollouts.dropped.get(reason, 0)
         rows.append((f"dropped ({reason}): {dropped:,} responses", f"{written(tokens)} tokens"))

@@ -132,14 +132,14 @@ def responses(
 
 
 def ages_by_batch(batches: Sequence[int], shares: Sequence[Sequence[float]]) -> Chart:
-    """Draw the ages of each batch's tokens, from the share of each age in each of `batches`. The
-    last age contains all older tokens."""
+    """Draw the staleness of each batch's tokens, from the share of each value in `batches`. The
+    last value contains all staler tokens."""
     last = max((age + 1 for age, share in enumerate(shares) if any(share)), default=1)
     return Chart(
         series=[
             Series(
                 kind="bar",
-                name=_age(age),
+                name=_staleness(age),
                 x=list(batches),
                 y=shares[age],
                 colour=AGE_COLOURS[age],
@@ -183,7 +183,7 @@ def bias_over_batches(
     return Chart(
         series=series,
         x=Axis(label="batches delivered", unit="whole"),
-        y=Axis(label="mean length so far, off the law's", unit="share"),
+        y=Axis(label="mean length so far, off that of all", unit="share"),
         level=0,
         together=True,
     )
@@ -223,7 +223,7 @@ def evenly(count: int, at_most: int = 240) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, max(0, count - 1), min(count, at_most)).astype(np.int64))
 
 
-def _age(age: int) -> str:
+def _staleness(age: int) -> str:
     if age == _OLDEST:
-        return f"{age} or more versions old"
-    return {0: "on-policy", 1: "1 version old"}.get(age, f"{age} versions old")
+        return f"staleness {age} or more"
+    return f"staleness {age}" if age else "on-policy"

@@ -93,4 +93,4 @@ class EngineLoads:
             self._take(EngineLine(t=self._clock(), engine=name, error=why))
         if name not in self._named:
             self._named.add(name)
-            log.warning("the load of %s is not sampled for now, the run goes on: %s", name, why)
+            log.warning("the load of %s is not sampled for now, the run continues: %s", name, why)

@@ -80,7 +80,7 @@ class Nvml:
         """
         lines = [self._line(t, index, handle) for index, handle in self._handles.items()]
         if lines and all(line == GpuLine(t=t, device=line.device) for line in lines):
-            raise OSError("no GPU answers NVML any more")
+            raise OSError("GPUs no longer answer NVML")
         return lines
 
     def _line(self, t: float, index: int, handle: object) -> GpuLine:
@@ -178,6 +178,6 @@ class GpuThread:
                 self._take(nvml.sample(self._clock()))
                 self._stopped.wait(self._interval)
         except Exception as error:
-            log.warning("the GPUs are not sampled any more, the run goes on: %s", error)
+            log.warning("GPUs are no longer sampled, the run continues: %s", error)
         finally:
             nvml.close()

@@ -96,9 +96,9 @@ FIELDS: dict[str, dict[str, str]] = {
         "if it has no counters",
         "step_share": "share of the time since the sample before with steps computed, from 0 to 1",
         "cache_hit_rate": "hit rate of the prefix cache, from 0 to 1",
-        "age_s": "age of the figures when the engine told them; in a pause they do not change",
+        "age_s": "seconds since the engine took the figures; in a pause they do not change",
         "series": "gauges of the engine's own metrics endpoint",
-        "error": "why the engine told nothing, once for each time that this began",
+        "error": "why the engine reported nothing, once for each failure in a row",
     },
     "device": {
         "device": "NVML's index of the GPU",
@@ -115,7 +115,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "power_w": "power, in watts",
         "sm_clock_mhz": "clock of the multiprocessors, in MHz",
         "temperature_c": "temperature, in degrees Celsius",
-        "processes": "memory of each process in bytes, by process id, if NVML tells it",
+        "processes": "memory of each process in bytes, by process id, if NVML reports it",
     },
 }
 """The meaning of each field, by the source of the line."""

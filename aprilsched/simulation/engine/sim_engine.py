@@ -227,7 +227,7 @@ class SimEngine:
         """
         self._pacer.now()
         if self._expects_weights:
-            why = "somebody else may have loaded a part of its weights; it needs a complete refit."
+            why = "another client may have loaded a part of its weights; it needs a complete refit."
             raise InconsistentWeights(self._name, why)
         return self._batcher.version
 

@@ -5,9 +5,9 @@ of contexts, and the trainer's own time unless generation continues during it. I
 
     sum over its tokens of w * exp(-k / usefulness_age), times (1 - distance_price * d)
 
-where w is the token's share of T_bound, k its age in versions, and d the distance of the batch's
-lengths from the drawn law, beyond the distance of a batch drawn at random. A token beyond the bound
-on staleness has loss mask 0 and is worthless.
+where w is the token's share of T_bound, k its staleness in versions, and d the distance of the
+batch's lengths from the length distribution, beyond the distance of a batch drawn at random. A
+token beyond the bound on staleness has loss mask 0 and is worthless.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class Objective:
     """The cost of a stale token and of a batch of unusual lengths to a training run."""
 
     usefulness_age: Annotated[float, ABOVE_0] = 100.0
-    """Age in versions at which a token is worth 1/e of a fresh one; ``math.inf`` if age costs
-    nothing. The default is the highest price within the interval that experiments/learning measured
-    with decoupled PPO (1 % for each version); the estimated cost itself is 0. With PPO's clip
-    around the sampling policy it measured 17 (15 to 19), so set that for such a loss."""
+    """Staleness in versions at which a token is worth 1/e of a fresh one; ``math.inf`` if staleness
+    costs nothing. The default is the highest price within the interval that experiments/learning
+    measured with decoupled PPO (1 % for each version); the estimated cost itself is 0. With PPO's
+    clip around the sampling policy it measured 17 (15 to 19), so set that for such a loss."""
     distance_price: Annotated[float, SHARE_OR_0] = 0.1
-    """Share of a batch's worth that is lost if its lengths are as far from the drawn law as
-    possible (a distance of 1, beyond that of a batch drawn at random); 0 if that costs nothing.
+    """Share of a batch's worth that is lost if its lengths are as far from the length
+    distribution as possible (a distance of 1, beyond that of a batch drawn at random); 0 if that
+    costs nothing.
     experiments/learning could not detect a cost, so the default only decides between schedules that
     are otherwise nearly as good."""
     tolerance: Annotated[float, SHARE_OR_0] = 0.01
@@ -44,8 +45,8 @@ class Objective:
         """Return the mean usefulness of the tokens, from 0 to 1; without tokens it is 1.
 
         Args:
-            tokens_by_age: number of tokens by their age in versions.
-            bound: age beyond which tokens have loss mask 0; None without one.
+            tokens_by_age: number of tokens by their staleness in versions.
+            bound: staleness beyond which tokens have loss mask 0; None without one.
         """
         total = sum(tokens_by_age.values())
         if not total:
@@ -56,6 +57,7 @@ class Objective:
     def share_left(self, distance: float, iid_distance: float) -> float:
         """Return the share of a batch's worth that remains, given the distance of its lengths.
 
-        `distance` is from the drawn law; `iid_distance` is the distance of a batch drawn at random.
+        `distance` is from the length distribution; `iid_distance` is that of a batch drawn at
+        random.
         """
         return 1 - self.distance_price * max(0.0, distance - iid_distance)

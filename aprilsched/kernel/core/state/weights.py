@@ -189,7 +189,7 @@ class Update:
         """Return the engines that do not have the version, each with the cause."""
         took = self.took()
         return tuple(
-            (engine, cause or f"says it has version {version} after the refit to {self.version}")
+            (engine, cause or f"reports version {version} after the refit to {self.version}")
             for engine, (version, cause) in self.answers.items()
             if engine not in took
         )

@@ -36,7 +36,7 @@ from aprilsched.kernel.core.steps.samples import split
 
 def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> None:
     # A request by the trainer takes precedence, even for the same version.
-    end_following(state, f"version {event.version} was asked for meanwhile")
+    end_following(state, f"version {event.version} was requested")
     # If no engine has the fleet's version, as after a restart, it may be published once more.
     again = event.version == state.weights.versions.trainer and not state.fleet.control.engines
     if state.weights.update is not None or (
@@ -345,7 +345,7 @@ def _caught_up(state: SchedulerState, event: ev.Refitted) -> None:
     if not took:
         control.failed_version = control.loading
         if control.name in state.fleet.control.engines:
-            why = event.cause or f"it says that it has version {event.version}"
+            why = event.cause or f"it reports version {event.version}"
             demote(state, control.name, f"refit to version {control.loading} failed: {why}")
     elif control.name in state.fleet.control.engines:
         state.times.refits.add(state.now - control.loading_since)
@@ -419,7 +419,7 @@ def _leads_astray(state: SchedulerState, update: Update, took: frozenset[str]) -
         elif update.answers.get(control.name, (None,))[0] == state.weights.versions.trainer:
             _uncross(state.in_flight, control.name, update)
         elif control.name in state.fleet.control.engines:
-            demote(state, control.name, f"it did not say which version it has: {cause}")
+            demote(state, control.name, f"it did not report its version: {cause}")
     # Engines that have moved, now or earlier, sampled evaluation tokens of the wrong version.
     _evaluate_again(state, update)
     _finish(state, update, cause=cause)

@@ -176,7 +176,7 @@ def fitting(state: SchedulerState, schedule: Schedule) -> Schedule | str:
     if state.staleness.rule == "restart" and (asynchronous or not config.settles(schedule)):
         return (
             'max_staleness.rule is "restart", and under this schedule a prompt of long responses '
-            "may begin again for ever"
+            "may restart forever"
         )
     if refill.defers and (asynchronous or not config.may_defer):
         pace = "asynchronous" if asynchronous else "synchronous"

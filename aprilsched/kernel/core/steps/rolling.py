@@ -56,7 +56,7 @@ def _begin_again(state: SchedulerState) -> None:
 def _restart(state: SchedulerState, request: RequestRecord) -> None:
     rollout = request.rollout
     if state.caller.episodes:
-        cause = "no engine has the version of its tokens any more"
+        cause = "no engine has the version of its tokens"
         lose_member(state, rollout, Reason.VERSION_LOST, cause)
         return
     queue = state.in_flight.queue
@@ -200,7 +200,7 @@ def _go(state: SchedulerState, control: EngineControl) -> None:
         state.fleet.control.touch(control.name)
     else:
         version = state.weights.versions.engines[control.name]
-        demote(state, control.name, f"its version {version} is not used any more")
+        demote(state, control.name, f"its version {version} is no longer used")
 
 
 def _stay(fleet: Fleet, control: EngineControl) -> None:

@@ -19,7 +19,7 @@ from aprilsched.kernel.core.steps.replan import stay_synchronous
 
 
 def on_sleep_requested(state: SchedulerState, event: ev.SleepRequested) -> None:
-    end_following(state, "the trainer asked for the engines' memory meanwhile")
+    end_following(state, "the trainer requested the engines' memory")
     if state.fleet.sleep is not None or state.weights.update is not None:
         raise InvariantViolation("sleep was asked for during a sleep or an update")
     state.out.tell(facts.SleepRequested(tags=event.tags))

@@ -46,7 +46,7 @@ def on_verified(state: SchedulerState, event: ev.Verified) -> None:
         return
     has = "inconsistent weights" if event.version is None else f"version {event.version}"
     wanted = _wanted(state.fleet, state.weights, state.rolling, event.engine)
-    cause = f"it says that it has {has} {wanted}"
+    cause = f"it reports {has} {wanted}"
     _stand_by_or_follow(state, event.engine, event.version, cause)
 
 
@@ -116,7 +116,7 @@ def _wanted(fleet: Fleet, weights: Weights, rolling: bool, engine: str) -> str:
     control = fleet.control.of(engine)
     expected = weights.base if control is None else _expected(weights, rolling, control)
     return (
-        f"where the fleet has {expected}, so it was restarted, or somebody else has changed its "
+        f"where the fleet has {expected}, so it was restarted, or another client has changed its "
         "weights"
     )
 
