@@ -72,6 +72,16 @@ def fastest_wave() -> list[str]:
     return [arm.removeprefix("wave@"), speed(arm), age(arm)]
 
 
+def division(split: str) -> list[str]:
+    """Speed of the synchronous schedule, and speed and staleness of both automatic ones."""
+    rows = {row["policy"]: row for row in result("frontier/gpus.json")}
+    figures = [f"{rows[f'sync {split}']['delivered_tokens_per_s']:,.0f}"]
+    for policy in ("auto", "samples:4@auto"):
+        row = rows[f"{policy} {split}"]
+        figures += [f"{row['delivered_tokens_per_s']:,.0f}", f"{row['staleness_mean']:.2f}"]
+    return figures
+
+
 def measured(cell: str) -> Any:
     return result("h200/frontier.json")["cells"][cell]
 
@@ -105,11 +115,13 @@ STEPS = (
     r"\| dense, [^|]* \| (\d+) of (\d+) \| up to (\d+ %) too short"
 )
 FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
-    (
-        "docs/index.md",
-        r"([\d,]+) tokens/s at a mean (?:age|staleness) of ([\d.]+) versions, where whole groups "
-        r"have at most ([\d,]+), at ([\d.]+)",
-        lambda: [speed("samples:4@2"), age("samples:4@2"), *fastest_wave()[1:]],
+    *(
+        (
+            "docs/guides/colocated.md",
+            rf"\n\| {split} \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \| ([\d,]+) \| ([\d.]+) \|",
+            lambda split=split: division(split),
+        )
+        for split in ("colocated", "3:5", "4:4", "5:3", "6:2", "7:1")
     ),
     *(
         (
