@@ -1,4 +1,4 @@
-"""Prompts whose response lengths are drawn beforehand, mostly from one with a long tail.
+"""Prompts whose response lengths are drawn beforehand, mostly with a long tail.
 
 With ``limits="cap"`` every request has the cap as its limit, as in training, and the embedded
 engine ends a response by itself at its length, which it knows from ``min_new_tokens``. Schedulers

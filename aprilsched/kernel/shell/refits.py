@@ -236,7 +236,7 @@ def _causes(results: Mapping[str, Exception | None]) -> Mapping[str, str]:
     if not isinstance(results, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"publish() returned a {type(results).__name__}; return a mapping from each engine's "
-            "name to None, or to the exception for which it did not take the weights"
+            "name to None, or to the exception that kept it from the weights"
         )
     # An exception without a message, such as TimeoutError(), also means failure.
     return {

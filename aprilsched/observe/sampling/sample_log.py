@@ -98,7 +98,7 @@ FIELDS: dict[str, dict[str, str]] = {
         "cache_hit_rate": "hit rate of the prefix cache, from 0 to 1",
         "age_s": "seconds since the engine took the figures; in a pause they do not change",
         "series": "gauges of the engine's own metrics endpoint",
-        "error": "why the engine reported nothing, once for each failure in a row",
+        "error": "why the engine reported nothing, once for each series of failures",
     },
     "device": {
         "device": "NVML's index of the GPU",

@@ -122,9 +122,9 @@ class DeliveredRollout(Struct, frozen=True, kw_only=True, omit_defaults=True, gc
 
 class BatchDelivered(Fact, frozen=True):
     """The trainer has taken the batch. `again`: it was also delivered before the run was resumed.
-    `distance`: the Kolmogorov distance of its lengths from the law of all lengths, as estimated at
-    the time. `iid_distance`: the distance expected of random groups with as many responses.
-    Both are None if unknown."""
+    `distance`: the Kolmogorov distance of its lengths from the distribution of all lengths, as
+    estimated at the time. `iid_distance`: the distance expected of random groups with the same
+    number of responses. Both are None if unknown."""
 
     batch: int
     version: int
