@@ -1,4 +1,4 @@
-"""Measures how fast each way of refitting is on real GPUs, relative to the links' throughput.
+"""Measures how fast each way of refitting is on real GPUs.
 
     python measure.py --out DIRECTORY [--device cpu --tiny] [--seconds 540]
 
@@ -27,11 +27,9 @@ from server import GpuServer, Server, tiny_server
 
 HERE = Path(__file__).parent
 PHASES = {
-    "links": 75.0,
     "tensor": 110.0,
     "disk": 120.0,
     "nccl": 120.0,
-    "busy": 60.0,
 }
 """Seconds that each may take at most, in the order in which they run."""
 _RESERVE = 12.0
@@ -143,9 +141,6 @@ def main() -> int:
     run = Run(given)
     run.facts()
     waiting = list(given.phases)
-    if "links" in waiting and given.device == "cpu":
-        waiting.remove("links")
-        run.phase("links", "http://none")
     boots = 0
     while waiting and (boots == 0 or run.left() > _REBOOT):
         boots += 1

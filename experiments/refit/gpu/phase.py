@@ -18,14 +18,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import links
 import torch
 from model import QWEN3_4B, TINY, RandomWeights
-from refits import SEEDS, Refitter, answer, known_answers, open_engine, request
+from refits import SEEDS, Refitter, known_answers, open_engine
 
 GIB = 2**30
 MIB = 2**20
@@ -82,23 +80,6 @@ class Phase:
 
     # --- the phases ----------------------------------------------------------------------------
 
-    async def links(self) -> None:
-        """Copies within and between GPUs, and a broadcast."""
-        size = 16 * MIB if self.given.tiny else 4 * GIB
-        self.write("limit", link="copy_same_gpu", **links.copy(self.on(0), self.on(0), size))
-        if self.cuda and torch.cuda.device_count() > 1:
-            reachable = torch.cuda.can_device_access_peer(1, 0)
-            found = links.copy(self.on(1), self.on(0), size)
-            self.write("limit", link="copy_peer_gpu", peer_access=reachable, **found)
-        backend = "nccl" if self.cuda else "gloo"
-        if self.cuda and torch.cuda.device_count() < 2:
-            self.write("note", text="one GPU: no broadcast between GPUs")
-            return
-        torch.cuda.empty_cache()
-        for size in (GIB // 64,) if self.given.tiny else (64 * MIB, GIB):
-            found = await asyncio.to_thread(links.broadcast, backend, size, 60.0)
-            self.write("limit", link=f"{backend}_broadcast", **found)
-
     async def tensor(self) -> None:
         """CUDA IPC, the trainer on the engine's GPU; in a dry run, host memory shared by name."""
         from aprilsched.kernel.weights import tensor
@@ -147,10 +128,6 @@ class Phase:
         try:
             publisher = DiskPublisher(place, weights.save, keep=1)
             await self.repeat("disk", weights, publisher, **facts)
-            files = sorted(place.glob("version-*/*.safetensors"))
-            for threads in (1, 8):
-                found = await asyncio.to_thread(links.read_files, files, threads)
-                self.write("limit", link=f"file_read_{threads}_threads", **facts, **found)
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
@@ -159,66 +136,6 @@ class Phase:
         shm = Path("/dev/shm")  # noqa: S108
         roomy = shm.is_dir() and shutil.disk_usage(shm).free > 2.3 * size
         return (shm if roomy else Path(tempfile.gettempdir())) / f"refit-{os.getpid()}"
-
-    async def busy(self) -> None:
-        """The same refit by handle while 64 requests run: what the stragglers add."""
-        weights = RandomWeights(self.config, self.on(0))
-        weights.draw(SEEDS[0])
-        engine = await open_engine(self.given.url)
-        try:
-            if self.cuda:
-                from aprilsched.kernel.weights.tensor import TensorPublisher
-
-                publisher: Any = TensorPublisher(weights.named, bucket_bytes=512 * MIB)
-            else:
-                from aprilsched.kernel.weights.disk import DiskPublisher
-
-                publisher = DiskPublisher(self._place(weights.bytes), weights.save, keep=1)
-            for number in range(3):
-                self.write("busy", repeat=number, **await self._under_load(engine, publisher))
-        finally:
-            await engine.close()
-
-    async def _under_load(self, engine: Any, publisher: Any) -> dict[str, Any]:
-        count, tokens = (4, 200) if self.given.tiny else (64, 2000)
-        requests = [request(tokens, number) for number in range(count)]
-        got = [0] * count
-
-        async def read(number: int) -> None:
-            async for chunk in engine.generate(requests[number]):
-                got[number] += len(chunk.token_ids)
-
-        readers = [asyncio.create_task(read(number)) for number in range(count)]
-        row: dict[str, Any] = {"requests": count}
-        while min(got) == 0 and not any(reader.done() for reader in readers):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        version = await engine.version() + 1
-        await publisher.prepare(version)
-
-        async def abort() -> None:
-            await asyncio.gather(*(engine.abort(each.request_id) for each in requests))
-            await asyncio.gather(*readers)
-
-        steps: list[tuple[str, Callable[[], Awaitable[Any]]]] = [
-            ("abort", abort),
-            ("pause", lambda: engine.pause("retract")),
-            ("flush", engine.flush),
-            ("publish", lambda: publisher.publish(version, [engine])),
-            ("resume", engine.resume),
-        ]
-        row["tokens_before"] = sum(got)
-        try:
-            for name, step in steps:
-                started = time.perf_counter()
-                await step()
-                row[f"{name}_s"] = time.perf_counter() - started
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await engine.resume()
-        row["label_ok"] = await engine.version() == version
-        await answer(engine)
-        return row
 
 
 def stand_in() -> None:
@@ -241,8 +158,7 @@ async def close(publisher: Any) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    names = ("links", "tensor", "nccl", "disk", "busy")
-    parser.add_argument("name", choices=names)
+    parser.add_argument("name", choices=("tensor", "nccl", "disk"))
     parser.add_argument("--url", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

@@ -57,20 +57,16 @@ async def open_engine(url: str) -> SGLangEngine:
     return engine
 
 
-def request(tokens: int, number: int = 0) -> GenerationRequest:
-    """A greedy request; its cache key is its own, so no KV of earlier weights is used."""
-    return GenerationRequest(
+async def answer(engine: SGLangEngine) -> list[int]:
+    """The greedy continuation of a fixed prompt, without KV of earlier weights."""
+    request = GenerationRequest(
         request_id=uuid.uuid4().hex,
-        input_ids=(_PROMPT + number).astype(np.int32),
-        sampling=SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True),
+        input_ids=_PROMPT,
+        sampling=SamplingParams(max_new_tokens=_TOKENS, temperature=0.0, ignore_eos=True),
         cache_key=uuid.uuid4().hex,
     )
-
-
-async def answer(engine: SGLangEngine, tokens: int = _TOKENS, number: int = 0) -> list[int]:
-    """The greedy continuation of a fixed prompt."""
     ids: list[int] = []
-    async with aclosing(engine.generate(request(tokens, number))) as chunks:
+    async with aclosing(engine.generate(request)) as chunks:
         async for chunk in chunks:
             ids += chunk.token_ids.tolist()
     return ids
@@ -90,12 +86,11 @@ class Refitter:
         self._checksum_seconds = 0.0
 
     async def once(
-        self, publisher: _Publisher, version: int, seed: int, size: int, *, prepare: bool = True
+        self, publisher: _Publisher, version: int, seed: int, size: int
     ) -> dict[str, Any]:
         """One refit; the row says how long each step took and whether the weights arrived."""
         row: dict[str, Any] = {"version": version, "seed": seed, "bytes": size}
-        if prepare:
-            row["prepare_s"] = await _timed(publisher.prepare(version))
+        row["prepare_s"] = await _timed(publisher.prepare(version))
         try:
             row["pause_s"] = await _timed(self._engine.pause("retract"))
             row["flush_s"] = await _timed(self._engine.flush())

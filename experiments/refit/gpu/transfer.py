@@ -1,6 +1,7 @@
 """Measures vLLM's own transfer and the relay between processes, without a server.
 
     python transfer.py --out DIRECTORY --parts vllm.tar.xz [--seconds 75] [--device cpu --tiny]
+    python transfer.py --out DIRECTORY --table
 
 The trainer is this process: VLLMPublisher or RelayPublisher. The receiver is another one, with the
 calls of a vLLM server over HTTP and vLLM's own engine end behind them (vllm_parts.py); its model
@@ -17,11 +18,13 @@ import asyncio
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -372,10 +375,42 @@ async def measure(given: argparse.Namespace) -> None:
     await run.way("vllm_sparse_nccl", run.sparse, "sparse_nccl")
 
 
+def markdown(path: Path) -> str:
+    """The medians of each way without its warm-up; a row that is not verified stands out."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    problems: list[str] = []
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        if row["kind"] in ("error", "note"):
+            problems.append(f"{row['way']}: {row.get('error') or row['text']}")
+        elif row["kind"] == "transfer" and row.get("repeat", 0) >= 0:
+            what = f"{row['bucket_bytes'] / 2**30:g} GiB" if "bucket_bytes" in row else ""
+            if "share" in row:
+                what = f"{row['share']:.0%} changed"
+            groups[row["way"], "step still queued" if row.get("pending") else what].append(row)
+    lines = [
+        "| way | bucket or share | prepare | publish | GB/s | sent | verified |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for (way, what), rows in groups.items():
+        middle = {
+            key: statistics.median(row[key] for row in rows)
+            for key in ("prepare_s", "publish_s", "gb_s")
+        }
+        sent = statistics.median(row.get("sent_bytes", row["bytes"]) for row in rows)
+        verified = sum(row["verified"] for row in rows)
+        lines.append(
+            f"| {way} | {what} | {middle['prepare_s'] * 1e3:,.1f} ms "
+            f"| {middle['publish_s'] * 1e3:,.1f} ms | {middle['gb_s']:.3g} "
+            f"| {sent / 1e9:.3g} GB | {verified} of {len(rows)} |"
+        )
+    return "\n".join([*lines, "", *problems])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--parts", type=Path, required=True, help="archive of vllm_parts.FILES")
+    parser.add_argument("--parts", type=Path, help="archive of vllm_parts.FILES")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
@@ -383,7 +418,11 @@ def main() -> None:
     parser.add_argument("--only", default="", help="the one way to measure")
     parser.add_argument("--receive", type=int, help="port at which to be the receiver")
     parser.add_argument("--backend", default="nccl")
+    parser.add_argument("--table", action="store_true", help="print the table of an earlier run")
     given = parser.parse_args()
+    if given.table:
+        print(markdown(given.out / "transfer.jsonl"))
+        return
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     sys.path.insert(0, str(ROOT))
     if given.receive is not None:
