@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("aprilsched")
 
 _DELTA, _FULL = "delta.bin", "full.bin"
-_SHORTER = (("BFLOAT", "BF"), ("FLOAT", "F"), ("UINT", "U"), ("INT", "I"), ("FN", ""))
-"""How safetensors abbreviates torch's types: F8_E4M3 is torch.float8_e4m3fn."""
+_SHORTER = (("BFLOAT", "BF"), ("FLOAT", "F"), ("UINT", "U"), ("INT", "I"), ("COMPLEX", "C"))
+"""How safetensors abbreviates torch's types: F8_E4M3 is torch.float8_e4m3fn, and float8_e4m3fnuz
+keeps its ending."""
 
 
 class DeltaPublisher:
@@ -190,5 +191,6 @@ def _described(pieces: Pieces, tensor: Tensor) -> Pieces:
     dtype = str(tensor.dtype).removeprefix("torch.").upper()
     for long, short in _SHORTER:
         dtype = dtype.replace(long, short)
+    dtype = dtype.removesuffix("FNU").removesuffix("FN")
     pieces[0].update(dtype=dtype, shape=list(tensor.shape), item=tensor.element_size())
     return pieces
