@@ -47,7 +47,9 @@ from aprilsched.kernel.core.messages.events import Event, Finished
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.saved import Saved, Snapshot
 from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.shell import durability
 from aprilsched.kernel.store import Store
+from aprilsched.kernel.store.sqlite_checkpoints import write_checkpoint
 from aprilsched.types import Sample, Sibling
 from tests.support import small
 from tests.support.small import by_length, config
@@ -250,6 +252,23 @@ async def test_a_batch_is_delivered_again_until_it_is_acknowledged():
         assert [r.rollout_id for r in again.rollouts] == [r.rollout_id for r in first.rollouts]
     last = await first_batch(store)
     assert (last.index, last.redelivered) == (1, False)
+
+
+async def test_checkpoint_is_written_outside_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    threads: list[int] = []
+
+    def noted(path: Path, snapshot: Snapshot) -> None:
+        threads.append(threading.get_ident())
+        write_checkpoint(path, snapshot)
+
+    monkeypatch.setattr(durability, "write_checkpoint", noted)
+    for store in (None, MemoryStore()):
+        async with scheduler(store) as rollouts:
+            await rollouts.checkpoint(tmp_path / "state")
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
 
 
 async def test_an_update_acknowledges_batches_delivered_before_it():

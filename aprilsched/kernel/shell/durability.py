@@ -292,10 +292,8 @@ class Durability(Part):
         """See :meth:`RolloutScheduler.checkpoint`."""
         batches = self.trained_on() if acknowledge else ()
         snapshot = take_checkpoint(self._core.state, without=batches)
-        if self._store is not None and self._store.inline:
-            write_checkpoint(path, snapshot)
-        else:
-            await asyncio.to_thread(write_checkpoint, path, snapshot)
+        # Also with a store in memory: requests stream while a large file is written.
+        await asyncio.to_thread(write_checkpoint, path, snapshot)
         # Only now, because batches that are not in the file must be delivered again.
         if batches:
             self._acknowledge(batches)
