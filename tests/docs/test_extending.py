@@ -17,6 +17,7 @@ from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.__main__ import main
 from aprilsched.config import Behaviour
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
 from aprilsched.simulation import simulate
 from tests.docs.test_examples import blocks
 from tests.support.table import each_row
@@ -96,6 +97,9 @@ def test_an_import_path_that_cannot_be_used_is_named(
     ("changes", "message"),
     [
         ({"kv": ()}, "kv must name"),
+        ({"kv": ("keep", "drop")}, "kv must name one or more of recompute, keep, apart, got"),
+        ({"kv": "keep"}, "kv is 'keep'"),
+        ({"called_back": "sometimes"}, "called_back is 'sometimes'"),
         ({"called_back": "always"}, "called_back must not be"),
         ({"waits_inside": False, "waits_asleep": True}, "waits_asleep=True needs"),
     ],
@@ -104,3 +108,11 @@ def test_a_straggler_rule_that_contradicts_itself_is_refused(changes: Any, messa
     rule = Behaviour(name="own", kv=("keep",), waits_inside=True)
     with pytest.raises(ConfigError, match=message):
         replace(rule, **changes)
+
+
+def test_straggler_rule_with_the_name_of_another_one_is_refused():
+    rule = Behaviour(name="retract", kv=("keep",), waits_inside=True)
+    with pytest.raises(ConfigError, match="straggler must have a name of its own"):
+        SchedulerConfig(straggler=rule)
+    assert SchedulerConfig(straggler=replace(rule, name="own")).cached_kv == "keep"
+    assert SchedulerConfig(straggler=BEHAVIOURS["retract"]).straggler_name == "retract"

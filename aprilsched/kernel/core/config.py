@@ -416,6 +416,11 @@ class SchedulerConfig:
 
     def _check_combinations(self) -> None:
         behaviour, policies = self.behaviour, self.policies
+        if self.straggler_name in BEHAVIOURS and self._straggler not in BEHAVIOURS.values():
+            raise ConfigError(
+                f'straggler must have a name of its own, got another "{self.straggler_name}"; the '
+                "files of a run would name the built-in rule."
+            )
         names = [each.name for each in policies.companions]
         if len(set(names)) < len(names):
             raise ConfigError(f"companions has {', '.join(names)}; give each name once.")

@@ -21,9 +21,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.values.bounds import check_settings
 from aprilsched.kernel.values.checks import suggesting
 
 StragglerRule: TypeAlias = Literal["retract", "in_place", "abort", "run"]
@@ -37,7 +38,7 @@ class Behaviour:
     """One treatment of stragglers, with all properties that the rest of the program needs.
 
     Raises:
-        ConfigError: if two properties contradict each other.
+        ConfigError: if a property is wrong, or if two contradict each other.
     """
 
     name: str
@@ -58,8 +59,10 @@ class Behaviour:
     """Whether a rollout may be aborted and wait for several batches, as with length buckets."""
 
     def __post_init__(self) -> None:
-        if not self.kv:
-            raise ConfigError("kv must name at least one treatment of the cached KV, got none.")
+        check_settings(self)
+        known = get_args(CachedKV)
+        if not self.kv or not set(self.kv).issubset(known):
+            raise ConfigError(f"kv must name one or more of {', '.join(known)}, got {self.kv!r}.")
         if self.waits_inside and self.called_back == "always":
             raise ConfigError(
                 'called_back must not be "always" with waits_inside=True, because a request that '
