@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, StoreError
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.shell import PromptQueue, Turn, TurnOutput
+from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn, TurnOutput
 from aprilsched.kernel.values.companions import Companion, CompanionRows
 from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.values.files import read_regular, written_whole
@@ -144,6 +144,25 @@ def forget_delivered(rows: dict[int, Any], state: SchedulerState) -> None:
     live = {group.prompt.key for group in state.in_flight.groups.values()}
     for number in [each for each in rows if each < state.prompts.cursor and each not in live]:
         del rows[number]
+
+
+async def save_state(
+    path: Path,
+    scheduler: RolloutScheduler,
+    config: SchedulerConfig,
+    content: Callable[[], object],
+    *,
+    acknowledge: bool = True,
+) -> None:
+    """Write one file with the state of `scheduler` and the content that belongs to it.
+
+    `content` is called after the state was taken, on the event loop, so it must still have what has
+    left the scheduler in between. See :func:`write_state`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "scheduler"
+        await scheduler.checkpoint(file, acknowledge=acknowledge)
+        await asyncio.to_thread(write_state, path, file, config, content())
 
 
 def write_state(path: Path, checkpoint: Path, config: SchedulerConfig, content: object) -> None:

@@ -314,7 +314,7 @@ class RolloutEngine:
             self._training.set_result(_About(found, accept, dynamic=dynamic_bs))
             if self._recover_info is not None:
                 self._save_with(dataloader, self._recover_info)
-        self.scheduler.on_loop(self._in_flight)
+        self.scheduler.on_loop(self._forget)
         batch = None
         while batch is None:
             while missing_prompts(self._queue, self.settings):
@@ -381,11 +381,13 @@ class RolloutEngine:
         with tempfile.TemporaryDirectory() as made:
             file = Path(made) / "scheduler"
             self.scheduler.checkpoint(file)
-            tasks = self.scheduler.on_loop(self._in_flight)
+            # With the tasks of prompts that have left while the scheduler's file was written.
+            tasks = self.scheduler.on_loop(self._copied)
             content = (tasks, self._read_count, self._epoch, dataloader)
             write_state(folder / f"{_FILE}{step}", file, self.settings, content)
         # AReaL's step_info.json is written after this, so the step before is still needed.
-        files = {int(path.name[len(_FILE) :]): path for path in folder.glob(f"{_FILE}*")}
+        paths = {path.name.removeprefix(_FILE): path for path in folder.glob(f"{_FILE}*")}
+        files = {int(number): path for number, path in paths.items() if number.isdecimal()}
         kept = [step, *sorted(number for number in files if number < step)[-1:]]
         for number in files.keys() - kept:
             files[number].unlink()
@@ -407,9 +409,11 @@ class RolloutEngine:
         self._tasks, self._read_count, self._epoch, self._restored = content
         self._old_weights = True
 
-    async def _in_flight(self) -> dict[int, _Task]:
-        """Forget what belongs to prompts that have left, and return a copy of the rest."""
+    async def _forget(self) -> None:
+        """Forget what belongs to prompts that have left."""
         forget_delivered(self._tasks, self.scheduler.state)
+
+    async def _copied(self) -> dict[int, _Task]:
         return {number: replace(each, made=dict(each.made)) for number, each in self._tasks.items()}
 
     # --- episodes -------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ import logging
 import os
 import runpy  # noqa: TID251 (OpenRLHF's own command)
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -51,8 +50,8 @@ from aprilsched.trainers.adapter import (
     package,
     read_state,
     refuse,
+    save_state,
     trained_advantages,
-    write_state,
 )
 from aprilsched.trainers.pushed import NOT_TOKENIZED
 from aprilsched.types import Batch, Prompt, Sample, SamplingParams, Score, Unit
@@ -282,7 +281,8 @@ class Rollouts:
         responses, finished = self._responses(batch), self._finished()
         forget_delivered(self._rows, self.scheduler.state)
         if self._kept_states:
-            await self._save(self._states / str(self._taken))
+            path = self._states / str(self._taken)
+            await save_state(path, self.scheduler, self._config, self._content)
             (self._states / str(self._taken - self._kept_states)).unlink(missing_ok=True)
         return responses, finished, self._taken
 
@@ -292,16 +292,12 @@ class Rollouts:
         groups = {unit.origin for unit in state.in_flight.groups.values()}
         return state.prompts.cursor - len(groups)
 
-    async def _save(self, path: Path) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "scheduler"
-            await self.scheduler.checkpoint(file)
-            rows = {
-                number: replace(each, responses=dict(each.responses))
-                for number, each in self._rows.items()
-            }
-            content = (rows, self._pushed, self._taken, self._base)
-            await asyncio.to_thread(write_state, path, file, self._config, content)
+    def _content(self) -> tuple[dict[int, _Row], int, int, int]:
+        rows = {
+            number: replace(each, responses=dict(each.responses))
+            for number, each in self._rows.items()
+        }
+        return rows, self._pushed, self._taken, self._base
 
     async def collect(self) -> None:
         """Keep the prompts that are pushed from now on for :meth:`evaluate`."""

@@ -22,7 +22,6 @@ import asyncio
 import copy
 import logging
 import os
-import tempfile
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
@@ -46,7 +45,7 @@ from aprilsched.trainers.adapter import (
     package,
     read_state,
     refuse,
-    write_state,
+    save_state,
 )
 from aprilsched.trainers.pushed import NOT_TOKENIZED, GroupLost, PushedRollouts, as_pushed
 from aprilsched.types import Prompt, SamplingParams, Score
@@ -299,11 +298,14 @@ class Generator:
 
     async def save(self, path: Path) -> None:
         """Save what is in flight, and what is generated and not trained on."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "scheduler"
-            await self.scheduler.checkpoint(file, acknowledge=False)
-            groups = {uid: (each.step, dict(each.outputs)) for uid, each in self._groups.items()}
-            await asyncio.to_thread(write_state, path, file, self._config, groups)
+        # SkyRL may drop a group while the scheduler's state is written, which has it.
+        before = dict(self._groups)
+
+        def content() -> dict[str, tuple[int, dict[int, Any]]]:
+            groups = {**before, **self._groups}
+            return {uid: (each.step, dict(each.outputs)) for uid, each in groups.items()}
+
+        await save_state(path, self.scheduler, self._config, content, acknowledge=False)
 
     def restore(self, path: Path) -> None:
         """Continue from a file of :meth:`save`; the scheduler must not be open yet.

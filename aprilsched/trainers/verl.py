@@ -53,8 +53,10 @@ from aprilsched.trainers.adapter import (
     generate,
     missing_prompts,
     package,
+    read_state,
     refuse,
     routed_experts,
+    save_state,
     trained_advantages,
 )
 from aprilsched.trainers.pushed import NOT_TOKENIZED, PushedRollouts, as_pushed
@@ -549,6 +551,8 @@ class _Scheduler(_Theirs):
             for group in self._rollouts.scheduler.state.in_flight.training_groups():
                 uid = cast("str", group.prompt.key)
                 self._restored[uid] = group.prompt.metadata["global_steps"]
+            # The ledger has what the processes before have dropped, too.
+            self._evicted()
 
     async def next_batch(self, within: float) -> _Taken | int:
         """Return the next batch, or the number of prompts to push first; 0 after `within` s."""
@@ -637,12 +641,17 @@ class _Scheduler(_Theirs):
     async def save(self, path: Path) -> None:
         """Save the rollouts in flight."""
         await self._open()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        await self._rollouts.scheduler.checkpoint(path)
+        # verl's own checkpoint has the rows of the prompts.
+        await save_state(path, self._rollouts.scheduler, self._settings, lambda: None)
 
     def restore(self, path: Path) -> None:
-        """Continue with the rollouts of a file, when the servers are opened."""
-        self._rollouts.scheduler.restore(path)
+        """Continue with the rollouts of a file, when the servers are opened.
+
+        Raises:
+            ConfigError: if the groups of the file have another size or delivery.
+            StoreError: if it cannot be read.
+        """
+        read_state(path, self._settings, self._rollouts.scheduler.restore)
 
     async def finished_rollouts(self) -> dict[str, set[str]]:
         """Return the names of the finished rollouts in flight, by the uid of the prompt."""

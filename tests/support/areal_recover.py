@@ -213,8 +213,8 @@ def main() -> None:
             steps_per_epoch=spec.steps_per_epoch,
         )
         handler.dump(policy, of, state, state, state, dataloader)
-    tasks = made.scheduler.on_loop(made._in_flight)
-    (folder / "left.json").write_text(json.dumps([made._read_count, sorted(tasks)]))
+    made.scheduler.on_loop(made._forget)
+    (folder / "left.json").write_text(json.dumps([made._read_count, sorted(made._tasks)]))
     made.destroy()
 
 
