@@ -382,8 +382,25 @@ def test_simulate_divides_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--gpus", "3"], "train_gpu_seconds must be above 0"),
         ([*gpus, "--split", "3:1"], "split must be all, or some of colocated, 1:2, 2:1, got '3:1'"),
         ([*gpus, "--train-seconds", "1"], "gpus sets train_seconds and sim.engines"),
+        ([*gpus, "--split", "1:2,1:2"], "split names 1:2 twice"),
         (["--split", "1:2"], "set gpus too"),
         (["--seeds", "0"], "seeds is 0; give 1 or more"),
     ):
         assert main(["simulate", *arguments, *wrong, "--out", str(tmp_path / "w")]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_simulate_leaves_out_divisions_that_a_policy_cannot_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    policies = ["--policy", "areal:refit=rolling:straggler=run,sync", "--gpus", "2"]
+    arguments = [*policies, "--train-gpu-seconds", "6", "--batches", "3", "--batch-groups", "2",
+                 "--group-size", "2", "--cap", "100", "--quiet", "--json"]  # fmt: skip
+    assert main(["simulate", *arguments, "--out", str(tmp_path / "o")]) == 0
+    output = capsys.readouterr()
+    own = "areal refit=rolling straggler=run"
+    names = [row["policy"] for row in json.loads(output.out)]
+    assert names == ["sync colocated", f"{own} 1:1", "sync 1:1"]
+    messages = " ".join(output.err.split())
+    assert f"{own} colocated is left out: refit=" in messages
+    assert messages.count("Warning:") == 1

@@ -17,6 +17,9 @@ from aprilsched.cli.commands import doctor as cli
 from aprilsched.cli.commands.doctor import REACHED
 from aprilsched.cli.doctor import ROWS, Finding, Row, checks, examine
 from aprilsched.cli.doctor.server import MAX_ATTEMPTS, Server, kept
+from aprilsched.cli.runs.more_room import gains
+from aprilsched.cli.runs.settings import WorkloadSettings
+from aprilsched.config import SchedulerConfig
 from aprilsched.errors import EngineRejected, EngineUnreachable
 from aprilsched.kernel.engines.base import Chunk
 from aprilsched.kernel.engines.control import graph_requests
@@ -295,6 +298,21 @@ async def test_more_room_is_forecast_for_a_schedule(
     assert gains["18000 tokens of KV"] > 5
     assert gains["SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION=256"] > 5
     assert found["more room"]["to_do"].startswith("start it with SGLANG_CLIP")
+
+
+def test_more_room_is_a_mean_over_seeds():
+    able = Capabilities(
+        version_spans=True, flush_while_paused=True, max_running_requests=16, kv_tokens=4_000
+    )
+    workload = WorkloadSettings(cap=200, median=60.0)
+    command = cli.DoctorCommand(policy="april", batches=3, workload=workload)
+    config = SchedulerConfig(batch_groups=2, group_size=2)
+    settings = [command.settings(config, seed=seed) for seed in (0, 1)]
+    first, second, both = (gains(each, able) for each in (settings[:1], settings[1:], settings))
+    assert first[0].tokens_per_s != second[0].tokens_per_s
+    for one, other, mean in zip(first, second, both, strict=True):
+        assert mean.name == one.name
+        assert mean.tokens_per_s == pytest.approx((one.tokens_per_s + other.tokens_per_s) / 2)
 
 
 @pytest.fixture

@@ -91,8 +91,8 @@ class DoctorCommand(ComparedSettings):
                 max_staleness=self.max_staleness,
             )
         )
-        settings = self.settings(config, seed=self.seed)
-        prepare(settings)
+        settings = [self.settings(config, seed=seed) for seed in self.every_seed]
+        prepare(settings[0])
         return (*ROWS, Row("more room", _forecast(settings)))
 
 
@@ -154,7 +154,7 @@ def _examined(
         return [finding]
 
 
-def _forecast(settings: RunSettings) -> Judge:
+def _forecast(settings: Sequence[RunSettings]) -> Judge:
     """Return the judge of what more room would change for these settings."""
 
     async def judge(server: Server) -> Verdict:

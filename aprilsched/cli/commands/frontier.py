@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     seeds = command.every_seed
     messages = Console(stderr=True)
     configs = command.configs(chosen(command.arms), messages)
+    command.warn(messages)
     arms = {policy.name: config for policy, config in configs.items()}
     # Refuses wrong settings before the progress is shown.
     prepare(command.settings(next(iter(arms.values())), seed=command.seed))

@@ -103,8 +103,7 @@ class ComparedSettings:
     ) -> dict[Policy, SchedulerConfig]:
         """Return the configuration of each policy that is possible.
 
-        A policy that is impossible with single samples is left out, with a message. A warning is
-        printed if the cap of the workload cuts many responses.
+        A policy that is impossible with single samples is left out, with a message.
 
         Raises:
             ConfigError: if a setting is refused, or if no policy is possible.
@@ -125,10 +124,13 @@ class ComparedSettings:
                 if "samples" not in units or (policy is policies[-1] and not found):
                     raise
                 _print(messages, f"{policy.name} is left out: {error}")
+        return found
+
+    def warn(self, messages: Console) -> None:
+        """Print a warning if the cap of the workload cuts many responses."""
         workload = self.workload.checked(seed=self.seed, group_size=self.group_size)
         if (warning := workload.cap_warning()) is not None:
             _print(messages, f"Warning: {warning}")
-        return found
 
 
 COLOCATED_S = 0.081
@@ -174,15 +176,21 @@ class SimulateCommand(ComparedSettings):
                 raise ConfigError("split and train_gpu_seconds divide GPUs; set gpus too.")
             configs = self.configs(policies, messages, self.delivery)
             return [Arm(policy=each, shared=self, config=configs[each]) for each in configs]
-        return [
-            Arm(
-                policy=replace(policy, name=f"{policy.name} {name}"),
-                shared=shared,
-                config=replace(config, pace="synchronous") if name == COLOCATED else config,
-            )
-            for name, shared in self._splits()
-            for policy, config in shared.configs(policies, messages, self.delivery).items()
-        ]
+        arms: list[Arm] = []
+        refusal: ConfigError | None = None
+        for split, shared in self._splits():
+            for policy, config in shared.configs(policies, messages, self.delivery).items():
+                name = f"{policy.name} {split}"
+                try:
+                    fitting = replace(config, pace="synchronous") if split == COLOCATED else config
+                except ConfigError as error:
+                    _print(messages, f"{name} is left out: {error}")
+                    refusal = error
+                    continue
+                arms.append(Arm(policy=replace(policy, name=name), shared=shared, config=fitting))
+        if not arms and refusal is not None:
+            raise refusal
+        return arms
 
     def _splits(self) -> list[tuple[str, ComparedSettings]]:
         gpus = self.gpus or 0
@@ -197,6 +205,8 @@ class SimulateCommand(ComparedSettings):
         names = every if self.split == "all" else [name.strip() for name in self.split.split(",")]
         splits: list[tuple[str, ComparedSettings]] = []
         for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"split names {name} twice; name each division once.")
             if name not in every:
                 raise ConfigError(
                     f"split must be all, or some of {', '.join(every)}, got {name!r}."
@@ -242,6 +252,7 @@ def main(arguments: Sequence[str]) -> int:
     command = parsed(SimulateCommand, arguments, "aprilsched simulate", everyday=EVERYDAY)
     messages = Console(stderr=True)
     arms = command.arms(messages)
+    command.warn(messages)
     setups = {arm.policy.name: arm.setups() for arm in arms}
     root = RunFolder(command.out or default_path(command.seed)).path
     outcomes: dict[str, list[SimulationResult]] = {}

@@ -6,8 +6,9 @@ scheduled.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from aprilsched.cli.runs.settings import RunSettings
 from aprilsched.cli.runs.setup import prepare
@@ -32,16 +33,18 @@ class Gain:
     """Whether a setting makes the change, without more memory."""
 
 
-def gains(settings: RunSettings, able: Capabilities) -> list[Gain]:
-    """Return the forecast of the server as it is, and of each change.
+def gains(settings: Sequence[RunSettings], able: Capabilities) -> list[Gain]:
+    """Return the forecast of the server as it is, and of each change; means over the seeds.
 
     Args:
-        settings: the schedule, the lengths and the step times of one server.
+        settings: the schedule, the lengths and the step times of one server, for each seed.
         able: what the server reports, with the sizes of its KV pool and its batch.
     """
     found: list[Gain] = []
-    for name, changed in _changes(settings, able):
-        speed = simulate(prepare(changed)).generated_tokens_per_s or 0.0
+    for seeds in zip(*(_changes(each, able) for each in settings), strict=True):
+        name = seeds[0][0]
+        runs = (simulate(prepare(changed)) for _, changed in seeds)
+        speed = fmean(run.generated_tokens_per_s or 0.0 for run in runs)
         before = found[0].tokens_per_s if found else speed
         share = speed / before - 1 if before else 0.0
         found.append(Gain(name, speed, share, name.startswith(CLIP)))
