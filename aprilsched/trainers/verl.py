@@ -891,26 +891,26 @@ def _straggler(rollout: Any, own: SchedulerConfig, *, held: bool) -> StragglerRu
     Raises:
         ConfigError: if they do not.
     """
-    rule, waits = own.straggler, own.behaviour.waits_inside
+    name, waits = own.straggler_name, own.behaviour.waits_inside
     if waits and own.cached_kv != "recompute" and rollout.name == "sglang":
         raise ConfigError(
-            f"straggler is {rule!r}, and verl flushes the cache of an SGLang server after the "
+            f"straggler is {name!r}, and verl flushes the cache of an SGLang server after the "
             'update, which then refuses; set straggler="retract".'
         )
     left_alone = held and not rollout.get("free_cache_engine", True)
-    if rule == "retract" and not left_alone:
+    if name == "retract" and not left_alone:
         return "abort"
-    if rule != "abort" and not held:
+    if name != "abort" and not held:
         raise ConfigError(
-            f"straggler is {rule!r}, and verl aborts all requests at an update that it does not "
+            f"straggler is {name!r}, and verl aborts all requests at an update that it does not "
             "announce; start the training by python -m aprilsched.trainers.verl."
         )
     if waits and not left_alone:
         raise ConfigError(
-            f"straggler is {rule!r}, and verl releases the memory of the cache at an update; set "
+            f"straggler is {name!r}, and verl releases the memory of the cache at an update; set "
             "actor_rollout_ref.rollout.free_cache_engine=False."
         )
-    return rule
+    return own.straggler
 
 
 def _with_batches(config: Any, own: SchedulerConfig) -> SchedulerConfig:

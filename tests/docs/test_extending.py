@@ -115,4 +115,4 @@ def test_straggler_rule_with_the_name_of_another_one_is_refused():
     with pytest.raises(ConfigError, match="straggler must have a name of its own"):
         SchedulerConfig(straggler=rule)
     assert SchedulerConfig(straggler=replace(rule, name="own")).cached_kv == "keep"
-    assert SchedulerConfig(straggler=BEHAVIOURS["retract"]).straggler_name == "retract"
+    SchedulerConfig(straggler=BEHAVIOURS["run"], pace="asynchronous", refit="rolling")

@@ -43,7 +43,6 @@ _GAIN = 0.03
 """Smallest gain of a setting that is recommended, as a share of the tokens a second."""
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
-
 EVERYDAY = (
     "urls json quiet refit admin-key-env api-key-env policy lengths median sigma cap batch-groups "
     "group-size model"

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from aprilsched.cli.doctor.checks import CLIP
 from aprilsched.cli.runs.settings import RunSettings
 from aprilsched.cli.runs.setup import prepare
 from aprilsched.cli.runs.virtual_time import simulate
 from aprilsched.kernel.values.capabilities import Capabilities
 
-CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 _CLIPS = (1024, 256)
 _FACTOR = 1.5
 """Size of a change of the KV pool or of the running requests."""

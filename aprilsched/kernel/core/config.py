@@ -498,7 +498,7 @@ class SchedulerConfig:
             )
 
     def _check_rolling(self) -> None:
-        if self.pace != "asynchronous" or self.straggler != "run":
+        if self.pace != "asynchronous" or self.straggler_name != "run":
             raise ConfigError(
                 f'refit="rolling" lets responses run on under their version, which '
                 f'pace="{self.pace}" with straggler="{self.straggler_name}" does not; set '
