@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
-import inspect
 import json
 import os
 import shutil
@@ -116,7 +115,7 @@ class Phase:
             try:
                 await self.repeat(backend, weights, publisher, bucket_bytes=size)
             finally:
-                await close(publisher)
+                await publisher.aclose()
 
     async def disk(self) -> None:
         """A directory of safetensors, written by the trainer and read by the engine."""
@@ -144,16 +143,6 @@ def stand_in() -> None:
     import stand_ins  # pyright: ignore[reportMissingImports]
 
     stand_ins.install()
-
-
-async def close(publisher: Any) -> None:
-    """Close what can be closed, whatever the publisher calls it."""
-    for name in ("close", "aclose"):
-        if (method := getattr(publisher, name, None)) is not None:
-            closing = method()
-            if inspect.isawaitable(closing):
-                await closing
-            return
 
 
 def main() -> int:
