@@ -290,6 +290,25 @@ def test_two_runs_are_held_against_each_other(reports: Mapping[str, RunReport]):
     assert "as fast as" in verdict(a, a)
 
 
+def test_a_comparison_names_what_happened_to_kv(folders: Mapping[str, Path]):
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    found = {name: read_run(folder) for name, folder in folders.items()}
+    runs = {
+        "sync": found["sync"],
+        "april": found["april"],
+        **{
+            rule: replace(found["april"], config={"scheduler": {"straggler": rule}})
+            for rule in ("in_place", "run")
+        },
+        "own": replace(found["april"], config={"scheduler": {"straggler": {"name": "own"}}}),
+    }
+    figure = plots.comparison(runs)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "sync", "april (KV recomputed)", "in_place (KV kept)", "run", "own",
+    ]  # fmt: skip
+
+
 # --- the page --------------------------------------------------------------------------------
 
 
