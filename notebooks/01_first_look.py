@@ -51,19 +51,19 @@ pictures.timeline(waiting, batches=3)
 
 # %%
 pictures.causes(
-    waiting_usage, end=waiting.deliveries[2].time, title="Waiting for all: what the slots do"
+    waiting_usage, end=waiting.deliveries[2].time, title="Synchronous: what the slots do"
 )
 
 # %% [markdown]
 # ## Not waiting
 #
-# APRIL starts twice as many rollouts as a batch needs, delivers the first half, and carries the others over: they continue in the next batch with the tokens that they have. Here are both runs, with the same prompts and the same lengths. The bars below show GPU time for the same number of tokens, so they can be compared.
+# APRIL starts twice as many rollouts as a batch needs, delivers the first half, and carries the others over: they continue in the next batch with the tokens that they have. Here are both runs, with the same prompts and the same lengths. The bars show GPU time for the same number of tokens, so they can be compared.
 
 # %%
 carrying = read_run(DATA / "april")
 carrying_usage = usage_of(DATA / "april")
 both = {
-    "Wait for all": waiting_usage,
+    "Synchronous": waiting_usage,
     "APRIL: start twice as many, hand over the first half, carry the rest": carrying_usage,
 }
 pictures.first_look(both, seconds=carrying_usage.wall)

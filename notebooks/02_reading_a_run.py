@@ -77,7 +77,7 @@ for name, tokens, rate in zip(usage.engines, usage.tokens, speed, strict=True):
 # Shares say what a run did with its time, not whether it was fast. An engine with twice the slots can leave more of them empty and still be faster. To compare runs, use the GPU time for a million tokens.
 
 # %%
-runs = {"wait for all": "sync", "APRIL (this run)": "april"}
+runs = {"synchronous": "sync", "APRIL (this run)": "april"}
 usages = {name: usage_of(Path("data") / folder) for name, folder in runs.items()}
 pictures.where_time_goes(usages, unit="gpu_minutes_per_million")
 

@@ -37,7 +37,7 @@ GROUP_SIZE = SCHEDULER["group_size"]
 
 
 def workload(seed):
-    """The prompts of the run in FOLDER, or others of the same law."""
+    """The prompts of the run in FOLDER, or others of the same length distribution."""
     return LongTailWorkload(seed=seed, group_size=GROUP_SIZE, **run.config["workload"])
 
 
@@ -101,7 +101,7 @@ print(f"mean of the delivered: {delivered.mean():.0f} tokens")
 #
 # Kaplan and Meier's estimate (1958, for lifetimes) goes through the lengths from short to long. At each length it asks: of the responses that got *at least* that far, which share ended there? A response that is still running counts among those that got that far, and leaves the count afterwards. The product of the shares that continued is the share of responses that are longer than each length.
 #
-# The workload of this run was drawn from a known law, so here the estimate can be checked against it (the dotted line). The band comes from drawing whole groups again, because the responses to one prompt have similar lengths.
+# The workload of this run was drawn from a known length distribution, so here the estimate can be checked against it (the dotted line). The band comes from drawing whole groups again, because the responses to one prompt have similar lengths.
 
 # %%
 law = law_of(groups)

@@ -172,6 +172,11 @@ def _scale(axes: Axes, axis: AxesAxis, of: Axis) -> None:
 _SHOWN_ROLLOUTS = 400
 _LABEL_SHARE = 0.1
 """Share of the axes' width that the name of a batch needs."""
+_HOW_TO_READ = (
+    "A gap in a line: the response is not being generated, because its engine is paused or the "
+    "schedule\nlets it wait; it continues with its tokens. Grey: an engine is paused. "
+    "Dashed: a batch is full."
+)
 ABOVE_LABELS = 22
 """Distance in points between a title and axes, if the names of batches are between them."""
 
@@ -209,6 +214,7 @@ def timeline(run: Run, *, title: str = "", batches: int = SHOWN_BATCHES) -> Figu
     line = Series(name="", x=times, y=counts, colour=GREY, width=1.4, step=True)
     seconds, count = Axis(label="seconds", range=(0, end)), Axis(label="in flight", from_zero=True)
     draw(lower, Chart(series=[line], x=seconds, y=count, marks=deliveries, legend=False))
+    figure.supxlabel(_HOW_TO_READ, fontsize=10, x=0.01, horizontalalignment="left")
     return figure
 
 
@@ -374,8 +380,8 @@ def draw_legend(figure: Figure, shown: Collection[Part]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LawBand:
-    """A confidence band of the law: between `low` and `high` at each of `lengths`, float64 [n], and
-    with a mean between `mean_low` and `mean_high`."""
+    """A confidence band of the length distribution: between `low` and `high` at each of `lengths`,
+    float64 [n], and with a mean between `mean_low` and `mean_high`."""
 
     lengths: NDArray[np.int64]
     low: NDArray[np.float64]
@@ -412,12 +418,12 @@ def first_look(
     unit: TimeUnit = "gpu_minutes_per_million",
     title: str = "",
 ) -> Figure:
-    """The runs above each other from `start` on, and below one bar for each with where its
-    engines' time goes."""
+    """One bar for each run with where its engines' time goes, and below them the runs from `start`
+    on, above each other."""
     count = len(usages)
     figure = new_figure(11, 1.6 * count + 0.5 * count + 2.2)
-    *over_time, where = figure.subplots(
-        count + 1, 1, height_ratios=[*([1.6] * count), 0.5 * count + 0.5]
+    where, *over_time = figure.subplots(
+        count + 1, 1, height_ratios=[0.5 * count + 0.5, *([1.6] * count)]
     )
     shown: set[Part] = set()
     for axes, (name, usage) in zip(over_time, usages.items(), strict=True):
@@ -425,7 +431,7 @@ def first_look(
         axes.set_yticks([0, 0.5, 1])
         finish(axes, title=name, x="", y="slots")
     over_time[-1].set_xlabel("seconds", fontsize=10)
-    # A name may go on after a colon; beside a bar there is no room for that.
+    # A name may continue after a colon; a bar has no room for that.
     draw_where(where, {name.split(":")[0]: u for name, u in usages.items()}, unit=unit)
     finish(where, title="What a million tokens cost in GPU-minutes", x="", y="")
     where.set_xticks([])
@@ -472,7 +478,7 @@ def length_law(
     title: str = "",
 ) -> Figure:
     """Shares of responses longer than a length: delivered ones, the estimate with its band, and
-    the `truth` (lengths int64 [n]) where somebody knows it. Both axes are logarithmic."""
+    the `truth` (lengths int64 [n]) if known. Both axes are logarithmic."""
     figure = new_figure(9, 4.8)
     axes = figure.subplots()
     if band is not None:
@@ -488,7 +494,7 @@ def length_law(
         ),
         f"delivered: mean {delivered.mean():,.0f}": (tail_of(delivered), PALETTE[5], 2.0),
     }  # fmt: skip
-    drawn_from = "the law that lengths were drawn from"
+    drawn_from = "the length distribution of the workload"
     if truth is not None:
         drawn_from = f"{drawn_from}: mean {truth.mean():,.0f}"
         curves[drawn_from] = (tail_of(truth), GREY, 2.0)
@@ -506,7 +512,8 @@ def estimate_by_batch(
     truth: float | None = None,
     title: str = "",
 ) -> Figure:
-    """Mean lengths after each batch: of what was delivered until then, and of the estimated law."""
+    """Mean lengths after each batch: of the delivered responses, and of the
+    estimated length distribution."""
     figure = new_figure(9, 3.8)
     axes = figure.subplots()
     batches = np.arange(1, len(delivered) + 1)
@@ -538,7 +545,7 @@ def estimate_by_batch(
 
 
 def staleness(run: Run, *, title: str = "") -> Figure:
-    """Draw the ages of each batch's tokens in versions."""
+    """Draw the staleness of each batch's tokens in versions."""
     tokens = tokens_by_class(run, len(AGE_COLOURS))
     shares = tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
     figure = new_figure(9, 4.2)
@@ -571,7 +578,7 @@ def tenths(run: Run) -> Tenths:
 
 
 def staleness_by_length(run: Run, *, title: str = "") -> Figure:
-    """Draw the mean age of the tokens for each tenth of the responses, the shortest first."""
+    """Draw the mean staleness of the tokens for each tenth of the responses, the shortest first."""
     found = tenths(run)
     figure = new_figure(9, 3.8)
     bar = Series(
@@ -591,7 +598,7 @@ def staleness_by_length(run: Run, *, title: str = "") -> Figure:
 def bias_by_batch(
     runs: Mapping[str, BiasFigures], *, predicted: bool = False, title: str = ""
 ) -> Figure:
-    """Draw the relative difference between the mean of all delivered lengths and that of the law,
+    """Draw the relative difference between the mean of all delivered lengths and the true mean,
     after each batch.
 
     Args:

@@ -75,13 +75,11 @@ def frontier(points: Sequence[FrontierPoint], *, width: float = 9.0, height: flo
     """
     figure = new_figure(width, height)
     axes = figure.subplots()
-    families: dict[str, list[FrontierPoint]] = {}
-    for point in sorted(points, key=lambda point: point.age):
-        families.setdefault(point.arm.partition("@")[0], []).append(point)
-    ordered = list(dict.fromkeys(point.arm.partition("@")[0] for point in points))
-    spots: list[_Spot] = []
-    for name, colour, marker in zip(ordered, cycle(COLOURS), cycle(MARKERS), strict=False):
-        own = families[name]
+    names, spots = [point.arm.partition("@")[0] for point in points], list[_Spot]()
+    styles = zip(dict.fromkeys(names), cycle(COLOURS), cycle(MARKERS), strict=False)
+    for name, colour, marker in styles:
+        own = [point for point, family in zip(points, names, strict=True) if family == name]
+        own.sort(key=lambda point: point.age)
         staleness, speeds = [p.age for p in own], [p.tokens_per_s for p in own]
         axes.plot(
             staleness, speeds, color=colour, marker=marker, markersize=7, linewidth=1.6,
@@ -110,8 +108,7 @@ def frontier(points: Sequence[FrontierPoint], *, width: float = 9.0, height: flo
 
 def _around(values: Sequence[float], ranges: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
     """Return the distances from the values to the ends of their ranges, float64 [2, n]."""
-    low, high = np.transpose(ranges)
-    return np.maximum(0.0, [values - low, high - values])
+    return np.abs(np.transpose(ranges) - np.array(values))
 
 
 _Spot = tuple[str, tuple[float, float], str]
@@ -140,7 +137,7 @@ def _label(axes: Axes, spots: Sequence[_Spot]) -> None:
         for distance, direction in product(_DISTANCES, np.array(_DIRECTIONS)):
             place = spot + direction * (size + (7 + distance) * unit)
             box = np.array([[place - size, place + size]])
-            line = _boxes(_along(np.array([place, spot])), unit)
+            line = _boxes_along(np.array([place, spot]), unit)
             fits = (box[0, 0] >= inside[0]).all() and (box[0, 1] <= inside[1]).all()
             if fits and not _overlap(box, taken) and not (distance and _overlap(line, labels)):
                 text.set_position(tuple((place - spot) / unit))
@@ -160,19 +157,19 @@ def _covered(axes: Axes, unit: float) -> _Pixels:
     found = [np.empty((0, 2, 2))]
     for line in axes.lines:
         corners: _Pixels = line.get_transform().transform(line.get_xydata())
-        found.append(_boxes(_along(corners), unit))
+        found.append(_boxes_along(corners, unit))
         if line.get_marker() != "None":
             found.append(_boxes(corners, 5 * unit))
     for bars in axes.collections:
         if isinstance(bars, LineCollection):
             ends = map(axes.transData.transform, bars.get_segments())
-            found += [_boxes(_along(each), unit) for each in ends]
+            found += [_boxes_along(each, unit) for each in ends]
     return np.concatenate(found)
 
 
-def _along(corners: _Pixels) -> _Pixels:
-    """Return many points of a line through the corners, float64 [n, 2]."""
-    return np.linspace(corners[:-1], corners[1:], 40).reshape(-1, 2)
+def _boxes_along(corners: _Pixels, radius: float) -> _Pixels:
+    """Return squares around many points of a line through the corners, float64 [n, 2]."""
+    return _boxes(np.linspace(corners[:-1], corners[1:], 40).reshape(-1, 2), radius)
 
 
 def _boxes(at: _Pixels, radius: float) -> _Pixels:

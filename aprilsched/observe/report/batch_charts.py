@@ -23,7 +23,7 @@ _SHOWN_FORECASTS = 400
 
 
 def lengths(runs: Sequence[RunReport]) -> Chart:
-    """Draw delivered lengths and the law that they are drawn from. Both axes are logarithmic."""
+    """Draw delivered lengths and the estimated length distribution. Both axes are logarithmic."""
     first = "of these, the first batch"
     curves: dict[str, tuple[shared_charts.Curve, str, float]] = {}
     for run in runs:
@@ -75,7 +75,7 @@ def _length_axis(chart: Chart) -> Axis:
 
 
 def ages_by_batch(run: RunReport) -> Chart:
-    """Draw the ages of each batch's tokens as stacked bars."""
+    """Draw the staleness of each batch's tokens as stacked bars."""
     tokens = tokens_by_class(run.run, len(AGE_COLOURS))
     pieces = np.array_split(np.arange(len(tokens)), max(1, min(_BATCH_BARS, len(tokens))))
     together = [piece for piece in pieces if piece.size]

@@ -132,8 +132,8 @@ def responses(
 
 
 def ages_by_batch(batches: Sequence[int], shares: Sequence[Sequence[float]]) -> Chart:
-    """Draw the ages of each batch's tokens, from the share of each age in each of `batches`. The
-    last age contains all older tokens."""
+    """Draw the staleness of each batch's tokens, from the share of each staleness in each of
+    `batches`. The last one contains all older tokens."""
     last = max((age + 1 for age, share in enumerate(shares) if any(share)), default=1)
     return Chart(
         series=[
@@ -183,7 +183,7 @@ def bias_over_batches(
     return Chart(
         series=series,
         x=Axis(label="batches delivered", unit="whole"),
-        y=Axis(label="mean length so far, off the law's", unit="share"),
+        y=Axis(label="mean length so far, off the true mean", unit="share"),
         level=0,
         together=True,
     )
