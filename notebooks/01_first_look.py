@@ -57,14 +57,18 @@ pictures.causes(
 # %% [markdown]
 # ## Carrying over
 #
-# APRIL starts twice as many rollouts as a batch needs, delivers the first half, and carries the others over: they continue in the next batch with the tokens that they have. Here are both runs, with the same prompts and the same lengths. The bars below show GPU time for the same number of tokens, so they can be compared.
+# APRIL starts twice as many rollouts as a batch needs, delivers the first half, and carries the others over: they continue in the next batch with the tokens that they have. Here are both runs, with the same prompts and the same lengths. The bars show GPU time for the same number of tokens, so they can be compared.
 
 # %%
 carrying = read_run(DATA / "april")
 carrying_usage = usage_of(DATA / "april")
 both = {
     "Synchronous": waiting_usage,
+<<<<<<< HEAD
     "APRIL: start twice as many, deliver the first half, carry the rest": carrying_usage,
+=======
+    "APRIL: start twice as many, hand over the first half, carry the rest": carrying_usage,
+>>>>>>> w_pics
 }
 pictures.first_look(both, seconds=carrying_usage.wall)
 

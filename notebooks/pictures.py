@@ -172,6 +172,11 @@ def _scale(axes: Axes, axis: AxesAxis, of: Axis) -> None:
 _SHOWN_ROLLOUTS = 400
 _LABEL_SHARE = 0.1
 """Share of the axes' width that the name of a batch needs."""
+_HOW_TO_READ = (
+    "A gap in a line: the response is not being generated, because its engine is paused or the "
+    "schedule\nlets it wait; it continues with its tokens. Grey: an engine is paused. "
+    "Dashed: a batch is full."
+)
 ABOVE_LABELS = 22
 """Distance in points between a title and axes, if the names of batches are between them."""
 
@@ -209,6 +214,7 @@ def timeline(run: Run, *, title: str = "", batches: int = SHOWN_BATCHES) -> Figu
     line = Series(name="", x=times, y=counts, colour=GREY, width=1.4, step=True)
     seconds, count = Axis(label="seconds", range=(0, end)), Axis(label="in flight", from_zero=True)
     draw(lower, Chart(series=[line], x=seconds, y=count, marks=deliveries, legend=False))
+    figure.supxlabel(_HOW_TO_READ, fontsize=10, x=0.01, horizontalalignment="left")
     return figure
 
 
@@ -374,8 +380,13 @@ def draw_legend(figure: Figure, shown: Collection[Part]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LawBand:
+<<<<<<< HEAD
     """A confidence band of the distribution: between `low` and `high` at each of `lengths`, float64 [n], and
     with a mean between `mean_low` and `mean_high`."""
+=======
+    """A confidence band of the length distribution: between `low` and `high` at each of `lengths`,
+    float64 [n], and with a mean between `mean_low` and `mean_high`."""
+>>>>>>> w_pics
 
     lengths: NDArray[np.int64]
     low: NDArray[np.float64]
@@ -412,12 +423,12 @@ def first_look(
     unit: TimeUnit = "gpu_minutes_per_million",
     title: str = "",
 ) -> Figure:
-    """The runs above each other from `start` on, and below one bar for each with where its
-    engines' time goes."""
+    """One bar for each run with where its engines' time goes, and below them the runs from `start`
+    on, above each other."""
     count = len(usages)
     figure = new_figure(11, 1.6 * count + 0.5 * count + 2.2)
-    *over_time, where = figure.subplots(
-        count + 1, 1, height_ratios=[*([1.6] * count), 0.5 * count + 0.5]
+    where, *over_time = figure.subplots(
+        count + 1, 1, height_ratios=[0.5 * count + 0.5, *([1.6] * count)]
     )
     shown: set[Part] = set()
     for axes, (name, usage) in zip(over_time, usages.items(), strict=True):
@@ -425,7 +436,11 @@ def first_look(
         axes.set_yticks([0, 0.5, 1])
         finish(axes, title=name, x="", y="slots")
     over_time[-1].set_xlabel("seconds", fontsize=10)
+<<<<<<< HEAD
     # A name may continue after a colon; next to a bar it would not fit.
+=======
+    # A name may continue after a colon; a bar has no room for that.
+>>>>>>> w_pics
     draw_where(where, {name.split(":")[0]: u for name, u in usages.items()}, unit=unit)
     finish(where, title="What a million tokens cost in GPU-minutes", x="", y="")
     where.set_xticks([])
@@ -488,7 +503,11 @@ def length_law(
         ),
         f"delivered: mean {delivered.mean():,.0f}": (tail_of(delivered), PALETTE[5], 2.0),
     }  # fmt: skip
+<<<<<<< HEAD
     drawn_from = "the distribution that lengths were drawn from"
+=======
+    drawn_from = "the length distribution of the workload"
+>>>>>>> w_pics
     if truth is not None:
         drawn_from = f"{drawn_from}: mean {truth.mean():,.0f}"
         curves[drawn_from] = (tail_of(truth), GREY, 2.0)
@@ -506,7 +525,12 @@ def estimate_by_batch(
     truth: float | None = None,
     title: str = "",
 ) -> Figure:
+<<<<<<< HEAD
     """Mean lengths after each batch: of what was delivered until then, and of the estimated distribution."""
+=======
+    """Mean lengths after each batch: of the delivered responses, and of the
+    estimated length distribution."""
+>>>>>>> w_pics
     figure = new_figure(9, 3.8)
     axes = figure.subplots()
     batches = np.arange(1, len(delivered) + 1)
@@ -591,7 +615,11 @@ def staleness_by_length(run: Run, *, title: str = "") -> Figure:
 def bias_by_batch(
     runs: Mapping[str, BiasFigures], *, predicted: bool = False, title: str = ""
 ) -> Figure:
+<<<<<<< HEAD
     """Draw the relative difference between the mean of all delivered lengths and that of all,
+=======
+    """Draw the relative difference between the mean of all delivered lengths and the true mean,
+>>>>>>> w_pics
     after each batch.
 
     Args:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle
-from typing import Any
+from collections.abc import Mapping, Sequence
+from itertools import cycle, product
+from textwrap import fill
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,30 +19,52 @@ from aprilsched.simulation.frontier import FrontierPoint
 
 with extra("plots"):
     from matplotlib.axes import Axes
+    from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
-    from matplotlib.transforms import Bbox
+    from matplotlib.text import Text
+    from matplotlib.ticker import MaxNLocator
 
-    from aprilsched.observe.report.style import GREY, PALETTE, finish, new_figure
+    from aprilsched.observe.report.style import GREY, INK, PALETTE, finish, new_figure
 
 SHOWN_BATCHES = 5
-COLOURS = (*PALETTE[:6], GREY)
-"""The palette with grey instead of yellow, which a thin line on white does not show."""
-MARKERS = "os*D^vPXp"
-"""Together with the colours they distinguish 63 lines."""
-_SHIFTS = [(0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1), (0, 2), (0, -2)]
+COLOURS = (*PALETTE[:6], GREY, "#CC0044", "#A679D2", "#267359", "#C9AB9C", "#D400FF")
+"""Twelve colours that differ for colour-blind readers too (simulated as by Machado and others,
+2009), and are visible on white and on near-black; yellow is not visible on white."""
+MARKERS = "os^D*vPXp<>hd"
+"""Shapes that distinguish lines in grey. With the colours they distinguish 156 lines."""
+_DIRECTIONS = [(0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1)]
 """The directions from a point in which a place for its label is tried, in this order."""
+_DISTANCES = (0, 10, 22, 36)
+"""The distances of these places from the point, in typographic points. Labels that are not next to
+their point get a line to it."""
+_KV = {"in_place": "KV kept", "retract": "KV recomputed", "abort": "KV recomputed"}
+"""What happens to the KV of unfinished responses at an update, by the straggler rule."""
 
 
 def comparison(runs: Mapping[str, Run]) -> Figure:
-    """Draw policies side by side: speed, its cost, engine activity, and delivered lengths."""
+    """Draw policies side by side: speed, its cost, engine activity, and delivered lengths. Names
+    of runs with stale tokens are followed by what happened to their KV at updates."""
     figure = new_figure(12, 8)
     (speed, price), (activity, mean) = figure.subplots(2, 2)
-    colours = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(runs)}
+    colours = dict(zip(runs, cycle(COLOURS), strict=False))
     _draw_speed(speed, runs, colours)
-    _draw_price(price, runs, colours)
     _draw_activity(activity, runs, colours)
     _draw_mean_lengths(mean, runs, colours)
+    spots = _draw_price(price, runs, colours)
+    figure.legend(
+        *activity.get_legend_handles_labels(), loc="outside lower center", ncols=4,
+        frameon=False, fontsize=10,
+    )  # fmt: skip
+    _label(price, spots)
     return figure
+
+
+def _title(name: str, run: Run) -> str:
+    """Return the name of a run, and whether responses keep their KV over updates."""
+    if not run.summary.off_policy_token_share:
+        return name
+    kv = _KV.get(str(run.config.get("scheduler", {}).get("straggler")))
+    return f"{name} ({kv})" if kv else name
 
 
 def frontier(points: Sequence[FrontierPoint], *, width: float = 9.0, height: float = 5.6) -> Figure:
@@ -53,92 +75,143 @@ def frontier(points: Sequence[FrontierPoint], *, width: float = 9.0, height: flo
     """
     figure = new_figure(width, height)
     axes = figure.subplots()
-    names = [point.arm.partition("@")[0] for point in points]
-    colours = dict(zip(dict.fromkeys(names), cycle(COLOURS), strict=False))
-    for (name, colour), marker in zip(colours.items(), cycle(MARKERS), strict=False):
+    names, spots = [point.arm.partition("@")[0] for point in points], list[_Spot]()
+    styles = zip(dict.fromkeys(names), cycle(COLOURS), cycle(MARKERS), strict=False)
+    for name, colour, marker in styles:
         own = [point for point, family in zip(points, names, strict=True) if family == name]
         own.sort(key=lambda point: point.staleness)
-        means, speeds = [p.staleness for p in own], [p.tokens_per_s for p in own]
+        staleness, speeds = [p.staleness for p in own], [p.tokens_per_s for p in own]
         axes.plot(
-            means, speeds, color=colour, marker=marker, markersize=8, linewidth=1.8,
+            staleness, speeds, color=colour, marker=marker, markersize=7, linewidth=1.6,
             label=name if own[0].siblings else f"groups: {name}",
         )  # fmt: skip
-        axes.hlines(
-            speeds, *np.transpose([p.staleness_range for p in own]), colors=colour, linewidth=1
-        )
-        low, high = np.transpose([p.tokens_per_s_range for p in own])
-        axes.vlines(means, low, high, colors=colour, linewidth=1)
+        axes.errorbar(
+            staleness, speeds, color=colour, fmt="none", elinewidth=1, capsize=3, zorder=1,
+            xerr=_around(staleness, [p.staleness_range for p in own]),
+            yerr=_around(speeds, [p.tokens_per_s_range for p in own]),
+        )  # fmt: skip
+        spots += [(p.arm.rpartition("@")[2], (p.staleness, p.tokens_per_s), colour) for p in own]
     axes.margins(x=0.06, y=0.1)
-    axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
     title = "Speed and staleness (better: up and left)"
-    finish(
-        axes, title=title, x="mean staleness of delivered tokens, versions", y="delivered tokens/s"
-    )
+    if (seeds := max(point.seeds for point in points)) > 1:
+        title += f"; bars: the range of {seeds} seeds"
+    x = "mean staleness of delivered tokens, updates"
+    finish(axes, title=title, x=x, y="delivered tokens/s")
     figure.legend(
         loc="outside lower center", ncols=max(1, int(width / 1.5)), frameon=False, fontsize=10
     )
-    figure.draw_without_rendering()  # lays the axes out, so that places in pixels are known
-    _label(axes, points, [colours[name] for name in names], figure.dpi / 72)
+    _label(axes, spots)
     return figure
 
 
-def _label(
-    axes: Axes, points: Sequence[FrontierPoint], colours: Sequence[str], unit: float
-) -> None:
-    """Label each point where the label covers nothing; `unit` is a typographic point in pixels."""
-    inside, taken = axes.get_window_extent(), list[Bbox]()
-    to_pixels: Callable[[Any], NDArray[np.float64]] = axes.transData.transform
-    for line in axes.lines:
-        spots = to_pixels(line.get_xydata())
-        dense: NDArray[np.float64] = np.linspace(spots[:-1], spots[1:], 40).reshape(-1, 2)
-        taken += [Bbox([at - unit, at + unit]) for at in dense]
-        taken += [Bbox([at - 5 * unit, at + 5 * unit]) for at in spots]
-    for point, colour in zip(points, colours, strict=True):
-        at = (point.staleness, point.tokens_per_s)
+def _around(values: Sequence[float], ranges: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
+    """Return the distances from the values to the ends of their ranges, float64 [2, n]."""
+    return np.abs(np.transpose(ranges) - np.array(values))
+
+
+_Spot = tuple[str, tuple[float, float], str]
+"""The label of a point, its place in data, and its colour."""
+_Pixels = NDArray[np.float64]
+
+
+def _label(axes: Axes, spots: Sequence[_Spot]) -> None:
+    """Label each point at the nearest place where the label covers nothing. The figure must be
+    finished otherwise."""
+    figure = axes.get_figure(root=True)
+    assert figure is not None  # noqa: S101 - `axes` were made by a figure
+    figure.draw_without_rendering()  # lays the axes out, so that places in pixels are known
+    unit, inside = figure.dpi / 72, axes.get_window_extent().get_points()
+    taken, labels = _covered(axes, unit), np.empty((0, 2, 2))
+    for name, at, colour in spots:
         text = axes.annotate(
-            point.arm.rpartition("@")[2], at, (0, 0), textcoords="offset points", fontsize=10,
-            color=colour, ha="center", va="center",
+            name, at, (0, 0), textcoords="offset points", fontsize=10, color=colour,
+            ha="center", va="center", multialignment="center",
+            arrowprops={
+                "arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4,
+            },
         )  # fmt: skip
-        spot, size = to_pixels(at), np.array(text.get_window_extent().size) / 2
-        for shift in np.array(_SHIFTS) * (size + 7 * unit):
-            box = Bbox([spot + shift - size, spot + shift + size])
-            fits = np.array_equal(Bbox.union([inside, box]), inside)
-            if fits and not box.count_overlaps(taken):
-                text.set_position(tuple(shift / unit))
-                taken.append(box)
+        size = np.array(Text.get_window_extent(text).size) / 2 + unit  # without the line
+        spot: _Pixels = axes.transData.transform(at)
+        for distance, direction in product(_DISTANCES, np.array(_DIRECTIONS)):
+            place = spot + direction * (size + (7 + distance) * unit)
+            box = np.array([[place - size, place + size]])
+            line = _boxes_along(np.array([place, spot]), unit)
+            fits = (box[0, 0] >= inside[0]).all() and (box[0, 1] <= inside[1]).all()
+            if fits and not _overlap(box, taken) and not (distance and _overlap(line, labels)):
+                text.set_position(tuple((place - spot) / unit))
+                labels = np.concatenate([labels, box])
+                taken = np.concatenate([taken, box])
+                if distance:
+                    taken = np.concatenate([taken, line])
+                elif text.arrow_patch is not None:
+                    text.arrow_patch.set_visible(False)
                 break
         else:
             text.remove()
 
 
+def _covered(axes: Axes, unit: float) -> _Pixels:
+    """Return boxes around all lines, markers and bars; `unit` is a typographic point in pixels."""
+    found = [np.empty((0, 2, 2))]
+    for line in axes.lines:
+        corners: _Pixels = line.get_transform().transform(line.get_xydata())
+        found.append(_boxes_along(corners, unit))
+        if line.get_marker() != "None":
+            found.append(_boxes(corners, 5 * unit))
+    for bars in axes.collections:
+        if isinstance(bars, LineCollection):
+            ends = map(axes.transData.transform, bars.get_segments())
+            found += [_boxes_along(each, unit) for each in ends]
+    return np.concatenate(found)
+
+
+def _boxes_along(corners: _Pixels, radius: float) -> _Pixels:
+    """Return squares around many points of a line through the corners, float64 [n, 2]."""
+    return _boxes(np.linspace(corners[:-1], corners[1:], 40).reshape(-1, 2), radius)
+
+
+def _boxes(at: _Pixels, radius: float) -> _Pixels:
+    """Return squares around points as their lowest and highest corners, float64 [n, 2, 2]."""
+    return np.stack([at - radius, at + radius], axis=1)
+
+
+def _overlap(boxes: _Pixels, others: _Pixels) -> bool:
+    low, high = boxes[:, None, 0], boxes[:, None, 1]
+    return bool(((low < others[:, 1]) & (high > others[:, 0])).all(axis=-1).any())
+
+
 def _draw_speed(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str]) -> None:
     rates = [run.summary.steady_state.delivered_tokens_per_s or 0.0 for run in runs.values()]
-    drawn = axes.barh(list(runs), rates, color=[colours[name] for name in runs], height=0.6)
+    names = [fill(_title(name, run), 24, break_long_words=False) for name, run in runs.items()]
+    drawn = axes.barh(names, rates, color=list(colours.values()), height=0.6)
     gains = [f"  ({rate / rates[0] - 1:+.0%})" if rates[0] else "" for rate in rates]
     labels = [f"{rate:,.0f}{gain}" for rate, gain in zip(rates, ["", *gains[1:]], strict=True)]
     axes.bar_label(drawn, labels=labels, padding=4, fontsize=11)
     axes.invert_yaxis()
-    axes.set_xlim(0, max([*rates, 1.0]) * 1.3)
+    axes.set_xlim(0, max([*rates, 1.0]) * 1.4)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     burn_in = max(run.summary.steady_state.burn_in for run in runs.values())
     title = f"Speed once it is steady (after {burn_in} batches)"
     finish(axes, title=title, x="delivered tokens per second", y="")
 
 
-def _draw_price(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str]) -> None:
-    for name, run in runs.items():
+def _draw_price(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str]) -> Sequence[_Spot]:
+    """Draw the points, and return them with their labels."""
+    spots: list[_Spot] = []
+    for (name, run), marker in zip(runs.items(), cycle(MARKERS), strict=False):
         share = run.summary.steady_state.off_policy_token_share
         efficiency = run.summary.step_efficiency
         if share is None or efficiency is None:
             continue
-        axes.scatter([share], [efficiency], s=120, color=colours[name], zorder=3)
-        axes.annotate(
-            name, (share, efficiency), xytext=(0, 10), textcoords="offset points",
-            fontsize=11, horizontalalignment="center",
+        axes.plot(
+            share, efficiency, color=colours[name], marker=marker, markersize=9, zorder=3,
+            clip_on=False,
         )  # fmt: skip
+        spots.append((fill(name, 24, break_long_words=False), (share, efficiency), INK))
     draw_plane(axes, title="Its price: up and to the left is better")
+    return spots
 
 
 def draw_plane(axes: Axes, *, title: str) -> None:
@@ -166,11 +239,11 @@ def _draw_activity(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, st
     most = 1.0
     for name, run in runs.items():
         times, counts = in_flight(run, end)
-        axes.step(times, counts, where="post", color=colours[name], linewidth=1.6, label=name)
-        most = max(most, 1.25 * float(counts.max()))  # leaves room for the legend above the lines
+        label = _title(name, run)
+        axes.step(times, counts, where="post", color=colours[name], linewidth=1.6, label=label)
+        most = max(most, 1.05 * float(counts.max()))
     axes.set_xlim(0, end)
     axes.set_ylim(0, most)
-    axes.legend(frameon=False, fontsize=10, loc="upper right")
     finish(axes, title="Engine activity: low is idle", x="seconds", y="responses in flight")
 
 
@@ -179,17 +252,16 @@ def _draw_mean_lengths(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str
         means = run.summary.bias.delivered_mean_length_by_batch
         batches = np.arange(1, len(means) + 1)
         values = np.cumsum(means) / batches
-        axes.plot(batches, values, color=colours[name], linewidth=2.2, label=name)
+        axes.plot(batches, values, color=colours[name], linewidth=2.2)
     mean = next(iter(runs.values())).summary.bias.workload_mean_length
     if mean is not None:
         axes.axhline(mean, color=GREY, linewidth=1, linestyle=":")
         axes.annotate(
-            "the workload's mean", (0.99, mean), xycoords=("axes fraction", "data"),
-            xytext=(0, 4), textcoords="offset points", fontsize=9, color=GREY,
-            horizontalalignment="right",
+            "dotted: the workload's mean", (0.99, 0.03), xycoords="axes fraction",
+            fontsize=10, color=GREY, horizontalalignment="right",
         )  # fmt: skip
     axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.legend(frameon=False, fontsize=10, loc="lower right")
     title = "Delivered lengths: short ones come first"
     finish(axes, title=title, x="batch", y="mean length of all so far")

@@ -46,6 +46,8 @@ EMPTY = """() => [...document.querySelectorAll('.chart')].filter((chart) => {
   const marks = chart.querySelectorAll('.trace path, .trace .point');
   return !box || box.width < 100 || box.height < 50 || !marks.length;
 }).map((chart) => chart.id)"""
+NUMBERS = "[...document.querySelectorAll('#batches .xtick text')].map((tick) => tick.textContent)"
+"""The ticks of the axis of batches."""
 LETTERS = """() => {
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), lines = new Map();
   for (let text = walker.nextNode(); text; text = walker.nextNode()) {
@@ -121,6 +123,10 @@ def test_a_report_is_drawn_whole(
         assert page.errors == []
         assert charts(page) == ONE_RUN
         assert page.evaluate(EMPTY) == []
+        assert page.evaluate("document.querySelectorAll('.cards > div').length") == 6
+        assert page.evaluate(NUMBERS) == [str(batch) for batch in range(1, 9)]
+        # plotly hides a text by its style if it does not fit, and by the attribute for the rest.
+        assert page.evaluate("document.querySelectorAll('.bartext[display=none]').length") == 0
         assert page.overflow() == 0
 
 

@@ -24,10 +24,13 @@ from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.usage import usage_of
 from aprilsched.observe.report import page as page_module
 from aprilsched.observe.report.batch_charts import ages_by_batch, forecasts
+from aprilsched.observe.report.chart_model import Axis, Chart, Series
+from aprilsched.observe.report.charts import spec
 from aprilsched.observe.report.compare import differences, verdict
 from aprilsched.observe.report.gather import run_report
 from aprilsched.observe.report.page import page
 from aprilsched.observe.report.report_data import RunReport
+from aprilsched.observe.report.sections import CARDS, cards
 from aprilsched.observe.report.time_charts import gpu, losses, lost_most, utilization
 from aprilsched.observe.report.words import percent, ran, written
 from aprilsched.observe.sampling.labels import NVML_UTILIZATION, STEP_SHARE
@@ -159,7 +162,7 @@ def test_a_mismatch_of_engines_is_shown(
     k3 = sum(math.exp(d) - 1 - d for d in off.values()) / 2
     assert report.figures.headline("alignment.whole.k3").value == pytest.approx(k3)
     assert report.summary.alignment.whole.tokens == 200 * len(report.summary.alignment.by_batch)
-    shown = page([report], library="")
+    shown = page([report], library="").replace("&nbsp;", " ")
     assert f"differ by {k3:.2g} nats, and 50 % of the tokens by more than 0.1 nats" in shown
     assert "sim-1 differs by 0.021 nats; sim-0 differs by 5e-05 nats." in shown
     assert "differ most from position 256 to 511 of the response" in shown
@@ -290,6 +293,25 @@ def test_two_runs_are_held_against_each_other(reports: Mapping[str, RunReport]):
     assert "as fast as" in verdict(a, a)
 
 
+def test_a_comparison_names_what_happened_to_kv(folders: Mapping[str, Path]):
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    found = {name: read_run(folder) for name, folder in folders.items()}
+    runs = {
+        "sync": found["sync"],
+        "april": found["april"],
+        **{
+            rule: replace(found["april"], config={"scheduler": {"straggler": rule}})
+            for rule in ("in_place", "run")
+        },
+        "own": replace(found["april"], config={"scheduler": {"straggler": {"name": "own"}}}),
+    }
+    figure = plots.comparison(runs)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "sync", "april (KV recomputed)", "in_place (KV kept)", "run", "own",
+    ]  # fmt: skip
+
+
 # --- the page --------------------------------------------------------------------------------
 
 
@@ -301,6 +323,49 @@ def test_the_page_loads_nothing_and_contains_its_figures(reports: Mapping[str, R
     figures = json.loads(written[start : written.index("</script>", start)])
     assert figures["name"] == "april"
     assert figures["time"]["utilization"] == reports["april"].figures.time.utilization
+
+
+def test_six_figures_are_cards_and_the_others_are_in_a_table(reports: Mapping[str, RunReport]):
+    report = reports["april"]
+    html = page([report], library="")
+    names = re.findall("<dt>(.*?)</dt>", html)
+    assert len(names) == 6
+    assert "Staleness, mean and largest" in names
+    mean, largest = (report.figures.headline(f"staleness_{which}") for which in ("mean", "max"))
+    assert f"<strong>{mean.text} / {largest.text}</strong>" in html
+    rows = [name for name, *_ in cards(report)[1]]
+    for figure in report.figures.headlines:
+        assert (figure.label in rows) != (figure.key in CARDS or figure.key == "staleness_max")
+    assert all(f'<th scope="row">{name}' in html for name in rows)
+    assert "All faults: none." in html
+
+
+def test_backticks_become_code_and_only_markup_of_ours_is_markup(reports: Mapping[str, RunReport]):
+    report = reports["april"]
+    told = ["`path` must be above 0, got <b>`1`</b>.", "a ` alone", "7 % of `a`"]
+    named = replace(report, figures=replace(report.figures, warnings=told, name="a`b`"))
+    html = page([named, reports["sync"]], library="")
+    assert "<code>path</code> must be above 0, got &lt;b&gt;<code>1</code>&lt;/b&gt;." in html
+    assert "a &#39; alone" in html or "a ' alone" in html
+    assert "7&nbsp;% of <code>a</code>" in html
+    assert "<title>Report: A: a&#39;b&#39;, B: sync</title>" in html
+    texts = re.sub("(?s)<script.*?</script>", "", html)
+    assert "`" not in texts
+    for drawn in (
+        chart for chart in json.loads(html.split('id="charts">')[1].split("</script>")[0])
+    ):
+        assert "`" not in json.dumps(drawn["data"])
+
+
+@pytest.mark.parametrize(
+    ("last", "step"), [(1, 1), (8, 1), (9, 1), (10, 2), (60, 10), (240, 50), (100_000, 20_000)]
+)
+def test_ticks_of_batches_are_whole_numbers(last: int, step: int):
+    batches = Series(name="", x=[1, last], y=[0, 1], colour="@ink")
+    chart = Chart(series=[batches], x=Axis(label="batch", unit="whole"), y=Axis(label=""))
+    axis = spec(chart)["layout"]["xaxis"]
+    assert (axis["dtick"], axis["tickformat"], axis["fixedrange"]) == (step, "d", True)
+    assert "dtick" in spec(replace(chart, series=[]))["layout"]["xaxis"]
 
 
 @pytest.mark.parametrize("package", ["jinja2", "plotly.offline"])

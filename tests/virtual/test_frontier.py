@@ -34,11 +34,11 @@ def run(config: SchedulerConfig, seed: int, batches: int = 6) -> SimulationResul
     return simulate(workload, config, batches=batches, seed=seed, usage=False)
 
 
-def point(arm: str, staleness: float, speed: float) -> FrontierPoint:
+def point(arm: str, age: float, speed: float, spread: float = 0.0) -> FrontierPoint:
     return FrontierPoint(
-        arm=arm, siblings=4 if arm.startswith("samples") else None, seeds=1, tokens_per_s=speed,
-        tokens_per_s_range=(speed, speed), staleness=staleness,
-        staleness_range=(staleness, staleness), oldest=1,
+        arm=arm, siblings=4 if arm.startswith("samples") else None, seeds=2 if spread else 1,
+        tokens_per_s=speed, tokens_per_s_range=(speed * (1 - spread), speed * (1 + spread)),
+        staleness=age, staleness_range=(age - spread, age + spread), oldest=1,
         off_policy_share=0.5, efficiency=None, schedule="",
     )  # fmt: skip
 
@@ -62,9 +62,9 @@ def test_a_point_is_the_mean_of_its_seeds():
     config = ARMS["samples:2@2"]
     (found,) = frontier({"arm": config}, run, seeds=3, first_seed=5)
     steady = [run(config, seed).summary.steady_state for seed in (5, 6, 7)]
-    means = [each.staleness_mean or 0.0 for each in steady]
-    assert found.staleness == pytest.approx(np.mean(means))
-    assert found.staleness_range == (min(means), max(means))
+    ages = [each.staleness_mean or 0.0 for each in steady]
+    assert found.staleness == pytest.approx(np.mean(ages))
+    assert found.staleness_range == (min(ages), max(ages))
     assert found.tokens_per_s_range[0] < found.tokens_per_s < found.tokens_per_s_range[1]
     assert (found.seeds, found.siblings) == (3, 2)
     assert found.oldest == max(each.staleness_max for each in steady)
@@ -101,34 +101,42 @@ def test_the_arms_may_be_lengths_of_a_file(tmp_path: Path, capsys: pytest.Captur
 @each_row(("width", "height"), [(12.0, 6.0), (9.0, 5.6), (4.5, 5.0)])
 def test_labels_of_a_frontier_cover_nothing(width: float, height: float):
     plots = pytest.importorskip("aprilsched.observe.plots")
+    from matplotlib.text import Text
+
     rng = np.random.default_rng(0)
     kinds = ("wave", "pool", "samples:2", "samples:4", "a", "b")
     points = [
-        point(f"{kind}@{1 + n / 4:g}", n / 2 + rng.normal(0, 0.2), 4000 + 1000 * n)
+        point(f"{kind}@{1 + n / 4:g}", n / 2 + rng.normal(0, 0.2), 4000 + 1000 * n, 0.05)
         for kind in kinds for n in range(7)
     ]  # fmt: skip
     figure = plots.frontier([*points, point("auto", 1.0, 6000.0)], width=width, height=height)
     (axes,) = figure.axes
     figure.draw_without_rendering()
-    boxes = [text.get_window_extent() for text in axes.texts]
-    spots = axes.transData.transform([(p.staleness, p.tokens_per_s) for p in points])
-    assert len(boxes) > (20 if width > 8 else 9)
+    boxes = [Text.get_window_extent(text) for text in axes.texts]  # without the lines to points
+    spots = axes.transData.transform(
+        [(x, p.tokens_per_s) for p in points for x in np.linspace(*p.staleness_range, 9)]
+        + [(p.staleness, y) for p in points for y in np.linspace(*p.tokens_per_s_range, 9)]
+    )
+    assert len(boxes) > (30 if width > 8 else 9)
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
     assert not [box for box in boxes for spot in spots if box.contains(*spot)]
     inside = axes.get_window_extent()
     assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
+    assert axes.get_title("left").endswith("bars: the range of 2 seeds")
 
 
 def test_twenty_kinds_of_arms_differ_in_the_picture():
     plots = pytest.importorskip("aprilsched.observe.plots")
     figure = plots.frontier([point(f"samples:{n}@2", n, 100.0 + n) for n in range(1, 21)])
-    lines = figure.axes[0].lines
+    lines, names = figure.axes[0].get_legend_handles_labels()
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 20
-    assert [line.get_label() for line in lines] == [f"samples:{n}" for n in range(1, 21)]
+    for unlike in ([line.get_color() for line in lines], [line.get_marker() for line in lines]):
+        assert len(set(unlike[:12])) == 12, "in grey, or to one who cannot see a colour"
+    assert names == [f"samples:{n}" for n in range(1, 21)]
 
 
 def test_whole_groups_are_named_in_the_legend():
     plots = pytest.importorskip("aprilsched.observe.plots")
     figure = plots.frontier([point("wave@2", 1.0, 5.0), point("auto", 2.0, 6.0)])
-    assert [line.get_label() for line in figure.axes[0].lines] == ["groups: wave", "groups: auto"]
+    assert figure.axes[0].get_legend_handles_labels()[1] == ["groups: wave", "groups: auto"]
     assert [text.get_text() for text in figure.axes[0].texts] == ["2", "auto"]

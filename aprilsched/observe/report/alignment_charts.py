@@ -27,7 +27,7 @@ def by_staleness(runs: Sequence[RunReport]) -> Chart:
     last = min(map(len, rows)) - 1
     names = [f"{age} or more" if age == last else str(age) for age in range(count)]
     return Chart(
-        id="alignment-age",
+        id="alignment-staleness",
         title=" ".join(f"{run.who}{_finding(figures)}" for run, figures in found),
         note="At staleness 0 the engine and the trainer have the same weights, so this bar is the "
         "mismatch of two programs. The other bars contain it, together with what the policy has "

@@ -46,6 +46,10 @@ def spec(chart: Chart) -> Spec:
         layout["yaxis"] |= {"autorange": "reversed", "automargin": True}
     if chart.level is not None:
         layout["yaxis"]["zeroline"] = True
+    if chart.x.unit == "whole":
+        # A zoom between two ticks would show none.
+        layout["xaxis"]["fixedrange"] = True
+        layout["xaxis"]["dtick"] = _whole_step([series.x for series in chart.series])
     if chart.rows:
         layout |= _rows(chart)
     data = [_trace(series, chart) for series in chart.series]
@@ -72,6 +76,13 @@ def _axis(of: Axis, **more: Any) -> Spec:
     elif of.unit:
         found["tickformat"] = _FORMATS[of.unit]
     return found
+
+
+def _whole_step(values: Sequence[Values]) -> int:
+    """Return a step of 1, 2, 5, 10, … between ticks, so that there are at most nine."""
+    ends = [float(end) for each in values if len(each) for end in (each[0], each[-1])]
+    span = max(ends, default=0.0) - min(ends, default=0.0)
+    return next(d * 10**p for p in range(16) for d in (1, 2, 5) if span <= 8 * d * 10**p)
 
 
 def _rows(chart: Chart) -> Spec:
@@ -120,7 +131,9 @@ def _trace(series: Series, chart: Chart) -> Spec:
                 "textposition": "inside" if chart.stacked else "outside",
                 "insidetextanchor": "middle",
                 "textangle": 0,
-                "cliponaxis": False,
+                # Without it a text may be above its bar. plotly hides those of bars whose float32
+                # end is beyond the axis, so stacked bars have it.
+                "cliponaxis": chart.stacked,
             }
             if chart.stacked and isinstance(colour, str) and colour.startswith("#"):
                 # plotly's default is grey, which is unreadable on olive.
@@ -162,8 +175,8 @@ def _marks(chart: Chart, row: int) -> Spec:
 
 
 def text(content: str) -> str:
-    """Escape text, so that plotly shows it literally."""
-    return html.escape(content, quote=False)
+    """Escape text, so that plotly shows it literally; backticks become quotes."""
+    return html.escape(content.replace("`", "'"), quote=False)
 
 
 def numbers(values: Sequence[float] | np.ndarray[Any, Any]) -> Spec:

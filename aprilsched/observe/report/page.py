@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -25,6 +26,7 @@ from aprilsched.observe.report.gather import run_report
 from aprilsched.observe.report.report_data import ReportData, RunReport
 from aprilsched.observe.report.sections import (
     bias_rows,
+    cards,
     episode_rows,
     fault_tables,
     faults_that_happened,
@@ -90,6 +92,7 @@ def page(runs: Sequence[RunReport], *, library: str) -> str:
             written=written,
             bias_rows=bias_rows,
             episode_rows=episode_rows,
+            cards=cards,
             faults_that_happened=faults_that_happened,
             fault_tables=fault_tables,
             style=_asset("report.css"),
@@ -145,12 +148,23 @@ def _templates() -> Environment:
         loader=PackageLoader("aprilsched.observe.report", "assets"),
         autoescape=True,
         undefined=StrictUndefined,
+        finalize=_marked,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     templates.policies["json.dumps_function"] = _json
     templates.policies["json.dumps_kwargs"] = {}
     return templates
+
+
+def _marked(value: object) -> object:
+    """Return text as markup: what is in backticks is code, and no line ends before a "%"."""
+    from jinja2.filters import FILTERS
+
+    if not isinstance(value, str) or hasattr(value, "__html__"):
+        return value
+    escaped = str(FILTERS["escape"](value)).replace(" %", "&nbsp;%")
+    return FILTERS["safe"](re.sub("`([^`]*)`", r"<code>\1</code>", escaped).replace("`", "'"))
 
 
 def _json(content: object) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.observe.figures.faults import FaultLedger
 from aprilsched.observe.figures.rollout_time import ROLLOUT_PART_LABELS
-from aprilsched.observe.report.report_data import RunReport
+from aprilsched.observe.report.report_data import Headline, RunReport
 from aprilsched.observe.report.words import percent, written
 
 _ENDS = {
@@ -16,6 +17,33 @@ _ENDS = {
     Reason.MEMBER_LOST.value: "lost, their group continues",
 }
 """Labels of the ends of episodes, by the ledger's reasons; others keep the ledger's name."""
+
+CARDS = (
+    "delivered_tokens_per_s",
+    "efficiency",
+    "staleness_mean",
+    "off_policy_token_share",
+    "bias.bias_estimate",
+    "rollouts.dropped",
+)
+"""The figures that readers look at first; that of staleness has the largest with it."""
+
+
+def cards(run: RunReport) -> tuple[list[Headline], list[tuple[str, str, str]]]:
+    """Return the figures of the cards, and names, values and explanations of the others."""
+    found = {name: run.figures.headline(name) for name in CARDS}
+    largest, dropped = run.figures.headline("staleness_max"), found["rollouts.dropped"]
+    found["staleness_mean"] = replace(
+        largest,
+        label="Staleness, mean and largest",
+        text=f"{found['staleness_mean'].text} / {largest.text}",
+    )
+    faults = faults_that_happened(run.figures.faults) or "none"
+    found["rollouts.dropped"] = replace(
+        dropped, explanation=f"{dropped.explanation} All faults: {faults}."
+    )
+    others = [f for f in run.figures.headlines if f.key not in {*CARDS, "staleness_max"}]
+    return list(found.values()), [(f.label, f.text, f.explanation) for f in others]
 
 
 def bias_rows(run: RunReport) -> list[tuple[str, str]]:

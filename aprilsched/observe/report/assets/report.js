@@ -41,7 +41,7 @@
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: font, size: narrow ? 11 : 13, color: colour("ink") },
-      margin: { l: narrow ? 50 : 62, r: narrow ? 14 : 18, t: 10, b: 48, pad: 0 },
+      margin: { l: narrow ? 60 : 66, r: narrow ? 14 : 18, t: 10, b: 48, pad: 0 },
       // A finger that scrolls the page must not drag a chart.
       dragmode: narrow ? false : "zoom",
       hoverlabel: {
