@@ -342,13 +342,13 @@ def test_six_figures_are_cards_and_the_others_are_in_a_table(reports: Mapping[st
 
 def test_backticks_become_code_and_only_markup_of_ours_is_markup(reports: Mapping[str, RunReport]):
     report = reports["april"]
-    told = ["`path` must be above 0, got <b>`1`</b>.", "a ` alone", "7 % of `a`"]
-    named = replace(report, figures=replace(report.figures, warnings=told, name="a`b`"))
+    warnings = ["`path` must be above 0, got <b>`1`</b>.", "a ` alone", "7 % of `a`"]
+    named = replace(report, figures=replace(report.figures, warnings=warnings, name="a`b`"))
     html = page([named, reports["sync"]], library="")
     assert "<code>path</code> must be above 0, got &lt;b&gt;<code>1</code>&lt;/b&gt;." in html
-    assert "a &#39; alone" in html or "a ' alone" in html
+    assert "a ' alone" in html
     assert "7&nbsp;% of <code>a</code>" in html
-    assert "<title>Report: A: a&#39;b&#39;, B: sync</title>" in html
+    assert "<title>Report: A: a&#x27;b&#x27;, B: sync</title>" in html
     texts = re.sub("(?s)<script.*?</script>", "", html)
     assert "`" not in texts
     for drawn in (

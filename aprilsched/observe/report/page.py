@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -159,12 +160,12 @@ def _templates() -> Environment:
 
 def _marked(value: object) -> object:
     """Return text as markup: what is in backticks is code, and no line ends before a "%"."""
-    from jinja2.filters import FILTERS
+    from jinja2.filters import do_mark_safe
 
     if not isinstance(value, str) or hasattr(value, "__html__"):
         return value
-    escaped = str(FILTERS["escape"](value)).replace(" %", "&nbsp;%")
-    return FILTERS["safe"](re.sub("`([^`]*)`", r"<code>\1</code>", escaped).replace("`", "'"))
+    escaped = html.escape(value).replace(" %", "&nbsp;%")
+    return do_mark_safe(re.sub("`([^`]*)`", r"<code>\1</code>", escaped).replace("`", "'"))
 
 
 def _json(content: object) -> str:
