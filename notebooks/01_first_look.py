@@ -64,11 +64,7 @@ carrying = read_run(DATA / "april")
 carrying_usage = usage_of(DATA / "april")
 both = {
     "Synchronous": waiting_usage,
-<<<<<<< HEAD
     "APRIL: start twice as many, deliver the first half, carry the rest": carrying_usage,
-=======
-    "APRIL: start twice as many, hand over the first half, carry the rest": carrying_usage,
->>>>>>> w_pics
 }
 pictures.first_look(both, seconds=carrying_usage.wall)
 

@@ -37,11 +37,7 @@ GROUP_SIZE = SCHEDULER["group_size"]
 
 
 def workload(seed):
-<<<<<<< HEAD
-    """The prompts of the run in FOLDER, or others of the same lengths."""
-=======
     """The prompts of the run in FOLDER, or others of the same length distribution."""
->>>>>>> w_pics
     return LongTailWorkload(seed=seed, group_size=GROUP_SIZE, **run.config["workload"])
 
 

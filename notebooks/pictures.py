@@ -380,13 +380,8 @@ def draw_legend(figure: Figure, shown: Collection[Part]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LawBand:
-<<<<<<< HEAD
-    """A confidence band of the distribution: between `low` and `high` at each of `lengths`, float64 [n], and
-    with a mean between `mean_low` and `mean_high`."""
-=======
     """A confidence band of the length distribution: between `low` and `high` at each of `lengths`,
     float64 [n], and with a mean between `mean_low` and `mean_high`."""
->>>>>>> w_pics
 
     lengths: NDArray[np.int64]
     low: NDArray[np.float64]
@@ -436,11 +431,7 @@ def first_look(
         axes.set_yticks([0, 0.5, 1])
         finish(axes, title=name, x="", y="slots")
     over_time[-1].set_xlabel("seconds", fontsize=10)
-<<<<<<< HEAD
-    # A name may continue after a colon; next to a bar it would not fit.
-=======
     # A name may continue after a colon; a bar has no room for that.
->>>>>>> w_pics
     draw_where(where, {name.split(":")[0]: u for name, u in usages.items()}, unit=unit)
     finish(where, title="What a million tokens cost in GPU-minutes", x="", y="")
     where.set_xticks([])
@@ -503,11 +494,7 @@ def length_law(
         ),
         f"delivered: mean {delivered.mean():,.0f}": (tail_of(delivered), PALETTE[5], 2.0),
     }  # fmt: skip
-<<<<<<< HEAD
-    drawn_from = "the distribution that lengths were drawn from"
-=======
     drawn_from = "the length distribution of the workload"
->>>>>>> w_pics
     if truth is not None:
         drawn_from = f"{drawn_from}: mean {truth.mean():,.0f}"
         curves[drawn_from] = (tail_of(truth), GREY, 2.0)
@@ -525,12 +512,8 @@ def estimate_by_batch(
     truth: float | None = None,
     title: str = "",
 ) -> Figure:
-<<<<<<< HEAD
-    """Mean lengths after each batch: of what was delivered until then, and of the estimated distribution."""
-=======
     """Mean lengths after each batch: of the delivered responses, and of the
     estimated length distribution."""
->>>>>>> w_pics
     figure = new_figure(9, 3.8)
     axes = figure.subplots()
     batches = np.arange(1, len(delivered) + 1)
@@ -615,11 +598,7 @@ def staleness_by_length(run: Run, *, title: str = "") -> Figure:
 def bias_by_batch(
     runs: Mapping[str, BiasFigures], *, predicted: bool = False, title: str = ""
 ) -> Figure:
-<<<<<<< HEAD
-    """Draw the relative difference between the mean of all delivered lengths and that of all,
-=======
     """Draw the relative difference between the mean of all delivered lengths and the true mean,
->>>>>>> w_pics
     after each batch.
 
     Args:

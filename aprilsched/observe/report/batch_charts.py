@@ -23,11 +23,7 @@ _SHOWN_FORECASTS = 400
 
 
 def lengths(runs: Sequence[RunReport]) -> Chart:
-<<<<<<< HEAD
-    """Draw delivered lengths and those of all responses. Both axes are logarithmic."""
-=======
     """Draw delivered lengths and the estimated length distribution. Both axes are logarithmic."""
->>>>>>> w_pics
     first = "of these, the first batch"
     curves: dict[str, tuple[shared_charts.Curve, str, float]] = {}
     for run in runs:

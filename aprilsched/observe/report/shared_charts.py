@@ -132,13 +132,8 @@ def responses(
 
 
 def ages_by_batch(batches: Sequence[int], shares: Sequence[Sequence[float]]) -> Chart:
-<<<<<<< HEAD
-    """Draw the staleness of each batch's tokens, from the share of each value in `batches`. The
-    last value contains all staler tokens."""
-=======
     """Draw the staleness of each batch's tokens, from the share of each staleness in each of
     `batches`. The last one contains all older tokens."""
->>>>>>> w_pics
     last = max((age + 1 for age, share in enumerate(shares) if any(share)), default=1)
     return Chart(
         series=[
@@ -188,11 +183,7 @@ def bias_over_batches(
     return Chart(
         series=series,
         x=Axis(label="batches delivered", unit="whole"),
-<<<<<<< HEAD
-        y=Axis(label="mean length so far, off that of all", unit="share"),
-=======
         y=Axis(label="mean length so far, off the true mean", unit="share"),
->>>>>>> w_pics
         level=0,
         together=True,
     )
