@@ -22,7 +22,9 @@ from typing import Any
 import pytest
 
 from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.workload import LongTailWorkload
 from aprilsched.testing.fixtures import start_sglang_server
+from aprilsched.testing.served import DrawnLengths
 from aprilsched.testing.server import SimServer
 from tests.support.openrlhf_on_cpu import write_stand_ins
 
@@ -48,7 +50,9 @@ def reward_func(queries, prompts, labels):
 @pytest.fixture
 def url(start_sglang_server: Any) -> str:
     config = SimConfig(stream_at_pause=False, vocab_size=512)
-    return start_sglang_server(SimServer(config, time_scale=0.5)).url
+    # Long responses outlive updates, also on a busy machine.
+    lengths = DrawnLengths(LongTailWorkload(median=40, sigma=1.5, cap=200, group_size=1))
+    return start_sglang_server(SimServer(config, time_scale=2, lengths=lengths)).url
 
 
 def run(
