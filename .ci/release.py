@@ -230,7 +230,8 @@ def readme(urls: Sequence[str], weights: Path) -> int:
         step=lambda tensors: rows.append(len(tensors.input_ids)), save_pretrained=save
     )
     prompts = [[5 + index, 6, 7] for index in range(64)]
-    exec(program, {"my_trainer": trainer, "my_dataset": prompts})  # noqa: S102
+    given = {"my_trainer": trainer, "my_dataset": prompts, "my_score": lambda *_: 1.0}
+    exec(program, given)  # noqa: S102
     if rows != [256, 256]:
         raise Refused(f"The README's program trained on {rows} rows instead of 256 and 256.")
     return len(rows)
