@@ -54,7 +54,10 @@ class TrialEngines:
         tokens = setting.kv_tokens
         self._pool = math.inf if tokens is None else float(tokens * setting.engines)
         self._prompt, self._spare = setting.prompt_tokens, setting.spare_tokens
-        self._rule, self._share = setting.reservation, ReservedShare(busy=True)
+        self._rule = rule = setting.reservation
+        self._share = ReservedShare(
+            busy=True, conservativeness=1.0 if rule is None else rule.conservativeness
+        )
         self._chunk = setting.model.prefill_chunk * setting.engines
         self._read = self._joined = 0.0
         """Tokens that the present pass reads, and for which its responses need more room."""

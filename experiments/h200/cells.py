@@ -35,7 +35,6 @@ from schedules import Server as Kind  # noqa: E402
 
 from aprilsched import Batch, Prompt, Rollout, RolloutScheduler, SGLangFleet  # noqa: E402
 from aprilsched.errors import EngineError  # noqa: E402
-from aprilsched.kernel.engines.sglang import probe  # noqa: E402
 from aprilsched.planning import Planner  # noqa: E402
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -74,7 +73,7 @@ class Server:
             "--max-running-requests": kind.max_running, "--stream-interval": 64,
             "--max-total-tokens": 32_768 if cpu else kind.kv_tokens,
             "--mem-fraction-static": 0.3 if cpu else 0.87, "--random-seed": 1,
-            "--decode-log-interval": 40,
+            "--decode-log-interval": 40, "--schedule-conservativeness": kind.conservativeness,
         }  # fmt: skip
         flags = ["--skip-tokenizer-init", "--incremental-streaming-output"]
         flags += ["--skip-server-warmup"]
@@ -209,8 +208,6 @@ async def drive(
     """Take the cell's batches, with an update after each and no trainer."""
     cpu, server = options.cpu, SERVERS[cell.server]
     model = TINY if cpu else SHAPES[server.shape]
-    if cell.arm.endswith(":slices"):
-        setattr(probe, "STOPS_FIRST_SINCE", (0, 5, 17))  # noqa: B010 (a development's module)
     checks = Checks(frozenset((model["eos_token_id"], model["bos_token_id"])))
     prompts = cell.workload(model["vocab_size"] if cpu else VOCABULARY, options.scale)
     # The planner of a run learns the step times.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from analysis import interval, rounded, written
-from schedules import ARMS, Cell, figures
+from schedules import ARMS, BURN_IN, Cell, figures
 
 from experiments.library import table
 
@@ -97,7 +97,8 @@ def arms_table(arms: dict[str, Any]) -> str:
     """The table of the trainer's arms: means over the counted updates."""
     lines = []
     for name, line in arms.items():
-        rows = line["updates"][min(Cell.of(f"1x1:{name}:s0").burn_in, len(line["updates"]) - 2) :]
+        skipped = max(BURN_IN, Cell.of(f"1x1:{name}:s0").burn_in)
+        rows = line["updates"][min(skipped, len(line["updates"]) - 2) :]
         means = [sum(row[part] for row in rows) / len(rows) for part in PARTS]
         rate = figures(rows)
         lines.append([

@@ -25,6 +25,7 @@ import numpy as np
 
 from aprilsched.config import Pool, SchedulerConfig
 from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.values.capabilities import Reservation
 from aprilsched.observe.figures.summary import Summary
 from aprilsched.planning import Planner
 from aprilsched.planning.presets import PRESETS
@@ -64,8 +65,10 @@ AUTO_BURN_IN = 6
 SECONDS = 75.0
 """After them a cell takes no further batch."""
 LONG_SECONDS = 120.0
-"""Those of schedules whose tokens still became older after :data:`SECONDS`, from seed 1 on."""
-LONG = {"auto", "pool@1.75", "pool@1.75:clip", "pool@1.75:slices"}
+"""Those of schedules that need more than :data:`SECONDS`, from seed 1 on."""
+LONG = {"auto", "pool@1.75", "pool@1.75:clip", "wave@2.0:recompute", "samples@2.0:recompute"}
+DENSE_SECONDS = 50.0
+"""Those of the dense shape, whose batches take half of the time."""
 FLEET_SECONDS = 27.0
 """Those of a cell of :func:`fleets`, whose lengths have half of the size (:attr:`Cell.scale`)."""
 KILLED_SECONDS = 130.0
@@ -80,11 +83,6 @@ def _wave(ratio: float, **more: Any) -> Change:
 
 def _pool(config: SchedulerConfig) -> SchedulerConfig:
     return replace(config, over_provision=1.75, refill=Pool(together=4))
-
-
-def _sliced(config: SchedulerConfig) -> SchedulerConfig:
-    settings: dict[str, Any] = {"slice_tokens": "auto"}
-    return replace(_pool(config), dispatch=replace(config.dispatch, **settings))
 
 
 def _auto(config: SchedulerConfig, **more: Any) -> SchedulerConfig:
@@ -104,12 +102,16 @@ class Server(NamedTuple):
     kv_tokens: int = KV_TOKENS
     clip: int = CLIP
     max_running: int = MAX_RUNNING
+    conservativeness: float = 1.0
+    """Factor of what running requests reserve."""
 
 
 SERVERS = {
     "mixture": Server(),
     # 256 tokens in full size
     "clip": Server(clip=round(256 * SCALE)),
+    # What an empty server reserves is then what one reserves by default that ran for long.
+    "ratio": Server(conservativeness=0.14),
     "dense": Server(shape="dense", model=H200_QWEN3_4B),
     # Two of them take turns on one GPU, so that a step of each takes as long as one of all layers.
     "half": Server(
@@ -157,9 +159,12 @@ ARMS: dict[str, Arm] = {
         f"{name}:clip": Arm(f"{_ARMS[name][0]}, clip 64", _ARMS[name][1], _KEPT, "clip")
         for name in ("wave@2.0", "pool@1.75")
     },
-    # SGLang 0.5.17 looks at a slice's length before its stop tokens: a response runs on if a stop
-    # token is the last of a slice.
-    "pool@1.75:slices": Arm("groups, pool 1.75, slices", _sliced, _KEPT),
+    **{
+        f"{name}:ratio": Arm(
+            f"{_ARMS[name][0]}, recompute, conservativeness 0.14", _ARMS[name][1], _BACK, "ratio"
+        )
+        for name in ("wave@2.0", "samples@2.0")
+    },
     **{
         f"{name}:dense": Arm(f"{_ARMS[name][0]}, dense", _ARMS[name][1], _KEPT, "dense")
         for name in ("sync", "wave@2.0", "samples@2.0", "auto-samples")
@@ -178,23 +183,23 @@ COMPARED = (
     ("samples@2.0", "wave@2.0"), ("auto-samples", "auto"), ("auto-samples", "sync"),
     ("auto", "wave@2.0"), ("pool@1.75", "auto"), ("samples@2.0:recompute", "wave@2.0:recompute"),
     ("samples@2.0:recompute", "wave@3.5:recompute"), ("pool@1.75:clip", "pool@1.75"),
-    ("pool@1.75:slices", "pool@1.75:clip"), ("wave@2.0:clip", "wave@2.0"),
+    ("samples@2.0:ratio", "wave@2.0:ratio"), ("wave@2.0:ratio", "wave@2.0:recompute"),
+    ("samples@2.0:ratio", "samples@2.0:recompute"), ("wave@2.0:clip", "wave@2.0"),
     ("samples@2.0:dense", "wave@2.0:dense"), ("auto-samples:dense", "sync:dense"),
 )  # fmt: skip
 """Arms of which the first is compared with the second."""
 LISTS = (
     (
-        "wave@2.0:s1", "samples@2.0:s1", "samples@1.5:s1", "wave@3.5:s1", "sync:s1",
-        "samples@2.0:recompute:s0", "samples@2.5:s0", "wave@3.5:recompute:s0",
-        "samples@1.5:recompute:s0", "wave@3.0:s0", "wave@1.5:s0", "sync:dense:s0",
-        "auto-samples:dense:s0", "wave@2.0:dense:s0", "samples@2.0:dense:s0",
+        "wave@3.5:recompute:s0", "wave@1.5:s0", "wave@3.0:s0", "auto@4:s0",
+        "samples@2.0:ratio:s1", "wave@2.0:ratio:s1",
     ),
     (
-        "auto-samples:s1", "auto:s1", "pool@1.75:s1", "pool@1.75:clip:s1", "wave@2.0:clip:s1",
-        "pool@1.75:slices:s1", "auto@4:s0",
+        "auto-samples:dense:s0", "sync:dense:s0", "wave@2.0:dense:s0", "samples@2.0:dense:s0",
+        "samples@2.0:recompute:s1", "wave@2.0:recompute:s1", "samples@1.5:recompute:s0",
+        "wave@2.0:clip:s1",
     ),
 )  # fmt: skip
-"""The cells of each GPU, in order. Arms that are compared run on the same one."""
+"""The cells of each GPU that are still to be measured, in order."""
 FLEET_ARMS = ("wave@2.0", "samples@2.0", "auto", "auto-samples")
 
 
@@ -274,6 +279,8 @@ class Cell:
         """After them it takes no further batch."""
         if self.is_fleet:
             return KILLED_SECONDS if self.arm.endswith("killed") else FLEET_SECONDS
+        if self.server == "dense":
+            return DENSE_SECONDS
         return LONG_SECONDS if self.arm in LONG and self.seed else SECONDS
 
     def continues(self, batches: int, seconds: float, limit: float) -> bool:
@@ -405,9 +412,12 @@ def simulated(
         cell.config, cell.workload(), batches=most, listeners=[meter],
         engines=cell.engines,
         engine=SimConfig(timing=model, max_running=server.max_running, kv_tokens=server.kv_tokens,
-                         reserve_clip=server.clip, vocab_size=VOCABULARY),
+                         reserve_clip=server.clip, conservativeness=server.conservativeness,
+                         vocab_size=VOCABULARY),
         costs=Costs(refit_seconds=REFIT_SECONDS),
-        planner=Planner(model, max_running=server.max_running, inline=True),
+        # A server does not report its clip.
+        planner=Planner(model, max_running=server.max_running, inline=True,
+                        reserve_clip=Reservation().clip),
     )  # fmt: skip
     with rare_collections():
         simulation.run()

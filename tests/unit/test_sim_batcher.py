@@ -161,6 +161,9 @@ def test_the_share_of_running_requests_falls_in_600_steps_until_an_engine_is_idl
     share.overflow(900, requests=2, generated=160, limits=999)
     assert share.at(900) == pytest.approx(0.2)
     assert ReservedShare(busy=True).at(0) == pytest.approx(0.098)
+    careless = ReservedShare(conservativeness=0.14)
+    assert [careless.at(step) for step in (0, 900)] == pytest.approx([0.098, 0.01372])
+    assert ReservedShare(conservativeness=9.0).at(0) == 1.0
     for wait, runs_beside in ((0.1, 1), (H200_QWEN3_4B.decode_seconds(1, 0, 700), 2)):
         driver = Driver(SimConfig(kv_tokens=3050, admission="sglang-0.5.21"))
         driver.submit(request("a", 5))
@@ -181,6 +184,18 @@ def test_vllm_runs_a_preempted_request_before_those_that_wait() -> None:
     assert driver.batcher.counters.preemptions
     ended = {name: outcome.ended_at or 0.0 for name, outcome in driver.outcomes.items()}
     assert ended["a"] < ended["b"] < ended["c"] < ended["d"]
+
+
+def test_a_request_starts_earlier_with_less_conservativeness() -> None:
+    running: list[int] = []
+    for factor in (1.0, 0.14):
+        driver = Driver(SimConfig(kv_tokens=3050, conservativeness=factor))
+        driver.submit(request("b", 3000))
+        driver.until(0.1)
+        driver.submit(request("c", 1200))
+        driver.until(0.2)
+        running.append(driver.batcher.running)
+    assert running == [1, 2]
 
 
 def test_a_request_reserves_at_most_the_clip_of_its_limit() -> None:

@@ -13,14 +13,17 @@ class Reservation:
 
     A waiting request is admitted if there is room for its context, for all tokens to come of the
     requests of its prefill pass, and for a share of those of the running ones. The share is 0.7
-    when the engine was idle, and falls to 0.098 in the course of 600 decode steps. When the pool
-    overflows, it becomes the share of the running requests' limits that they have generated.
+    when the engine was idle, and falls to 0.098 in the course of 600 decode steps. The server's
+    --schedule-conservativeness multiplies both. When the pool overflows, the share becomes that of
+    the running requests' limits that they have generated.
     """
 
     clip: int = 4096
     """Most tokens to come that count of a request: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION."""
     fixed_in_full: bool = True
     """A running request with ``ignore_eos`` counts in full, as since SGLang 0.5.22."""
+    conservativeness: float = 1.0
+    """Factor of the share: --schedule-conservativeness."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

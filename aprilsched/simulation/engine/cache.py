@@ -21,7 +21,7 @@ class KvPool:
         self._kept = 0
         self._kv_tokens = config.kv_tokens
         self._rule = config.reservation
-        self.share = ReservedShare()
+        self.share = ReservedShare(conservativeness=config.conservativeness)
         self._any_fixed = False
         """Whether a request came whose tokens to come count in full."""
         self._full_at = 0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.values.bounds import AT_LEAST_1, Bound, check_range
+from aprilsched.kernel.values.bounds import AT_LEAST_1, POSITIVE, Bound, check_range
 from aprilsched.kernel.values.capabilities import Capabilities, Reservation
 from aprilsched.kernel.values.companions import KINDS
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
@@ -32,6 +32,8 @@ class SimConfig:
             their tokens to come, or that of vLLM, which reserves none and preempts.
         reserve_clip: tokens that a request reserves at most for what it may still generate, as
             SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION of SGLang.
+        conservativeness: factor of what running requests reserve, as SGLang's
+            --schedule-conservativeness.
         stream_interval: number of steps between the chunks of running requests.
         vocab_size: vocabulary size of the toy model.
         eos_token_id: token that ends responses whose sampling has not ``ignore_eos``. With None
@@ -59,6 +61,7 @@ class SimConfig:
     kv_tokens: int = 1_000_000
     admission: Admission = "sglang"
     reserve_clip: int = Reservation().clip
+    conservativeness: float = Reservation().conservativeness
     stream_interval: int = 64
     vocab_size: int = 32_000
     eos_token_id: int | None = None
@@ -74,6 +77,7 @@ class SimConfig:
         for name in ("max_running", "max_queued", "kv_tokens", "reserve_clip", "stream_interval"):
             check_range(AT_LEAST_1, **{name: getattr(self, name)})
         check_range(Bound(least=2, words="2 or more"), vocab_size=self.vocab_size)
+        check_range(POSITIVE, conservativeness=self.conservativeness)
         if self.admission not in get_args(Admission):
             known = ", ".join(get_args(Admission))
             raise ConfigError(f"admission must be one of {known}, got {self.admission!r}.")
@@ -83,7 +87,11 @@ class SimConfig:
         """What admission reserves for tokens to come."""
         if self.admission == "vllm":
             return None
-        return Reservation(clip=self.reserve_clip, fixed_in_full=self.admission == "sglang")
+        return Reservation(
+            clip=self.reserve_clip,
+            fixed_in_full=self.admission == "sglang",
+            conservativeness=self.conservativeness,
+        )
 
     @property
     def capabilities(self) -> Capabilities:

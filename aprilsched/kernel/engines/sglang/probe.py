@@ -153,7 +153,10 @@ def _capabilities(model: ModelInfo, info: ServerInfo, schema: OpenApi) -> Capabi
         flush_while_paused=found >= WAITING_SINCE,
         max_running_requests=running,
         kv_tokens=None if tokens is None else tokens * ranks,
-        reservation=Reservation(fixed_in_full=found >= FIXED_IN_FULL_SINCE),
+        reservation=Reservation(
+            fixed_in_full=found >= FIXED_IN_FULL_SINCE,
+            conservativeness=info.schedule_conservativeness or 1.0,
+        ),
         ranks=(info.tp_size or 1) * (info.pp_size or 1),
         release_while_paused=found >= WAITING_SINCE,
         keeps_released_weights=not info.enable_memory_saver or bool(info.enable_weights_cpu_backup),
