@@ -15,8 +15,6 @@ from pathlib import Path
 
 from schedules import LISTS, Cell, figures, fleets, simulated
 
-from aprilsched.errors import ConfigError
-
 HERE = Path(__file__).resolve().parent
 FILE = HERE / "predictions.json"
 
@@ -29,11 +27,7 @@ def main() -> None:
         cell = Cell.of(name)
         if name in known or cell.arm.endswith(("weights", "killed")):
             continue
-        try:
-            row = figures(simulated(cell)[cell.burn_in :])
-        except (ConfigError, TypeError) as error:
-            print(f"{name}: {error}", flush=True)
-            continue
+        row = figures(simulated(cell)[cell.burn_in :])
         known[name] = {key: round(value, 4) for key, value in row.items()}
         known[name]["code"] = git.stdout.strip()
         FILE.write_text(json.dumps(known, indent=1) + "\n")

@@ -86,6 +86,31 @@ def test_engines_of_h200_have_the_same_share_of_a_batch(paths: pytest.MonkeyPatc
         assert all(cell.config.batch_groups == cell.groups for cell in cells)
 
 
+def test_the_trainer_pads_sequences_of_about_equal_length(paths: pytest.MonkeyPatch):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    for path in (GRPO, EXPERIMENTS / "h200"):
+        paths.syspath_prepend(str(path))
+    trainer = importlib.import_module("trainer")
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**trainer.TINY)
+    padded = trainer.Trainer.__new__(trainer.Trainer)
+    padded.device, padded.model = "cpu", transformers.Qwen3ForCausalLM(config)
+    paths.setattr(trainer, "PADDED_TOKENS", 40)
+    lengths = [9, 1, 30, 2, 41, 7]
+    assert trainer.rows_of(lengths) == [[1, 3, 5, 0], [2], [4]]
+    ids = torch.randint(padded.model.config.vocab_size, (sum(lengths),))
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    first = positions == 0  # What follows from the token of another sequence counts nowhere.
+    ways: list[list[Any]] = []
+    for logprobs in (trainer.Trainer.logprobs, trainer.train.Trainer.logprobs):
+        padded.model.zero_grad()
+        found = logprobs(padded, ids, positions)[~first]
+        found.sum().backward()
+        ways.append([found, *(each.grad.clone() for each in padded.model.parameters())])
+    assert all(torch.allclose(*each, atol=1e-4) for each in zip(*ways, strict=True))
+
+
 def test_tables_of_groups_against_samples_follow_from_the_raw_data(paths: pytest.MonkeyPatch):
     paths.syspath_prepend(str(EXPERIMENTS / "learning"))
     tables_of_samples = importlib.import_module("samples_tables")

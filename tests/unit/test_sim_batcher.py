@@ -189,7 +189,8 @@ def test_vllm_runs_a_preempted_request_before_those_that_wait() -> None:
 def test_a_request_starts_earlier_with_less_conservativeness() -> None:
     running: list[int] = []
     for factor in (1.0, 0.14):
-        driver = Driver(SimConfig(kv_tokens=3050, conservativeness=factor))
+        config = SimConfig(kv_tokens=3050, admission="sglang-0.5.21", conservativeness=factor)
+        driver = Driver(config)
         driver.submit(request("b", 3000))
         driver.until(0.1)
         driver.submit(request("c", 1200))
