@@ -965,8 +965,10 @@ def test_trials_follow_the_rule_of_admission() -> None:
 
     assert speed(reservation=Reservation(clip=40, fixed_in_full=False)) > 1.1
     assert speed(reservation=Reservation()) < 0.9
-    assert speed(reservation=Reservation(conservativeness=0.14, fixed_in_full=False)) > 1.01
     assert speed(empties=True) < 0.995
+    # With too little reserved a tight pool overflows.
+    careless = Reservation(conservativeness=0.14, fixed_in_full=False)
+    assert speed(empties=True, reservation=careless) < 0.97 * speed(empties=True)
 
 
 @pytest.mark.parametrize("delivery", ["groups", "samples"])
