@@ -47,6 +47,6 @@ for folder in "$work"/[0-9]*/; do
     grep -hE "Decode batch|Prefill batch" "$log" | gzip -c > "$out/steps-$name-$kind.txt.gz"
   done
 done
-tail -q -c 2000 "$work"/*/*/server.log > "$out/server.txt"
 cat "$work"/*.log | tee "$out/log.txt" | tail -n 40
+tail -c 2000 "$work"/*/*/server.log >> "$out/log.txt"
 running && echo "cells are still measured: call again" || echo "all lists have ended"

@@ -43,8 +43,8 @@ UPDATES = 20
 """Of an arm that are counted."""
 MOST_SECONDS = 85.0
 """Of an arm, without its start."""
-_START_SECONDS = 40.0
-"""For the start of an arm's process at most."""
+_START_SECONDS = 35.0
+"""For the start of an arm's process and its last update at most."""
 KIND = Kind(shape="0.6B", kv_tokens=KV_TOKENS // 2, clip=CLIP // 2, max_running=MAX_RUNNING)
 
 
@@ -150,7 +150,7 @@ def run(arm: str, urls: Sequence[str], options: argparse.Namespace) -> dict[str,
         "--out", str(folder), "--updates", str(wanted), "--groups", str(units),
         "--micro", str(micro), "--steps", "1", "--lr", "1e-6", "--no-stream",
         "--max-staleness", "64", "--evaluate-every", "0",
-        "--seconds", str(options.seconds or MOST_SECONDS),
+        "--seconds", str(options.seconds),
     ]))  # fmt: skip
     shared = not options.cpu and set(options.places) == {options.trainer_gpu}
     publisher: Any = (
@@ -202,17 +202,18 @@ def measure(options: argparse.Namespace) -> None:
         print(f"{len(servers)} servers: up after {time.time() - started_at:.0f} s", flush=True)
         for arm in arms.split(",") if arms else ARMS:
             left = options.until - time.time()
-            if arm in {line["arm"] for line in known(results)} or left < 40.0:
+            if arm in {line["arm"] for line in known(results)} or left < 60.0:
                 print(f"{arm}: measured, or {left:.0f} s left", flush=True)
                 continue
             for server in servers:
                 server.reset()
-            limit = min(left, (options.seconds or MOST_SECONDS) + _START_SECONDS)
+            seconds = min(left - _START_SECONDS, options.seconds or MOST_SECONDS)
+            limit = seconds + _START_SECONDS
             command = [
                 sys.executable, __file__, "--arm", arm, "--out", str(results),
                 "--urls", *(each.url for each in servers), "--places", *(gpus[1:] or gpus),
                 "--trainer-gpu", gpus[0], "--groups", str(options.groups),
-                "--updates", str(options.updates), *options_of(options),
+                "--updates", str(options.updates), *options_of(options), "--seconds", str(seconds),
             ]  # fmt: skip
             if not ended(command, limit):
                 print(f"{arm}: ended after {limit:.0f} s", flush=True)
