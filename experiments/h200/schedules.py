@@ -148,6 +148,10 @@ _ARMS: dict[str, tuple[str, Change]] = {
     "auto": ("groups, auto", _auto),
     "auto@4": ("groups, auto, max_staleness=4", partial(_auto, max_staleness=4)),
     "auto-samples": ("samples, auto", partial(_auto, **_SAMPLES)),
+    "auto-samples@4": (
+        "samples, auto, max_staleness=4",
+        partial(_auto, max_staleness=4, **_SAMPLES),
+    ),
 }
 ARMS: dict[str, Arm] = {
     **{name: Arm(title, change, _KEPT) for name, (title, change) in _ARMS.items()},
@@ -181,6 +185,7 @@ ARMS: dict[str, Arm] = {
 """The arms. Samples have 4 siblings. In "weights" an update brings weights to the engines."""
 COMPARED = (
     ("samples@2.0", "wave@2.0"), ("auto-samples", "auto"), ("auto-samples", "sync"),
+    ("auto-samples@4", "auto@4"), ("auto-samples@4", "auto-samples"), ("auto@4", "auto"),
     ("auto", "wave@2.0"), ("pool@1.75", "auto"), ("samples@2.0:recompute", "wave@2.0:recompute"),
     ("samples@2.0:recompute", "wave@3.5:recompute"), ("pool@1.75:clip", "pool@1.75"),
     ("samples@2.0:ratio", "wave@2.0:ratio"), ("wave@2.0:ratio", "wave@2.0:recompute"),
@@ -211,12 +216,11 @@ def fleets(gpus: int) -> list[list[str]]:
     each = engines_of_a_gpu(gpus)
     alone = [f"{each}x{16 * each}:{arm}:s0" for arm in FLEET_ARMS]
     every, engines = f"{each * gpus}x{16 * each * gpus}", each * gpus
-    arms = ("rolling@2.0", "together@2.0", "wave@2.0:weights", "wave@2.0:killed")
+    arms = ("wave@2.0:killed", "rolling@2.0", "together@2.0", "wave@2.0:weights")
     whole = [f"{every}:{arm}:s0" for arm in arms]
     if gpus > 1:
-        whole[:0] = [f"{every}:{arm}:s0" for arm in FLEET_ARMS[:3]]
-        whole.insert(3, f"{engines}x{16 * each}:{FLEET_ARMS[0]}:s0")
-        whole.append(f"{every}:{FLEET_ARMS[3]}:s0")
+        whole[:0] = [f"{every}:{arm}:s0" for arm in FLEET_ARMS]
+        whole[4:4] = [f"{engines}x{16 * each}:{arm}:s0" for arm in FLEET_ARMS[:3]]
     return [*(alone[gpu::gpus] for gpu in range(gpus)), whole]
 
 
