@@ -34,7 +34,7 @@ def replay(schedule: Schedule, lines: list[LogLine], seeds: int) -> dict[str, An
     for name, timing in MODELS.items():
         rows = np.array([schedule.simulate(seed, timing) for seed in range(seeds)])
         simulated = rows[:, :, 0]
-        # The first step has nobody carried over, so it is another law.
+        # The first step has nobody carried over, so it is another distribution.
         later = slice(1, None) if schedule.name != "wait for all" else slice(0, None)
         mean = simulated[:, later].mean(axis=1)
         found[name] = {

@@ -47,7 +47,7 @@ class Ends:
 
 
 def simulated(arm: str) -> dict[str, float]:
-    """Seconds of an update, the share of stale tokens and their mean age."""
+    """Seconds of an update, the share of stale tokens and their mean staleness."""
     preset, straggler = ARMS[arm]
     base = SchedulerConfig(batch_groups=32, group_size=8, max_staleness=8)
     config = replace(PRESETS[preset](base), straggler=straggler)
@@ -72,7 +72,7 @@ def simulated(arm: str) -> dict[str, float]:
         / (len(ends.times) - BATCHES // 2),
         "off_policy": sum(b.figures.off_policy_token_share * b.figures.tokens for b in later)
         / tokens,
-        "age": sum(b.figures.staleness_mean * b.figures.tokens for b in later) / tokens,
+        "staleness": sum(b.figures.staleness_mean * b.figures.tokens for b in later) / tokens,
     }
 
 

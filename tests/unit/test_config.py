@@ -65,7 +65,7 @@ def test_a_shorthand_stands_for_a_policy(
         ({"stop": Tokens(0)}, "stop.amount is 0; give 1 or more."),
         (
             {"over_provision": 0.5},
-            "over_provision is 0.5; give a ratio from 1 (wait for all) to 64.",
+            "over_provision is 0.5; give a ratio from 1 (synchronous) to 64.",
         ),
         ({"max_staleness": -1}, "max_staleness is -1; give 0 or more."),
         ({"max_staleness": Staleness(-1)}, "max_staleness.bound is -1; give 0 or more."),

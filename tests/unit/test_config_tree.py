@@ -38,7 +38,7 @@ from tests.support.table import each_row
 
 CONFIGS: list[dict[str, Any]] = [
     {},
-    {"over_provision": "auto", "objective": Objective(usefulness_age=inf, distance_price=0.2)},
+    {"over_provision": "auto", "objective": Objective(staleness_scale=inf, distance_price=0.2)},
     {"over_provision": 2.5, "refill": Pool(together=2, until=0.5)},
     {"stop": Tokens(3000)},
     {"refill": LengthBuckets(store=3.0, probes=2, oldest=6), "stop": Samples(30)},
