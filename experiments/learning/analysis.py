@@ -21,7 +21,7 @@ from aprilsched.observe.report.style import GREY, INK, PALETTE, new_figure, save
 
 HERE = Path(__file__).resolve().parent
 NAMES = {
-    "waiting": "synchronous", "streamed": "synchronous, streamed",
+    "sync": "synchronous", "streamed": "synchronous, streamed",
     "streamed-ready": "the same, gathered", "on-policy": "on_policy",
     "rollpacker": "rollpacker", "april": "APRIL",
     "april-streamed": "APRIL, streamed", "areal": "AReaL", "auto-first": "auto, first planner",
@@ -29,7 +29,7 @@ NAMES = {
     "auto-kept": "auto, KV kept", "auto-paced": "auto, pace too",
 }  # fmt: skip
 PICTURED = {
-    "waiting": GREY, "on-policy": "#999933", "rollpacker": PALETTE[3], "april": PALETTE[1],
+    "sync": GREY, "on-policy": "#999933", "rollpacker": PALETTE[3], "april": PALETTE[1],
     "areal": PALETTE[0], "auto": PALETTE[2], "auto-kept": PALETTE[5],
 }  # fmt: skip
 """The arms of the picture and their colours."""
@@ -109,7 +109,7 @@ def table(found: list[dict[str, Any]]) -> dict[str, Any]:
         figures: dict[str, Any] = {"seeds": len(own)}
         for name in own[0]:
             figures[name] = interval([[each[name] for each in own]])
-        for other in ("waiting", "april"):
+        for other in ("sync", "april"):
             for target in TARGETS:
                 times = [[each[f"seconds_to_{target}"] for each in by_arm[which]]
                          for which in (arm, other)]  # fmt: skip
@@ -278,8 +278,8 @@ def picture(axes: Any, arms: Sequence[str] = tuple(PICTURED)) -> None:
 
 def gain(axes: Any, arms: dict[str, Any]) -> None:
     """A line at 0.70 from the time of auto with KV kept to that of sync, with their ratio."""
-    first, last = (arms[arm]["seconds_to_0.7"]["mean"] for arm in ("auto-kept", "waiting"))
-    ratio = arms["auto-kept"]["seconds_to_0.7_of_waiting"]["mean"]
+    first, last = (arms[arm]["seconds_to_0.7"]["mean"] for arm in ("auto-kept", "sync"))
+    ratio = arms["auto-kept"]["seconds_to_0.7_of_sync"]["mean"]
     axes.annotate("", (first, 0.7), (last, 0.7), arrowprops={"arrowstyle": "<->", "color": INK})
     axes.annotate(f"0.70 in {ratio:.2f} of the time", (last, 0.7), (6, -12),
                   textcoords="offset points", fontweight="bold")  # fmt: skip
@@ -311,7 +311,7 @@ def markdown(everything: dict[str, Any]) -> str:
     lines.append("|---" * (1 + len(arms)) + "|")
     rows = (
         ("seconds to 0.65", "seconds_to_0.65", ".1f"), ("seconds to 0.70", "seconds_to_0.7", ".1f"),
-        ("of the synchronous time", "seconds_to_0.7_of_waiting", ".2f"),
+        ("of the synchronous time", "seconds_to_0.7_of_sync", ".2f"),
         ("of APRIL's", "seconds_to_0.7_of_april", ".2f"),
         ("updates in 36 s", "updates", ".1f"),
         ("held-out after 36 s", "held_out_at_end", ".3f"),
@@ -367,7 +367,7 @@ def main() -> None:
     save(figure, HERE / "learning.png")
     figure = new_figure(8, 4.2)
     axes = figure.subplots()
-    picture(axes, ("waiting", "april", "auto", "auto-kept"))
+    picture(axes, ("sync", "april", "auto", "auto-kept"))
     gain(axes, everything["arms"])
     save(figure, HERE.parents[1] / "docs" / "images" / "learning.png")
     print(markdown(everything))

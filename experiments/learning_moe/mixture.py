@@ -2,7 +2,7 @@
 mixture of experts, or a dense policy of the same size, on the task of task.py.
 
     python experiments/learning_moe/mixture.py --kind moe --out DIRECTORY --work DIRECTORY \
-        --model POLICY --cells waiting:1,april-kept:1,april-kept-own:1 …
+        --model POLICY --cells sync:1,april-kept:1,april-kept-own:1 …
 
 The arguments are those of experiments/learning/campaign.py. The trainer of a mixture replays the
 routing under which each token was sampled. An arm whose name ends in "-own" has the same rows,

@@ -31,7 +31,7 @@ LENGTHS: dict[str, Any] = {"median": 250, "sigma": 1.1, "cap": 3072}
 TRAINS, REFITS = 0.8, 0.15
 BATCHES = 40
 ARMS = {
-    "waiting": ("sync", "abort"), "april": ("april", "abort"), "april-kept": ("april", "in_place"),
+    "sync": ("sync", "abort"), "april": ("april", "abort"), "april-kept": ("april", "in_place"),
     "areal": ("areal", "abort"), "auto": ("auto", "abort"), "auto-kept": ("auto", "in_place"),
 }  # fmt: skip
 

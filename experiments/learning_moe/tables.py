@@ -27,7 +27,7 @@ from analysis import interval, reached, rising  # noqa: E402
 from aprilsched.observe.report.style import GREY, PALETTE, new_figure, save  # noqa: E402
 
 NAMES = {
-    "waiting": "synchronous", "april": "APRIL, recompute", "april-kept": "APRIL, KV kept",
+    "sync": "synchronous", "april": "APRIL, recompute", "april-kept": "APRIL, KV kept",
     "april-kept-own": "APRIL, KV kept, own routing", "areal": "AReaL, recompute",
     "auto": "auto, recompute", "auto-kept": "auto, KV kept",
     "auto-kept-own": "auto, KV kept, own routing", "auto-kept-clip": "auto, KV kept, clip",
@@ -35,14 +35,14 @@ NAMES = {
     "auto-kept-4": "auto, KV kept, staleness up to 4",
 }  # fmt: skip
 COLOURS = {
-    "waiting": GREY, "april": "#999933", "april-kept": PALETTE[1], "april-kept-own": PALETTE[3],
+    "sync": GREY, "april": "#999933", "april-kept": PALETTE[1], "april-kept-own": PALETTE[3],
     "areal": PALETTE[0], "auto": PALETTE[2], "auto-kept": PALETTE[5], "auto-kept-own": "#882255",
     "auto-kept-4": "#44aa99", "auto-kept-half": "#88ccee", "auto-kept-clip": "#332288",
 }  # fmt: skip
 EDGES = np.geomspace(1e-3, 10, 49)
 """The classes of |ln ratio|, as in mixture.py."""
 SHARES = (0.25, 0.5, 0.75)
-"""Where the three levels lie between the first reward and waiting's last one."""
+"""Where the three levels lie between the first reward and the synchronous schedule's last one."""
 TAIL = 0.999
 LAYERS = 6
 LAST = 2
@@ -82,10 +82,10 @@ def cells() -> list[Cell]:
 
 
 def levels(found: Sequence[Cell]) -> list[float]:
-    """The three levels of a policy, from its waiting cells."""
-    waiting = [cell for cell in found if cell["arm"] == "waiting"]
-    first = float(np.mean([cell["evaluations"][0]["held_out"] for cell in waiting]))
-    last = float(np.mean([learned(cell, None, [])["end"] for cell in waiting]))
+    """The three levels of a policy, from its synchronous cells."""
+    synchronous = [cell for cell in found if cell["arm"] == "sync"]
+    first = float(np.mean([cell["evaluations"][0]["held_out"] for cell in synchronous]))
+    last = float(np.mean([learned(cell, None, [])["end"] for cell in synchronous]))
     return [first + share * (last - first) for share in SHARES]
 
 
@@ -176,7 +176,7 @@ def table(found: Sequence[Cell]) -> dict[str, Any]:
         }
     for arm in arms:
         april = "april" + "-kept" * ("kept" in arm) + "-own" * arm.endswith("-own")
-        for name, other in (("waiting", "waiting"), ("april", april)):
+        for name, other in (("sync", "sync"), ("april", april)):
             for key in (f"seconds_to_{number}" for number in range(len(SHARES))):
                 if other in arms and np.isfinite([means[arm][key], means[other][key]]).all():
                     ratio = means[arm][key] / means[other][key]
@@ -300,9 +300,9 @@ def _cell(value: dict[str, float | None], digits: str) -> str:
 ROWS = (
     *((f"seconds to the {name} level", f"seconds_to_{number}", ".1f")
       for number, name in enumerate(("low", "middle", "high"))),
-    ("middle: of the synchronous time", "seconds_to_1_of_waiting", ".2f"),
+    ("middle: of the synchronous time", "seconds_to_1_of_sync", ".2f"),
     ("middle: of APRIL's, equal KV and routing", "seconds_to_1_of_april", ".2f"),
-    ("high: of the synchronous time", "seconds_to_2_of_waiting", ".2f"),
+    ("high: of the synchronous time", "seconds_to_2_of_sync", ".2f"),
     ("updates to the middle level", "updates_to_1", ".1f"),
     (f"held-out after {UPDATES} updates", "after_updates", ".3f"),
     ("held-out, last two evaluations", "end", ".3f"),

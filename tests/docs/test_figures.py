@@ -48,7 +48,7 @@ def experts() -> list[Any]:
     ratios = {cell["cell"]: cell["predicted_step_s"] / cell["step_s"] - 1 for cell in cells}
     far = {name: ratio for name, ratio in ratios.items() if abs(ratio) > 0.05}
     names = ("auto-kept-default:0:1:moe", "auto-kept-default:0:1:moe:s2", "auto-default:0:1:moe",
-             "waiting:0:1:moe")  # fmt: skip
+             "sync:0:1:moe")  # fmt: skip
     assert set(far) == set(names)
     return [len(cells) - len(far), len(cells), *(f"{100 * abs(far[name]):.0f}" for name in names)]
 
@@ -93,12 +93,12 @@ def gain() -> list[str]:
 
 def learning(arm: str) -> str:
     arms = result("learning/result.json")["arms"]
-    return f"{_seconds(arms[arm]) / _seconds(arms['waiting']):.2f}"
+    return f"{_seconds(arms[arm]) / _seconds(arms['sync']):.2f}"
 
 
 def larger(kind: str, arm: str) -> list[str]:
     figures = result("learning_moe/result.json")[kind]["arms"][arm]
-    share = figures["seconds_to_1_of_waiting"]
+    share = figures["seconds_to_1_of_sync"]
     return [
         *(f"{share[key]:.2f}" for key in ("mean", "low", "high")),
         f"{figures['off_policy']['mean']:.2f}",

@@ -472,7 +472,8 @@ def test_what_ended_while_it_was_called_back_counts_for_the_next_bucket() -> Non
 
 def test_running_groups_continue_when_length_buckets_start() -> None:
     """Three groups stayed in the engines under waves, and five open groups should run."""
-    driver = Driver(SchedulerConfig(batch_groups=2, group_size=2, over_provision="auto"))
+    settings = SchedulerConfig(batch_groups=2, group_size=2, over_provision="auto")
+    driver = Driver(replace(settings, max_staleness=None))
     waves = Schedule(over_provision=2.5, refill=Wave())
     driver.feed(ev.Planned(schedule=waves))
     driver.request_batch()
