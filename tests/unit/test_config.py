@@ -43,6 +43,8 @@ from tests.support.table import each_row
         ({"stop": "samples", "group_size": 4}, {"stop": Samples(128), "group_size": 4}),
         ({"over_provision": 2}, {"over_provision": 2}),
         ({"max_staleness": 2}, {"max_staleness": Staleness(2, rule="mask")}),
+        ({}, {"max_staleness": Staleness(4, rule="mask")}),
+        ({"max_staleness": None}, {"max_staleness": Staleness(None)}),
     ],
 )
 def test_a_shorthand_stands_for_a_policy(
