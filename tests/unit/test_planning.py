@@ -831,6 +831,7 @@ def test_the_least_stale_within_the_tolerance_of_the_fastest_allowed(
 def rules(**changes: object) -> SchedulerConfig:
     """Rules for batches of 16 groups of 4."""
     values: dict[str, object] = {"batch_groups": 16, "group_size": 4, "straggler": "retract"}
+    values["max_staleness"] = None
     return config(**{**values, **changes})
 
 
