@@ -60,6 +60,7 @@ def config(**changes: object) -> SchedulerConfig:
         "group_size": 2,
         "over_provision": "auto",
         "straggler": "in_place",
+        "max_staleness": None,
     }
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -831,7 +832,6 @@ def test_the_least_stale_within_the_tolerance_of_the_fastest_allowed(
 def rules(**changes: object) -> SchedulerConfig:
     """Rules for batches of 16 groups of 4."""
     values: dict[str, object] = {"batch_groups": 16, "group_size": 4, "straggler": "retract"}
-    values["max_staleness"] = None
     return config(**{**values, **changes})
 
 
