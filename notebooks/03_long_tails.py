@@ -26,7 +26,7 @@ import pictures
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.kernel.core.messages.facts import UpdateFinished
 from aprilsched.observe.log import EventLog
-from aprilsched.observe.log.lengths_of_run import known_lengths, law_of
+from aprilsched.observe.log.lengths_of_run import distribution_of, known_lengths
 from aprilsched.observe.log.run import read_run
 from aprilsched.simulation import Costs, SimConfig, simulate
 
@@ -63,6 +63,7 @@ def simulate_again(folder, seed):
             batch_groups=SCHEDULER["batch_groups"],
             group_size=GROUP_SIZE,
             over_provision=SCHEDULER["over_provision"],
+            max_staleness=None,
         ),
         engines=SIM["engines"],
         engine=SimConfig(
@@ -104,12 +105,12 @@ print(f"mean of the delivered: {delivered.mean():.0f} tokens")
 # The workload of this run was drawn from a known length distribution, so here the estimate can be checked against it (the dotted line). The band comes from drawing whole groups again, because the responses to one prompt have similar lengths.
 
 # %%
-law = law_of(groups)
-band = pictures.law_band(groups)
+distribution = distribution_of(groups)
+band = pictures.distribution_band(groups)
 prompts = workload(run.config["seed"])
 truth = np.concatenate([prompts.lengths(index) for index in range(2000)])
-pictures.length_law(
-    law, delivered=delivered, band=band, truth=truth,
+pictures.length_curve(
+    distribution, delivered=delivered, band=band, truth=truth,
     title="After one batch: the delivered are short; the estimate is right as far as it reaches",
 )  # fmt: skip
 
@@ -117,8 +118,9 @@ pictures.length_law(
 # The estimate ends where the data end. The share of the responses that are longer than every finished response is its *unresolved* part. It is unknown how long these responses get, so the mean of the estimate is a lower bound.
 
 # %%
-print(f"unresolved: {law.tail:.0%} of the responses are longer than {law.lengths[-1]:,} tokens")
-print(f"mean of the estimate: at least {law.mean():.0f} tokens")
+longest = distribution.lengths[-1]
+print(f"unresolved: {distribution.tail:.0%} of the responses are longer than {longest:,} tokens")
+print(f"mean of the estimate: at least {distribution.mean():.0f} tokens")
 
 # %% [markdown]
 # ## A few batches later
@@ -129,8 +131,8 @@ for batches, update in enumerate(run.updates, start=1):
     known = known_lengths(FOLDER, until=update.time)
     lengths = [r.tokens for delivery in run.deliveries[:batches] for r in delivery.rollouts]
     means.append(float(np.mean(lengths)))
-    estimates.append(law_of(known).mean())
-    bands.append(pictures.law_band(known))
+    estimates.append(distribution_of(known).mean())
+    bands.append(pictures.distribution_band(known))
 pictures.estimate_by_batch(
     delivered=means, estimated=estimates, bands=bands, truth=float(truth.mean()),
     title="The estimate is near the true mean early, the mean of the delivered late",
@@ -153,8 +155,8 @@ with tempfile.TemporaryDirectory() as folder:
         for place in COLUMNS:
             known = known_lengths(again, until=updated[place])
             lengths = result.lengths[result.batch <= place]
-            around = pictures.law_band(known, draws=100)
-            off.append(law_of(known).mean() / true_mean - 1)
+            around = pictures.distribution_band(known, draws=100)
+            off.append(distribution_of(known).mean() / true_mean - 1)
             short.append(float(np.mean(lengths)) / true_mean - 1)
             inside.append(around.mean_low < true_mean < around.mean_high)
         errors.append(off)

@@ -28,7 +28,7 @@ from aprilsched.planning.presets import april, auto, sync
 from aprilsched.simulation import compare, simulate
 
 RATIOS = (1.25, 1.5, 2, 3)
-config = SchedulerConfig(batch_groups=32, group_size=8, straggler="retract")
+config = SchedulerConfig(batch_groups=32, group_size=8, straggler="retract", max_staleness=None)
 policies = {"sync": sync(config)}
 policies |= {f"ρ = {ratio}": replace(april(config), over_provision=ratio) for ratio in RATIOS}
 policies["auto"] = auto(config)

@@ -57,7 +57,7 @@ pictures.staleness_by_length(
 # The third run discards what would get a staleness above 1 (*eviction*). This looks tidy, but it is a *censor*, because the responses that become stale are the long ones.
 
 # %%
-config = SchedulerConfig(batch_groups=32, group_size=8, straggler="retract")
+config = SchedulerConfig(batch_groups=32, group_size=8, straggler="retract", max_staleness=None)
 carry = presets.april(config)
 policies = (presets.sync(config), carry, replace(carry, max_staleness=Staleness(1, rule="evict")))
 waited, carried, evicted = (

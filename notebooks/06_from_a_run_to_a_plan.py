@@ -31,7 +31,7 @@ from aprilsched.simulation import NEVER, Costs, SimConfig, compare, simulate
 DATA = Path("data")
 RATIOS = (1.125, 1.25, 1.5, 2)
 workload = WorkloadSettings(lengths=str(DATA / "sync")).checked(seed=0, group_size=8)
-config = SchedulerConfig(batch_groups=16, group_size=8)
+config = SchedulerConfig(batch_groups=16, group_size=8, max_staleness=None)
 policies = {"sync": sync(config)}
 policies |= {f"ρ = {ratio:g}": replace(april(config), over_provision=ratio) for ratio in RATIOS}
 results = {

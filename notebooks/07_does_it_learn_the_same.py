@@ -64,7 +64,7 @@ for arm, row in arms.items():
 
 # %%
 figure = new_figure(8, 4)
-analysis.law_picture(figure.subplots())
+analysis.usefulness_picture(figure.subplots())
 display(figure)
 
 # %% [markdown]
@@ -83,11 +83,11 @@ tables.spreads(fourth)
 display(figure)
 for name in ("moe-d", "moe-a", "dense-a"):
     for arm, row in larger[name]["arms"].items():
-        share = row["seconds_to_1_of_waiting"]
+        share = row["seconds_to_1_of_sync"]
         print(
             f"{name:8}{tables.NAMES[arm]:29} middle level in {share['mean']:.2f} of sync's time "
             f"({share['low']:.2f} to {share['high']:.2f})   after {tables.UPDATES} updates "
-            f"{row['after_updates']['mean']:.3f}   staleness {row['age']['mean']:.1f}"
+            f"{row['after_updates']['mean']:.3f}   staleness {row['staleness']['mean']:.1f}"
         )
 
 # %% [markdown]
@@ -101,9 +101,9 @@ print("killed and resumed:", found["resumed"])
 
 # %%
 kept, auto = (arms[arm] for arm in ("auto-kept", "auto"))
-share = {name: row["seconds_to_0.7_of_waiting"]["mean"] for name, row in arms.items()}
+share = {name: row["seconds_to_0.7_of_sync"]["mean"] for name, row in arms.items()}
 after = [row["held_out_at_updates"]["mean"] for row in arms.values()]
-small, large = (found["law"][rate] for rate in ("3e-4", "1e-3"))
+small, large = (found["usefulness"][rate] for rate in ("3e-4", "1e-3"))
 clip = [row["usefulness"]["mean"] for row in small["uncorrected"]["rows"]]
 print(
     f"To a held-out reward of 0.70 auto with KV kept takes {share['auto-kept']:.2f} of the synchronous time, APRIL "
@@ -128,17 +128,17 @@ assert sum(row["fell"] for row in large["uncorrected"]["rows"]) == 0
 assert fell[1:] == sorted(fell[1:]) == [1, 3, 4, 4, 4]
 assert not larger["wrong"]
 new, mixture, dense = (larger[name]["arms"] for name in ("moe-d", "moe-a", "dense-a"))
-assert 0.34 < new["auto-kept"]["seconds_to_1_of_waiting"]["mean"] < 0.38
-assert new["auto-kept"]["end"]["mean"] > new["waiting"]["end"]["mean"]
+assert 0.34 < new["auto-kept"]["seconds_to_1_of_sync"]["mean"] < 0.38
+assert new["auto-kept"]["end"]["mean"] > new["sync"]["end"]["mean"]
 assert new["auto-kept-clip"]["ratio_sd"]["mean"] < new["auto-kept"]["ratio_sd"]["mean"]
-assert 0.40 < mixture["auto-kept-own"]["seconds_to_1_of_waiting"]["mean"] < 0.45
-assert 0.40 < dense["auto-kept"]["seconds_to_1_of_waiting"]["mean"] < 0.45
+assert 0.40 < mixture["auto-kept-own"]["seconds_to_1_of_sync"]["mean"] < 0.45
+assert 0.40 < dense["auto-kept"]["seconds_to_1_of_sync"]["mean"] < 0.45
 assert mixture["auto-kept-own"]["seconds_to_1_of_april"]["mean"] < 0.70
 for arms_of in (mixture, dense):
     low = max(row["after_updates"]["low"] for row in arms_of.values())
     assert low < min(row["after_updates"]["high"] for row in arms_of.values())
 routings = [
-    tables.by_age(larger["moe"]["ratios"], "auto-kept", kind) for kind in ("own", "replayed")
+    tables.by_staleness(larger["moe"]["ratios"], "auto-kept", kind) for kind in ("own", "replayed")
 ]
 assert all(abs(routings[1][age] / tail - 1) < 0.06 for age, tail in routings[0].items())
 

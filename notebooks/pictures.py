@@ -23,22 +23,22 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.laws import KaplanMeier
+from aprilsched.kernel.core.lengths.distributions import KaplanMeier
 from aprilsched.kernel.core.lengths.observed import GroupLengths
-from aprilsched.observe.figures.batch_figures import ages_of
+from aprilsched.observe.figures.batch_figures import staleness_of
 from aprilsched.observe.figures.engine_time import BUSY, PART_INDEX, PART_LABELS, PARTS, Part
 from aprilsched.observe.figures.run_figures import BiasFigures
-from aprilsched.observe.log.lengths_of_run import law_of
+from aprilsched.observe.log.lengths_of_run import distribution_of
 from aprilsched.observe.log.over_time import bars, in_flight, tokens_by_class, window_end
 from aprilsched.observe.log.run import Run
 from aprilsched.observe.log.usage import RunUsage
 from aprilsched.observe.plots import SHOWN_BATCHES, draw_plane
 from aprilsched.observe.report.chart_model import (
-    AGE_COLOURS,
     GREY,
     INK,
     PALETTE,
     PART_COLOURS,
+    STALENESS_COLOURS,
     Axis,
     Chart,
     Series,
@@ -46,11 +46,11 @@ from aprilsched.observe.report.chart_model import (
 )
 from aprilsched.observe.report.shared_charts import (
     Curve,
-    ages_by_batch,
     bias_over_batches,
     longer_than,
     parts_over_time,
     responses,
+    staleness_by_batch,
     time_by_part,
 )
 from aprilsched.observe.report.style import finish, new_figure
@@ -390,17 +390,21 @@ class LawBand:
     mean_high: float
 
 
-def law_band(
+def distribution_band(
     groups: Sequence[GroupLengths], *, level: float = 0.9, draws: int = 200, seed: int = 0
 ) -> LawBand:
     """A bootstrap band over whole groups. The members of a group are alike, so a formula for
     independent responses (Greenwood's) would give too narrow a band."""
     random = np.random.default_rng(seed)
-    grid = np.unique(np.geomspace(1, law_of(groups).end, 120).astype(np.int64))
-    laws = [law_of(_resampled(groups, random)) for _ in range(draws)]
+    grid = np.unique(np.geomspace(1, distribution_of(groups).end, 120).astype(np.int64))
+    distributions = [distribution_of(_resampled(groups, random)) for _ in range(draws)]
     tails = (0.5 - level / 2, 0.5 + level / 2)
-    low, high = np.quantile([law.survival_at(grid) for law in laws], tails, axis=0)
-    mean_low, mean_high = np.quantile([law.mean() for law in laws], tails)
+    low, high = np.quantile(
+        [distribution.survival_at(grid) for distribution in distributions], tails, axis=0
+    )
+    mean_low, mean_high = np.quantile(
+        [distribution.mean() for distribution in distributions], tails
+    )
     return LawBand(
         lengths=grid, low=low, high=high, mean_low=float(mean_low), mean_high=float(mean_high)
     )
@@ -469,8 +473,8 @@ def tail_of(lengths: NDArray[np.int64]) -> Curve:
     return np.sort(lengths), 1 - np.arange(lengths.size) / max(1, lengths.size)
 
 
-def length_law(
-    law: KaplanMeier,
+def length_curve(
+    distribution: KaplanMeier,
     *,
     delivered: NDArray[np.int64],
     band: LawBand | None = None,
@@ -486,10 +490,12 @@ def length_law(
             band.lengths, band.low, band.high, color=PALETTE[0], alpha=0.2, linewidth=0,
             label="its 90 % band (chance alone)",
         )  # fmt: skip
-    times = np.append(law.lengths, [law.end] if law.tail > 0 else [])
-    shares = np.append(law.survival, [law.survival[-1]] if law.tail > 0 else [])
+    times = np.append(distribution.lengths, [distribution.end] if distribution.tail > 0 else [])
+    shares = np.append(
+        distribution.survival, [distribution.survival[-1]] if distribution.tail > 0 else []
+    )
     curves = {
-        f"estimated from all that was started: mean {law.mean():,.0f}": (
+        f"estimated from all that was started: mean {distribution.mean():,.0f}": (
             (times, shares), PALETTE[0], 2.2,
         ),
         f"delivered: mean {delivered.mean():,.0f}": (tail_of(delivered), PALETTE[5], 2.0),
@@ -546,10 +552,10 @@ def estimate_by_batch(
 
 def staleness(run: Run, *, title: str = "") -> Figure:
     """Draw the staleness of each batch's tokens in versions."""
-    tokens = tokens_by_class(run, len(AGE_COLOURS))
+    tokens = tokens_by_class(run, len(STALENESS_COLOURS))
     shares = tokens / np.maximum(tokens.sum(axis=1, keepdims=True), 1)
     figure = new_figure(9, 4.2)
-    chart = ages_by_batch(range(1, len(shares) + 1), shares.T.tolist())
+    chart = staleness_by_batch(range(1, len(shares) + 1), shares.T.tolist())
     draw(figure.subplots(), chart, title=title, legend="right")
     return figure
 
@@ -567,7 +573,7 @@ def tenths(run: Run) -> Tenths:
     """Return the staleness of the sampled tokens by tenths of the responses' lengths."""
     delivered = [(rollout, d.version) for d in run.deliveries for rollout in d.rollouts]
     lengths = np.array([rollout.tokens for rollout, _ in delivered])
-    ages = np.array([ages_of(rollout, version)[:3] for rollout, version in delivered])
+    ages = np.array([staleness_of(rollout, version)[:3] for rollout, version in delivered])
     parts = np.array_split(np.argsort(lengths, kind="stable"), 10)
     sums = [ages[part].sum(axis=0) for part in parts]
     return Tenths(

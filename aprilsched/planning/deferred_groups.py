@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from aprilsched.kernel.core.lengths.log_law import Levels, LogLaw, observed_logs
+from aprilsched.kernel.core.lengths.log_lengths import Levels, LogLengths, observed_logs
 from aprilsched.kernel.core.lengths.observed import padded
 from aprilsched.kernel.core.policies.refill import OpenGroups, Refill
 from aprilsched.planning.setting import Setting
@@ -21,7 +21,7 @@ class DeferredGroups:
         self._refill = refill
         self._remembers = setting.restarts or setting.remembered > 0
         logs = np.log(setting.lengths[setting.lengths > 0])
-        self._law = LogLaw.estimated(
+        self._dist = LogLengths.estimated(
             mean=float(logs.mean()),
             deviation=float(logs.std()),
             shared=setting.shared,
@@ -30,14 +30,14 @@ class DeferredGroups:
 
     def restart(self, group: TrialGroup) -> None:
         """Discard a group's tokens, and remember what they reveal of its lengths."""
-        law = self._law
+        dist = self._dist
         tokens = np.array(group.have, dtype=np.int64)
         known = tokens > 0
         count = int(known.sum())
-        seen = observed_logs(tokens[known], np.array(group.finished)[known], law).mean()
-        weight = law.shared * count / (law.shared * count + 1 - law.shared)
-        variance = law.shared * law.deviation**2 * (1 - weight)
-        group.level = (law.mean + weight * (float(seen) - law.mean), variance)
+        seen = observed_logs(tokens[known], np.array(group.finished)[known], dist).mean()
+        weight = dist.shared * count / (dist.shared * count + 1 - dist.shared)
+        variance = dist.shared * dist.deviation**2 * (1 - weight)
+        group.level = (dist.mean + weight * (float(seen) - dist.mean), variance)
         group.restart(group.later)
 
     def put_aside(self, batch: int) -> int:
@@ -70,7 +70,7 @@ class DeferredGroups:
             wanted=count,
             lacking=lacking,
             tail=tail,
-            law=self._law,
+            log_lengths=self._dist,
             levels=self._levels(),
         )
         runs: list[tuple[TrialGroup, int]] = []
@@ -87,6 +87,9 @@ class DeferredGroups:
         """Return the remembered levels of the groups; None if the run remembers none."""
         if not self._remembers:
             return None
-        unknown = (self._law.mean, self._law.shared * self._law.deviation**2)
+        unknown = (
+            self._dist.mean,
+            self._dist.shared * self._dist.deviation**2,
+        )
         known = np.array([group.level or unknown for group in self.groups]).reshape(-1, 2)
         return Levels(mean=known[:, :1], variance=known[:, 1:])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.log_law import normal_quantile
+from aprilsched.kernel.core.lengths.log_lengths import normal_quantile
 from aprilsched.kernel.core.lengths.observed import hashed_uniforms, resampled
 from aprilsched.planning.setting import Setting
 from aprilsched.planning.trial_groups import TrialGroup
@@ -47,7 +47,7 @@ class Draws:
         remembered: evidence of earlier epochs on each group's level; empty for none.
         verdicts: for each group whether it is accepted, or whether each of its samples is; empty if
             all are.
-        law: int64, all lengths in ascending order.
+        distribution: int64, all lengths in ascending order.
         siblings: number of siblings of a single sample; None for whole groups.
         mean_gaps: mean number of gaps of a response.
         rewards: times of rewards; None if they take no time, as for the others.
@@ -59,7 +59,7 @@ class Draws:
     again: list[list[int]]
     remembered: list[tuple[float, float]]
     verdicts: list[list[bool]]
-    law: NDArray[np.int64]
+    distribution: NDArray[np.int64]
     siblings: int | None
     mean_gaps: float
     rewards: Times | None
@@ -77,7 +77,7 @@ class Draws:
             again=_rows(drawn_again(setting)) if setting.restarts else rows,
             remembered=_remembered(setting) if setting.remembered else [],
             verdicts=[] if verdicts.all() else verdicts.tolist(),
-            law=np.sort(lengths[lengths > 0]),
+            distribution=np.sort(lengths[lengths > 0]),
             siblings=setting.siblings,
             mean_gaps=setting.gaps,
             rewards=Times(setting.reward_times, seed=7) if setting.reward_times else None,
@@ -106,11 +106,11 @@ class Draws:
         return not self.verdicts or self.verdicts[unit.row][unit.place]
 
     def distance(self, groups: Sequence[TrialGroup]) -> float:
-        """Return Kolmogorov's distance of the lengths of a batch from the law, 0 to 1."""
+        """Return Kolmogorov's distance of the lengths of a batch from the distribution, 0 to 1."""
         lengths = np.sort(np.array([n for group in groups for n in group.lengths]))
-        law = np.searchsorted(self.law, lengths, side="right") / len(self.law)
+        dist = np.searchsorted(self.distribution, lengths, side="right") / len(self.distribution)
         steps = np.arange(len(lengths) + 1) / len(lengths)
-        return float(max(np.max(steps[1:] - law), np.max(law - steps[:-1])))
+        return float(max(np.max(steps[1:] - dist), np.max(dist - steps[:-1])))
 
 
 def drawn_again(setting: Setting) -> NDArray[np.int64]:
@@ -118,8 +118,9 @@ def drawn_again(setting: Setting) -> NDArray[np.int64]:
 
     A group keeps its level, as estimated from its members. Its members get the deviations of
     another group's members from their mean, plus a random deviation of the mean itself. Each result
-    is then replaced by the setting's length of the same rank, so that both have the same law. With
-    a longer tail than the law's, waiting would be forecast to take 1.5 times as long.
+    is then replaced by the setting's length of the same rank, so that both have the same
+    distribution. With a longer tail than the distribution's, waiting would be forecast to take 1.5
+    times as long.
     """
     lengths = setting.lengths
     there = lengths > 0

@@ -159,7 +159,7 @@ def _tried(schedule: Schedule, outcome: Outcome, setting: Setting) -> Tried:
         step_seconds=outcome.step_seconds,
         efficiency=outcome.efficiency,
         off_policy_share=outcome.off_policy_share,
-        mean_age=outcome.mean_age,
+        mean_staleness=outcome.mean_staleness,
         distance=outcome.distance,
         token_seconds=model.token_seconds(setting.max_running) / engines,
         read_seconds=model.read_seconds / engines,

@@ -163,7 +163,7 @@ class Planner:
 def _cache_gain(tried: Tried, setting: Setting) -> float:
     """How many times as fast a schedule is if each prompt is prefilled once, on one engine."""
     outcome = tried.outcome
-    seconds = setting.prefill_of_divided(outcome.mean_age)
+    seconds = setting.prefill_of_divided(outcome.mean_staleness)
     return 1 + seconds / (outcome.step_seconds + outcome.trainer_seconds)
 
 
@@ -172,7 +172,7 @@ def choose(tried: Sequence[Tried], tolerance: float) -> Tried:
 
     If several are equally stale, for example because nothing may be stale, return the one that
     waits for any prompts, or else the best. Waiting discards no tokens, and its batches follow the
-    law.
+    distribution.
     """
     allowed = [t for t in tried if is_fresh_enough(t.outcome)]
     if not allowed:

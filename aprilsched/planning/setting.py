@@ -67,7 +67,7 @@ class Setting:
         end_times: equally likely times from the last turn of a response until it is complete, in
             seconds.
         objective: the objective that schedules are compared by.
-        iid_distance: distance of a randomly drawn batch from the law, from 0 to 1.
+        iid_distance: distance of a randomly drawn batch from the distribution, from 0 to 1.
         remembered: share of the variance of the prompts' levels that earlier epochs explain.
         shared: share of the log lengths' variance that lies between groups.
         batches: number of batches that are counted.
@@ -113,14 +113,14 @@ class Setting:
     stop: Stop | None = None
     takes_over: bool = False
 
-    def prefill_of_divided(self, age: float) -> float:
+    def prefill_of_divided(self, staleness: float) -> float:
         """Return the extra seconds of prefill in a step if groups are split over engines.
 
-        `age` is the age of tokens, in versions. Trials prefill the prompt of each response, because
-        they do not know whether engines have a prefix cache.
+        `staleness` is the staleness of tokens, in versions. Trials prefill the prompt of each
+        response, because they do not know whether engines have a prefix cache.
         """
         copies = min(self.fleet or self.engines, self.group_size) - 1
-        times = 1.0 if self.keeps_kv else 1.0 + age
+        times = 1.0 if self.keeps_kv else 1.0 + staleness
         tokens = copies * self.prompt_tokens * self.batch_groups * times
         return tokens / self.engines / self.model.prefill_rate
 
@@ -195,9 +195,9 @@ class Outcome:
             pace.
         efficiency: T_bound / T, without that time, as in summary.json.
         off_policy_share: delivered tokens of an older version / delivered tokens.
-        mean_age: mean number of versions by which a delivered token is older than the version that
-            consumes it.
-        distance: mean distance of a batch's lengths from the law, 0 to 1.
+        mean_staleness: mean number of versions by which a delivered token is older than the version
+            that consumes it.
+        distance: mean distance of a batch's lengths from the distribution, 0 to 1.
         too_stale_share: delivered tokens beyond the bound / delivered tokens.
         peak_kv: largest number of tokens in the KV pool of one engine.
     """
@@ -207,7 +207,7 @@ class Outcome:
     trainer_seconds: float
     efficiency: float
     off_policy_share: float
-    mean_age: float
+    mean_staleness: float
     distance: float
     too_stale_share: float
     peak_kv: float

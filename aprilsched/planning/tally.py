@@ -30,8 +30,8 @@ class Tally:
         """Number of delivered groups or single samples."""
         self._seconds = 0.0
         self._waited = 0.0
-        self._by_age: dict[int, float] = {}
-        """Number of delivered tokens by their age in versions."""
+        self._by_staleness: dict[int, float] = {}
+        """Number of delivered tokens by their staleness in versions."""
 
     def add(
         self, groups: Sequence[TrialGroup], version: int, *, seconds: float, waited: float
@@ -45,29 +45,29 @@ class Tally:
         self._groups += len(groups)
         for group in groups:
             for sampled, tokens in group.sampled.items():
-                age = version - sampled
-                self._by_age[age] = self._by_age.get(age, 0.0) + tokens
+                staleness = version - sampled
+                self._by_staleness[staleness] = self._by_staleness.get(staleness, 0.0) + tokens
 
     def outcome(
         self, setting: Setting, batches: int, peak_kv: float, fixed_groups: bool
     ) -> Outcome:
         """Return the means over `batches`, with equal numbers of groups if `fixed_groups`."""
-        by_age, oldest = self._by_age, setting.max_staleness
-        tokens, distance = sum(by_age.values()), self.distance / batches
-        worth = setting.objective.usefulness(by_age, bound=oldest)
+        by_staleness, oldest = self._by_staleness, setting.max_staleness
+        tokens, distance = sum(by_staleness.values()), self.distance / batches
+        worth = setting.objective.usefulness(by_staleness, bound=oldest)
         worth *= setting.objective.share_left(distance, setting.iid_distance)
         groups = self._groups / setting.units_of_group
         mean_work = setting.group_work * groups if fixed_groups else self.bound
         longer = self.driven * (mean_work / self.bound - 1)
         busy = self._seconds - self._waited
-        late = 0.0 if oldest is None else sum(n for age, n in by_age.items() if age > oldest)
+        late = 0.0 if oldest is None else sum(n for k, n in by_staleness.items() if k > oldest)
         return Outcome(
             value=mean_work / (self._seconds + longer) * worth,
             step_seconds=busy / batches,
             trainer_seconds=self._waited / batches,
             efficiency=self.bound / busy,
-            off_policy_share=1 - by_age.get(0, 0.0) / tokens,
-            mean_age=sum(age * n for age, n in by_age.items()) / tokens,
+            off_policy_share=1 - by_staleness.get(0, 0.0) / tokens,
+            mean_staleness=sum(staleness * n for staleness, n in by_staleness.items()) / tokens,
             distance=distance,
             too_stale_share=late / tokens,
             peak_kv=peak_kv,

@@ -35,7 +35,7 @@ from aprilsched.planning.trial_engines import Running, TrialEngines
 from aprilsched.planning.trial_groups import CompleteGroups, TrialGroup
 
 _QUANTILES = (0.16, -1.53, 0.89, -0.49, 1.53, -0.16, 0.49, -0.89)
-"""Eight quantiles of the normal law, with mean 0 and a standard deviation of 0.95."""
+"""Eight quantiles of the normal distribution, with mean 0 and a standard deviation of 0.95."""
 
 
 def try_out(schedule: Schedule, setting: Setting) -> Outcome:

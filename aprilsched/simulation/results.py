@@ -164,8 +164,8 @@ def simulate(
     """Simulate a run of the production scheduler in virtual time.
 
     It writes no files: run folders are written by the command ``aprilsched simulate``, whose
-    config.toml can name its laws. A law that cuts off more than a quarter of the responses at its
-    cap is logged as a warning.
+    config.toml can name its distributions. A distribution that cuts off more than a quarter of the
+    responses at its cap is logged as a warning.
 
     Args:
         workload: the prompts. A response has ``max_new_tokens`` tokens with ``ignore_eos``, and

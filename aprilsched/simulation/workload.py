@@ -11,11 +11,12 @@ is shared by the responses of one prompt:
 
     x = sqrt(within_group) * z_group + sqrt(1 - within_group) * z_response
 
-where the z are standard normal. Lengths above `cap` become `cap`, so the law has an atom there, as
-truncated responses do.
+where the z are standard normal. Lengths above `cap` become `cap`, so the distribution has an atom
+there, as truncated responses do.
 
-Any other law is a value that knows its distribution function F (:class:`Law`). The responses of a
-prompt then have a Gaussian copula: a length is the quantile of F at Phi(x), with the x from above.
+Any other distribution is a value that knows its distribution function F
+(:class:`LengthDistribution`). The responses of a prompt then have a Gaussian copula: a length is
+the quantile of F at Phi(x), with the x from above.
 
 With `epoch_prompts` the prompts come again: prompt i is prompt ``i % epoch_prompts`` of its epoch,
 with the same key, tokens and group effect and with new responses. The policy may change between
@@ -23,7 +24,8 @@ two epochs: `drift` is the share of the group effect that is new in each,
 
     z_group(e) = (1 - drift) * z_group(e - 1) + sqrt(1 - (1 - drift)**2) * z_new
 
-so the law stays the same and the correlation of a prompt's effect falls by 1 - drift an epoch.
+so the distribution stays the same and the correlation of a prompt's effect falls by 1 - drift an
+epoch.
 
 Invariant: prompt i of a seed is always the same, in whatever order prompts are requested. Each
 prompt has a counter-based generator of its own: Philox with the key (seed, i).
@@ -62,10 +64,10 @@ Limits: TypeAlias = Literal["cap", "exact"]
 
 _SHARE = Bound(least=0, most=1, words="0 to 1")
 _GRID = 1 << 16
-"""Largest number of lengths at which a law's distribution function is evaluated. Up to this cap, it
-is evaluated at every length."""
+"""Largest number of lengths at which a distribution function is evaluated. Up to
+this cap, it is evaluated at every length."""
 _PROMPTS = 1024
-"""Prompts whose laws the moments are of, where each has its own and their number is not known."""
+"""Number of prompts in the moments if each has its own distribution and no number is set."""
 
 _MANY_CAPPED = 0.25
 """A larger share of responses at the cap is more likely a mistake than a workload."""
@@ -73,8 +75,8 @@ _MOMENTS_STREAM = 2**64 - 1
 """Index of the generator for moments. No prompt has this index, so none shares its draws."""
 
 
-class Law(Protocol):
-    """A law of response lengths; one of your own needs this method alone, and to be immutable."""
+class LengthDistribution(Protocol):
+    """A distribution of response lengths: an immutable object with this method."""
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return the share of responses that are not longer than each of `lengths`, in tokens."""
@@ -92,13 +94,13 @@ class Lognormal:
         check_settings(self)
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See :class:`Law`."""
+        """See :class:`LengthDistribution`."""
         return _phi((np.log(lengths) - math.log(self.median)) / self.sigma)
 
 
 @dataclass(frozen=True, slots=True)
 class Pareto:
-    """Pareto law of lengths of at least `least` tokens.
+    """Pareto distribution of lengths of at least `least` tokens.
 
     A share ``(least / n)**alpha`` of the lengths is longer than n. Without a cap, the mean is
     infinite for an `alpha` up to 1.
@@ -111,7 +113,7 @@ class Pareto:
         check_settings(self)
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See :class:`Law`."""
+        """See :class:`LengthDistribution`."""
         return 1.0 - (self.least / np.maximum(lengths, self.least)) ** self.alpha
 
 
@@ -157,7 +159,7 @@ class Empirical:
         return cls(tuple(lengths))
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See :class:`Law`."""
+        """See :class:`LengthDistribution`."""
         return np.searchsorted(self.lengths, lengths, side="right") / len(self.lengths)
 
 
@@ -165,23 +167,25 @@ class Empirical:
 class Mixture:
     """Weighted distributions, such as ``Mixture((0.9, Lognormal(300)), (0.1, Pareto(4000)))``."""
 
-    parts: tuple[tuple[float, Law], ...]
+    parts: tuple[tuple[float, LengthDistribution], ...]
 
-    def __init__(self, *parts: tuple[float, Law]) -> None:
-        _check(len(parts) > 0, "a mixture has no parts; give (weight, law), one or more.")
+    def __init__(self, *parts: tuple[float, LengthDistribution]) -> None:
+        _check(len(parts) > 0, "a mixture has no parts; give (weight, distribution), one or more.")
         for part in parts:
             if not isinstance(cast("Any", part), tuple) or len(part) != 2:
-                raise ConfigError(f"a mixture has {typed(part)}; give each part as (weight, law).")
-            weight, law = part
+                raise ConfigError(
+                    f"a mixture has {typed(part)}; give each part as (weight, distribution)."
+                )
+            weight, distribution = part
             checked("a weight", weight, Real)
             _check(weight > 0, "a weight is not above 0; leave its part out.")
-            _value(law, "a part of a mixture")
+            _value(distribution, "a part of a mixture")
         object.__setattr__(self, "parts", parts)
 
     def cdf(self, lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See :class:`Law`."""
+        """See :class:`LengthDistribution`."""
         total = math.fsum(weight for weight, _ in self.parts)
-        shares = [weight / total * law.cdf(lengths) for weight, law in self.parts]
+        shares = [weight / total * distribution.cdf(lengths) for weight, distribution in self.parts]
         return np.sum(shares, axis=0)
 
 
@@ -195,32 +199,34 @@ def _length(word: str) -> int | None:
 
 
 def _phi(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the distribution function of the standard normal law."""
+    """Return the distribution function of the standard normal distribution."""
     flat = (-x / math.sqrt(2.0)).ravel().tolist()
     return 0.5 * np.array([math.erfc(each) for each in flat]).reshape(x.shape)
 
 
 @lru_cache(maxsize=256)
-def _quantiles(law: Law, cap: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _quantiles(
+    dist: LengthDistribution, cap: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Shares of responses and the lengths that these are not longer than; both grow."""
     lengths = np.arange(1.0, cap + 1)
     if cap > _GRID:
         lengths = np.unique(np.rint(np.geomspace(1, cap, _GRID)))
-    shares = np.asarray(law.cdf(lengths))
+    shares = np.asarray(dist.cdf(lengths))
     if shares.shape != lengths.shape:
         raise ConfigError(
-            f"law.cdf gives the shape {shares.shape} for {len(lengths)} lengths; give a "
+            f"distribution.cdf gives the shape {shares.shape} for {len(lengths)} lengths; give a "
             "share for each of an array of lengths."
         )
     if not (np.diff(shares) >= 0).all() or not 0 <= shares[0] <= shares[-1] <= 1:
-        raise ConfigError("law.cdf does not grow from 0 to 1; correct it.")
+        raise ConfigError("distribution.cdf does not grow from 0 to 1; correct it.")
     return shares, lengths
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LengthMoments:
-    """Moments of the capped law: `mean` in tokens, `cv2` (variance over squared mean), and the
-    share of responses that are `capped`."""
+    """Moments of the capped distribution: `mean` in tokens, `cv2` (variance over squared mean), and
+    the share of responses that are `capped`."""
 
     mean: float
     cv2: float
@@ -242,8 +248,8 @@ class LongTailWorkload:
             common, 0 to 1.
         prompt_tokens: number of tokens of every prompt; they are random ids below `vocab_size`.
         vocab_size: bound of the token ids, at most the vocabulary size of the served model.
-        law: another law as a value, which does not use `median` and `sigma`, or a function that
-            gives the law of each prompt, by its key.
+        distribution: another distribution as a value, which does not use `median` and `sigma`, or a
+            function that gives the distribution of each prompt, by its key.
         seed: decides the prompts, the lengths and the sampling seeds.
         group_size: responses for each prompt; give the scheduler's group size.
         count: number of prompts; None for an endless workload.
@@ -261,7 +267,7 @@ class LongTailWorkload:
     within_group: Annotated[float, _SHARE] = 0.5
     prompt_tokens: Annotated[int, COUNT_32_BITS] = 8
     vocab_size: Annotated[int, Bound(least=2, most=2**31 - 1, words="2 to 2**31 - 1")] = 32_000
-    law: Law | Callable[[int], Law] | None = None
+    distribution: LengthDistribution | Callable[[int], LengthDistribution] | None = None
     seed: Annotated[int, Bound(least=0, below=2**64, words="0 to 2**64 - 1")] = 0
     group_size: Annotated[int, AT_LEAST_1] = 8
     count: Annotated[int, AT_LEAST_0] | None = None
@@ -270,8 +276,9 @@ class LongTailWorkload:
     limits: Limits = "cap"
 
     def __post_init__(self) -> None:
-        if self.law is not None and (isinstance(self.law, type) or not callable(self.law)):
-            _value(self.law, "law")
+        dist = self.distribution
+        if dist is not None and (isinstance(dist, type) or not callable(dist)):
+            _value(dist, "distribution")
         check_settings(self)
 
     @classmethod
@@ -279,7 +286,7 @@ class LongTailWorkload:
         """Return the workload of the parameters above by name, where None means the default.
 
         `lengths` is a file of lengths, or their :class:`~aprilsched.simulation.workload.Empirical`
-        law.
+        distribution.
 
         Raises:
             ConfigError: if a parameter is out of its range, or the file cannot be read.
@@ -287,8 +294,8 @@ class LongTailWorkload:
         given: dict[str, Any] = {k: value for k, value in settings.items() if value is not None}
         path = given.pop("lengths", None)
         if path is not None:
-            law = path if isinstance(path, Empirical) else Empirical.read(path)
-            given = {"cap": law.lengths[-1]} | given | {"law": law}
+            distribution = path if isinstance(path, Empirical) else Empirical.read(path)
+            given = {"cap": distribution.lengths[-1]} | given | {"distribution": distribution}
         return cls(seed=seed, group_size=group_size, **given)
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -351,16 +358,16 @@ class LongTailWorkload:
         return self._draw(rng, 1, key=key, shared=shared)[0]
 
     def moments(self, samples: int = 1 << 20) -> LengthMoments:
-        """Moments of the capped law, by Monte Carlo over about `samples` responses.
+        """Moments of the capped distribution, by Monte Carlo over about `samples` responses.
 
         The draws come from a stream that no prompt uses. The standard error of the mean is
         ``mean * sqrt(cv2 * (1 + (group_size - 1) * rho) / samples)``, where rho is the correlation
         within a group, at most 1. With the defaults it is 0.3 % of the mean or less.
         """
         groups, rng = -(-samples // self.group_size), self._generator(_MOMENTS_STREAM)
-        laws = (self.epoch_prompts or self.count or _PROMPTS) if callable(self.law) else 1
-        laws = min(laws, groups)
-        each = [self._draw(rng, -(-groups // laws), key=key) for key in range(laws)]
+        own = callable(self.distribution)
+        keys = min((self.epoch_prompts or self.count or _PROMPTS) if own else 1, groups)
+        each = [self._draw(rng, -(-groups // keys), key=key) for key in range(keys)]
         drawn = np.concatenate(each)
         mean = float(drawn.mean())
         return LengthMoments(
@@ -371,8 +378,8 @@ class LongTailWorkload:
 
     def cap_warning(self) -> str | None:
         """Return a warning if the cap cuts off more than a quarter of the responses, or None."""
-        law = self.law
-        whole = isinstance(law, Empirical) and law.lengths[-1] <= self.cap
+        dist = self.distribution
+        whole = isinstance(dist, Empirical) and dist.lengths[-1] <= self.cap
         capped = 0.0 if whole else self.moments(1 << 16).capped
         if capped <= _MANY_CAPPED:
             return None
@@ -391,7 +398,7 @@ class LongTailWorkload:
     def _draw(
         self, rng: Generator, groups: int, *, key: int = 0, shared: float | None = None
     ) -> NDArray[np.int64]:
-        """Draw lengths, int64 [groups, group_size], from the law of the prompt with this `key`.
+        """Draw lengths, int64 [groups, group_size], from the distribution of prompt `key`.
 
         `shared` is the effect of a prompt that was drawn before.
         """
@@ -399,12 +406,12 @@ class LongTailWorkload:
         effect = drawn if shared is None else np.full((groups, 1), shared)
         own = rng.standard_normal((groups, self.group_size))
         x = np.sqrt(self.within_group) * effect + np.sqrt(1 - self.within_group) * own
-        law = self.law
-        if callable(law):
-            law = law(key)
-            _value(law, f"law({key})")
-        if law is not None:
-            shares, lengths = _quantiles(law, self.cap)
+        distribution = self.distribution
+        if callable(distribution):
+            distribution = distribution(key)
+            _value(distribution, f"distribution({key})")
+        if distribution is not None:
+            shares, lengths = _quantiles(distribution, self.cap)
             place = np.searchsorted(shares[:-1], _phi(x))
             return lengths[place].astype(np.int64)
         # The cap applies to the logarithm, because exp() of an extreme draw would overflow.
@@ -418,7 +425,7 @@ def _check(holds: bool, message: str) -> None:
 
 
 def _value(given: Any, name: str) -> None:
-    """Check that a law is an immutable value with a distribution function."""
+    """Check that a distribution is an immutable value with a distribution function."""
     if isinstance(given, type):
         raise ConfigError(
             f"{name} is the class {given.__name__}; give a value, such as {given.__name__}(…)."

@@ -68,14 +68,15 @@ class Call:
 
 
 class DrawnLengths:
-    """Lengths, drawn from a law, of responses that end by themselves.
+    """Lengths, drawn from a distribution, of responses that end by themselves.
 
     An interrupted response that is requested again with its tokens so far keeps its total length,
     even on another server that shares this object. With other tokens it counts as a response to
     another prompt.
 
     Args:
-        workload: the law. Its prompts are assigned to the received prompts in order of arrival.
+        workload: the distribution. Its prompts are assigned to the received prompts in order of
+            arrival.
     """
 
     def __init__(self, workload: LongTailWorkload) -> None:
@@ -95,7 +96,7 @@ class DrawnLengths:
         self._seen += number == self._seen
         _remember(self._prompts, key, (number, drawn + 1))
         round_, place = divmod(drawn, _DRAWN_TOGETHER)
-        # Further responses to a prompt count as responses to another prompt of the law.
+        # Further responses to a prompt count as responses to another prompt of the distribution.
         lengths = self._workload.lengths(number + round_ * _FAR)
         return int(lengths[place])
 

@@ -52,17 +52,17 @@ def fitted(
 ) -> SchedulerConfig:
     """Return the settings with the trainer's `changes` and its bound on staleness.
 
-    A stricter bound of the settings stays. `setting` names the trainer's setting of the bound;
-    `samples` is that of :func:`check_fixed_groups`.
+    It replaces the default bound, and a stricter bound of the settings stays. `setting` names the
+    trainer's setting of the bound; `samples` is that of :func:`check_fixed_groups`.
 
     Raises:
         ConfigError: if the settings' own bound is looser, or as :func:`check_fixed_groups`.
     """
     check_fixed_groups(config, trainer, samples=samples)
     own = config.policies.staleness.bound
-    if own is None:
+    if config.max_staleness == "auto":
         changes["max_staleness"] = max_staleness
-    elif own > max_staleness:
+    elif own is None or own > max_staleness:
         raise ConfigError(
             f"max_staleness is {own}, and {setting} lets it be {max_staleness} at most; raise "
             f"{setting}, or leave max_staleness out."
@@ -215,7 +215,7 @@ def _groups_by(config: SchedulerConfig) -> dict[str, object]:
     }
 
 
-def ages(rollout: Rollout, version: int) -> NDArray[np.int32]:
+def staleness(rollout: Rollout, version: int) -> NDArray[np.int32]:
     """Return how many versions before `version` each token was sampled that counts in the loss."""
     return version - rollout.versions[rollout.loss_mask]
 

@@ -5,7 +5,9 @@ batch (:class:`~aprilsched.Rollout`, :meth:`~aprilsched.Batch.to_torch`), and no
 else is needed here, so the functions work in any trainer::
 
     tensors = batch.to_torch()
-    mask = age_mask(tensors.versions, tensors.loss_mask, version=batch.version, max_staleness=4)
+    mask = staleness_mask(
+        tensors.versions, tensors.loss_mask, version=batch.version, max_staleness=4
+    )
     weights = importance_weights(proximal, tensors.logprobs, mask, high=2.0)
     loss = clipped_loss(logprobs, proximal, advantages, mask, weights=weights)
     (loss.sum() / tensors.loss_mask.sum()).backward()
@@ -51,7 +53,6 @@ from aprilsched.trainers.arrays import (
 
 __all__ = [
     "Level",
-    "age_mask",
     "clipped_loss",
     "importance_weights",
     "interpolated_proximal",
@@ -59,6 +60,7 @@ __all__ = [
     "renormalized",
     "second_moment_mask",
     "staleness",
+    "staleness_mask",
 ]
 
 T = TypeVar("T", NDArray[Any], "Tensor")
@@ -83,11 +85,10 @@ def staleness(versions: T, *, version: int) -> T:
         Integers of the shape and dtype of `versions`.
     """
     xp = namespace(versions=versions)
-    age = xp.clip(version - versions, 0, None)
-    return xp.where(versions < 0, 0, age)
+    return xp.where(versions < 0, 0, xp.clip(version - versions, 0, None))
 
 
-def age_mask(versions: T, mask: T, *, version: int, max_staleness: int) -> T:
+def staleness_mask(versions: T, mask: T, *, version: int, max_staleness: int) -> T:
     """Return the tokens of `mask` that are at most `max_staleness` versions old.
 
     The ``loss_mask`` of a batch follows the scheduler's own bound already. This function is for a
@@ -97,7 +98,7 @@ def age_mask(versions: T, mask: T, *, version: int, max_staleness: int) -> T:
         versions: integers, any shape; the versions of the batch.
         mask: the tokens that count, same shape.
         version: the version that consumes the tokens, usually ``batch.version``.
-        max_staleness: the largest allowed age in versions; 0 leaves on-policy tokens only.
+        max_staleness: the largest allowed staleness in versions; 0 leaves on-policy tokens only.
 
     Returns:
         Booleans of the same shape.
@@ -367,8 +368,8 @@ def clipped_loss(
 
     Returns:
         Losses of the shape of `logprobs`; 0 outside of `mask`. They are to be divided by the number
-        of tokens that count *before* any token was masked for its age or its ratio; divided by the
-        rest, the remaining tokens would weigh more the more were masked.
+        of tokens that count *before* any token was masked for its staleness or its ratio; divided
+        by the rest, the remaining tokens would weigh more the more were masked.
 
     Raises:
         ConfigError: if a bound is out of its range, or for the causes of :func:`ratios`.

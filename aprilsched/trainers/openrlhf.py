@@ -42,7 +42,6 @@ from aprilsched.kernel.values.files import open_regular, written_whole
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.trainers.adapter import (
-    ages,
     check_fixed_groups,
     class_of,
     forget_delivered,
@@ -51,6 +50,7 @@ from aprilsched.trainers.adapter import (
     read_state,
     refuse,
     save_state,
+    staleness,
     trained_advantages,
 )
 from aprilsched.trainers.pushed import NOT_TOKENIZED
@@ -370,7 +370,8 @@ class Rollouts:
         return self._rows[cast("int", prompt.key)] if evaluated is None else evaluated
 
     def _responses(self, batch: Batch) -> list[Response]:
-        """Return the responses of a batch, unit by unit, each with the age of its oldest token.
+        """Return the responses of a batch, unit by unit, each with the staleness of its oldest
+        token.
 
         Samples have their advantage too.
         """
@@ -378,7 +379,7 @@ class Rollouts:
         for unit in batch.units:
             for rollout in unit.rollouts:
                 response = self._row(unit.prompt).responses[rollout.index]
-                oldest = ages(rollout, batch.version).max(initial=0)
+                oldest = staleness(rollout, batch.version).max(initial=0)
                 logs = {**response["extra_logs"], "staleness": float(oldest)}
                 found.append({**response, "extra_logs": logs})
         if any(isinstance(unit, Sample) for unit in batch.units):

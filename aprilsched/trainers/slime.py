@@ -45,10 +45,10 @@ from aprilsched.kernel.store import MemoryStore
 from aprilsched.kernel.values.files import written_whole
 from aprilsched.kernel.weights.external import ExternalWeights
 from aprilsched.trainers.adapter import (
-    ages,
     images_of,
     one_placeholder_each,
     routed_experts,
+    staleness,
     trained_advantages,
 )
 from aprilsched.trainers.by_session import BySession
@@ -722,7 +722,7 @@ class _Rollouts:
             every = sorted([*groups, *rejected], key=_group_index)
             self._trainer.load(path)(args, every, self.data_source)
         dropped, self._dropped = self._dropped, self._trainer.filters.MetricGatherer()
-        counted = np.concatenate([ages(rollout, batch.version) for rollout in batch.rollouts])
+        counted = np.concatenate([staleness(rollout, batch.version) for rollout in batch.rollouts])
         metrics = {
             **dropped.collect(),
             "rollout/aprilsched/off_policy_tokens": float(

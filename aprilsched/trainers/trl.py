@@ -49,7 +49,7 @@ from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.distributed import DistributedPublisher
 from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.kernel.weights.tensor_buckets import iter_buckets
-from aprilsched.trainers.adapter import ages, fitted, package, trained_advantages
+from aprilsched.trainers.adapter import fitted, package, staleness, trained_advantages
 from aprilsched.trainers.by_session import BySession
 from aprilsched.trainers.trl_tools import Conversation, Factories, ToolHarness, called
 from aprilsched.types import Batch, Group, Prompt, Rollout, Sample, SamplingParams, Score, Unit
@@ -355,7 +355,7 @@ class RolloutWorker:
         rollouts = list(batch.rollouts)
         lengths = [len(rollout) for rollout in rollouts]
         cut = [rollout.finish_reason == "length" for rollout in rollouts]
-        counted = np.concatenate([ages(rollout, batch.version) for rollout in rollouts])
+        counted = np.concatenate([staleness(rollout, batch.version) for rollout in rollouts])
         with contextlib.suppress(queue.Full):
             self.metrics_queue.put_nowait(
                 {

@@ -941,10 +941,10 @@ def _with_batches(config: Any, own: SchedulerConfig) -> SchedulerConfig:
     if threshold is None:
         return own
     bound = own.policies.staleness.bound
-    if bound is None:
+    if own.max_staleness == "auto":
         rule = "finish" if sampler.max_off_policy_strategy == "wait" else "evict"
         return replace(own, max_staleness=Staleness(bound=threshold - 1, rule=rule))
-    if bound >= threshold:
+    if bound is None or bound >= threshold:
         raise ConfigError(
             f"max_staleness must be below trainer.v1.sampler.max_off_policy_threshold={threshold}, "
             f"got {bound}; raise the threshold, or leave max_staleness out."

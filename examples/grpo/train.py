@@ -44,10 +44,10 @@ from aprilsched.kernel.store import SqliteStore
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.live import LiveView, RunFacts
 from aprilsched.trainers.corrections import (
-    age_mask,
     clipped_loss,
     importance_weights,
     interpolated_proximal,
+    staleness_mask,
 )
 
 
@@ -113,7 +113,7 @@ def token_losses(
 
     Returns the loss of each token and the proximal policy's log-probabilities.
     """
-    mask = age_mask(versions, counts, version=version, max_staleness=max_staleness)
+    mask = staleness_mask(versions, counts, version=version, max_staleness=max_staleness)
     proximal = interpolated_proximal(logprobs, sampled, versions, proximal_version=version)
     weights = importance_weights(proximal, sampled, mask, high=2.0)
     losses = clipped_loss(
@@ -201,15 +201,15 @@ class Trainer:
         counts: torch.Tensor,
     ) -> dict[str, float]:
         """Sums over what the part trains on; :meth:`Log.update` makes means of them."""
-        ages = (part.version - versions).clamp(min=0) * counts
+        staleness = (part.version - versions).clamp(min=0) * counts
         fresh = counts & (versions == part.version)
         ratio = torch.where(counts, (logprobs - sampled).clamp(-20, 20).exp(), 1.0)
         moved = torch.where(counts, (logprobs - proximal).clamp(-20, 20).exp(), 1.0)
         sums = {
             "tokens": counts.sum(),
-            "stale": (ages > 0).sum(),
-            "ages": ages.sum(),
-            "masked": (ages > self.options.max_staleness).sum(),
+            "stale": (staleness > 0).sum(),
+            "staleness": staleness.sum(),
+            "masked": (staleness > self.options.max_staleness).sum(),
             "surprise": -(sampled * counts).sum(),
             "fresh": fresh.sum(),
             "mismatch": ((logprobs - sampled).abs() * fresh).sum(),
@@ -333,7 +333,7 @@ class Log:
             inexact=sums["inexact"],
             mismatch=mismatch,
             off_policy=sums["stale"] / tokens,
-            age=sums["ages"] / tokens,
+            staleness=sums["staleness"] / tokens,
             masked=sums["masked"] / tokens,
             entropy=sums["surprise"] / tokens,
             ratio_sd=(sums["ratio_squares"] / tokens) ** 0.5,

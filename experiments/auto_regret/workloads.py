@@ -43,13 +43,13 @@ from aprilsched.types import Prompt, SamplingParams
 
 BATCHES, BURN_IN = 40, 14
 
-Law = Callable[[Generator, Generator, int], NDArray[np.float64]]
+Distribution = Callable[[Generator, Generator, int], NDArray[np.float64]]
 """Draws the lengths of a group, from a generator of its prompt and one of its responses."""
 
 
 def lognormal(
     median: float = 700.0, sigma: float = 0.9, shared: float = 0.5, cap: float = 6000.0
-) -> Law:
+) -> Distribution:
     def draw(prompt: Generator, own: Generator, size: int) -> NDArray[np.float64]:
         level, noise = prompt.standard_normal(), own.standard_normal(size)
         x = math.sqrt(shared) * level + math.sqrt(1 - shared) * noise
@@ -58,15 +58,15 @@ def lognormal(
     return draw
 
 
-def pareto(least: float = 300.0, exponent: float = 1.5) -> Law:
+def pareto(least: float = 300.0, exponent: float = 1.5) -> Distribution:
     return lambda prompt, own, size: np.minimum(least * (1 + own.pareto(exponent, size)), 16_000)
 
 
-def constant(length: float = 1000.0) -> Law:
+def constant(length: float = 1000.0) -> Distribution:
     return lambda prompt, own, size: np.full(size, length)
 
 
-def bimodal_by_group(share: float, short: float, long: float) -> Law:
+def bimodal_by_group(share: float, short: float, long: float) -> Distribution:
     def draw(prompt: Generator, own: Generator, size: int) -> NDArray[np.float64]:
         if prompt.random() < share:
             return own.normal(long, 0.075 * long, size)
@@ -77,10 +77,10 @@ def bimodal_by_group(share: float, short: float, long: float) -> Law:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Prompts whose responses have the lengths that a law draws; the same for every schedule."""
+    """Prompts whose lengths come from a distribution; the same for every schedule."""
 
     name: str
-    law: Law
+    distribution: Distribution
     prompt_tokens: int = 8
     groups: int = 16
     group_size: int = 8
@@ -109,7 +109,7 @@ class Workload:
         key = np.array([self.seed, index], dtype=np.uint64)
         counter = np.array([0, 0, 0, draw + 1], dtype=np.uint64)
         prompt, own = Generator(Philox(key=key)), Generator(Philox(key=key, counter=counter))
-        drawn = self.law(prompt, own, self.group_size)
+        drawn = self.distribution(prompt, own, self.group_size)
         return np.maximum(np.rint(drawn), 1).astype(np.int64)
 
     def lengths_again(self, prompt: Prompt, draw: int) -> NDArray[np.int64]:
@@ -129,14 +129,14 @@ class Workload:
 def workloads() -> Iterator[Workload]:
     """Workloads that show the spread: gains, chance, and the worst case."""
     base = lognormal()
-    yield Workload(name="built-in", law=base)
-    yield Workload(name="constant", law=constant())
-    yield Workload(name="Pareto", law=pareto())
-    yield Workload(name="bimodal by group", law=bimodal_by_group(0.2, 400, 4000))
-    yield Workload(name="capped at twice the median", law=lognormal(cap=1400.0))
-    yield Workload(name="KV kept", law=base, keeps_kv=True)
-    yield Workload(name="trainer of 20 s", law=base, train_s=20.0)
-    yield Workload(name="16 engines", law=base, engines=16, groups=64)
+    yield Workload(name="built-in", distribution=base)
+    yield Workload(name="constant", distribution=constant())
+    yield Workload(name="Pareto", distribution=pareto())
+    yield Workload(name="bimodal by group", distribution=bimodal_by_group(0.2, 400, 4000))
+    yield Workload(name="capped at twice the median", distribution=lognormal(cap=1400.0))
+    yield Workload(name="KV kept", distribution=base, keeps_kv=True)
+    yield Workload(name="trainer of 20 s", distribution=base, train_s=20.0)
+    yield Workload(name="16 engines", distribution=base, engines=16, groups=64)
 
 
 class Meter:
@@ -218,8 +218,8 @@ def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
     counters = [engine.batcher.counters for engine in simulation.engines.values()]
     whole = simulation.agenda.now * workload.engines
     distance = max(0.0, (over.length_distance or 0.0) - (over.iid_length_distance or 0.0))
-    # The mean of the exponential over ages that are near each other is nearly that of their mean.
-    useful = math.exp(-age / Objective().usefulness_age)
+    # The mean of the exponential over tokens of similar staleness is nearly that of their mean.
+    useful = math.exp(-age / Objective().staleness_scale)
     useful *= 1 - Objective().distance_price * distance
     return {
         "step_s": step_s,
@@ -227,8 +227,8 @@ def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
         "of_bound": work / seconds,
         "value": mean_work / step_s * useful,
         "off_policy": over.off_policy_token_share or 0.0,
-        "age_mean": age,
-        "age_max": over.staleness_max,
+        "staleness_mean": age,
+        "staleness_max": over.staleness_max,
         "distance_beyond_iid": distance,
         "decoding": sum(c.decode_seconds for c in counters) / whole,
         "prefill": sum(c.prefill_seconds for c in counters) / whole,
@@ -241,6 +241,7 @@ def policies(workload: Workload) -> Iterator[tuple[str, SchedulerConfig]]:
         batch_groups=workload.groups,
         group_size=workload.group_size,
         straggler="in_place" if workload.keeps_kv else "retract",
+        max_staleness=None,
     )
     yield "auto", replace(base, over_provision="auto", pace="auto")
     for name, preset in PRESETS.items():
@@ -278,7 +279,8 @@ def main() -> None:
             print(
                 f"{workload.name}, {name}: {figures['step_s']:.2f} s, of bound "
                 f"{figures['of_bound']:.3f}, value {figures['value']:.3f}, off-policy "
-                f"{figures['off_policy']:.2f}, age {figures['age_mean']:.2f} {figures['chosen']}",
+                f"{figures['off_policy']:.2f}, staleness "
+                f"{figures['staleness_mean']:.2f} {figures['chosen']}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -91,7 +91,7 @@ def _simulation(policy: str) -> Any:
     summary = named("Summary", "observe.figures.summary", "telemetry.summary")
     presets = named("PRESETS", "planning.presets", "presets")
     prompts = list(islice(LongTailWorkload(), (BATCHES + 4) * BATCH_GROUPS))
-    config = presets[policy](SchedulerConfig(batch_groups=BATCH_GROUPS))
+    config = presets[policy](SchedulerConfig(batch_groups=BATCH_GROUPS, max_staleness=None))
     listeners = [summary(trainer_waits=True)]
     return simulation(config, prompts, engines=1, batches=BATCHES, listeners=listeners)
 
@@ -113,6 +113,7 @@ async def client(url: str, *, store: Path | None = None) -> Cost:
         over_provision=1.0,
         refill=Pool(together=4),
         pace="asynchronous",
+        max_staleness=None,
     )
     saved = None if store is None else SqliteStore(store)
     tokens = 0

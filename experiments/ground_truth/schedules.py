@@ -1,7 +1,8 @@
 """Runs the measured schedules on the embedded engine, without aprilsched's scheduler.
 
-All have the built-in workload's law, batches of 32 groups of 8 and prompts of 8 tokens. A step is
-the time from one batch to the next. Each schedule is a function that gives one row for each step.
+All have the built-in workload's distribution, batches of 32 groups of 8 and prompts of 8 tokens. A
+step is the time from one batch to the next. Each schedule is a function that gives one row for each
+step.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ def replay(schedule: Schedule, lines: list[LogLine], seeds: int) -> dict[str, An
     for name, timing in MODELS.items():
         rows = np.array([schedule.simulate(seed, timing) for seed in range(seeds)])
         simulated = rows[:, :, 0]
-        # The first step has nobody carried over, so it is another law.
-        later = slice(1, None) if schedule.name != "wait for all" else slice(0, None)
+        # The first step has nobody carried over, so it is another distribution.
+        later = slice(1, None) if schedule.name != "synchronous" else slice(0, None)
         mean = simulated[:, later].mean(axis=1)
         found[name] = {
             "seconds": simulated.mean(axis=0).tolist(),

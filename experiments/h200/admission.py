@@ -35,8 +35,8 @@ def simulate(names: list[str]) -> None:
         model = StepTimeModel(**machine["model"])
         rows = simulated(cell, model)[cell.burn_in :]
         found[name] |= {
-            "measured": {key: measured[key] for key in ("generated_s", "age", "batches")},
-            "falling": {key: figures(rows)[key] for key in ("generated_s", "age", "batches")},
+            "measured": {key: measured[key] for key in ("generated_s", "staleness", "batches")},
+            "falling": {key: figures(rows)[key] for key in ("generated_s", "staleness", "batches")},
         }
         RESULT.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -55,7 +55,7 @@ def rows_table(found: dict[str, Any]) -> str:
             error = cell[rule]["generated_s"] / cell["measured"]["generated_s"] - 1
             all_of.append(abs(error))
             line += [f"{cell[rule]['generated_s']:,.0f}", f"{error:+.1%}"]
-        lines.append([*line, *(f"{cell[r]['age']:.2f}" for r in ("measured", *errors))])
+        lines.append([*line, *(f"{cell[r]['staleness']:.2f}" for r in ("measured", *errors))])
     means = {rule: f"{sum(all_of) / len(all_of):.1%}" for rule, all_of in errors.items()}
     lines.append(["mean error", "", "", means["constant"], "", means["falling"], "", "", ""])
     return table(head, lines)

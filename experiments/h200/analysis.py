@@ -33,7 +33,7 @@ from aprilsched.planning.step_times.server_log import read_log, windows_of  # no
 from experiments.library import table  # noqa: E402
 
 MARKS = ("<!-- tables -->\n", "\n<!-- end of tables -->")
-DIGITS = {"generated_s": 0, "delivered_s": 0, "age": 2, "off_policy": 2}
+DIGITS = {"generated_s": 0, "delivered_s": 0, "staleness": 2, "off_policy": 2}
 _SAMPLES = 10_000
 
 
@@ -123,8 +123,8 @@ def rows_table(found: dict[str, Any], predicted: dict[str, Any]) -> str:
         lines.append([
             cell.title, row["gpu"] if row else "", row["batches"] if row else "",
             shown(row, "generated_s") + spread, shown(expected, "generated_s"),
-            shown(since, "generated_s"), shown(row, "delivered_s"), shown(row, "age"),
-            shown(expected, "age"), row["oldest"] if row else "", shown(row, "off_policy"),
+            shown(since, "generated_s"), shown(row, "delivered_s"), shown(row, "staleness"),
+            shown(expected, "staleness"), row["oldest"] if row else "", shown(row, "off_policy"),
             f"{row['mean_length']:.0f}" if row else "",
         ])  # fmt: skip
     return table(head, lines)
@@ -142,7 +142,7 @@ def compared_table(found: dict[str, Any], predicted: dict[str, Any]) -> str:
                 continue
             pairs = [
                 [f"{a['generated_s'] / b['generated_s']:.2f}",
-                 f"{a['age'] / b['age']:.2f}" if b["age"] else "—"]
+                 f"{a['staleness'] / b['staleness']:.2f}" if b["staleness"] else "—"]
                 if a and b else ["", ""] for a, b in (cells, expected)
             ]  # fmt: skip
             gpus = {cell["gpu"] for cell in cells if cell}
@@ -178,7 +178,7 @@ def markdown(found: dict[str, Any], predicted: dict[str, Any]) -> str:
     text = [rows_table(found, predicted), compared_table(found, predicted)]
     text.append(forecast(found, predicted, "generated_s", "Generated tokens/s"))
     if found["cells"]:
-        text.append(forecast(found, predicted, "age", "Mean age"))
+        text.append(forecast(found, predicted, "staleness", "Mean staleness"))
         text.append(f"Responses that ended otherwise, were delivered twice or had other than 4 "
                     f"siblings: {wrong or 'none'}.")  # fmt: skip
     listed = {name for names in LISTS for name in names}
@@ -211,7 +211,7 @@ def picture(cells: dict[str, Any], path: Path) -> None:
     colours = {"whole groups": PALETTE[0], "single samples": PALETTE[5]}
     means: dict[str, tuple[float, float]] = {}
     for arm, (label, offset) in LABELS.items():
-        seeds = [(row["age"], row["generated_s"]) for name, row in cells.items()
+        seeds = [(row["staleness"], row["generated_s"]) for name, row in cells.items()
                  if Cell.of(name).arm == arm]  # fmt: skip
         unit = "single samples" if "samples" in arm else "whole groups"
         marker = "*" if arm.startswith("auto") else "o"

@@ -265,7 +265,7 @@ def show(line: dict[str, Any]) -> None:
     """Print a cell's figures in one line."""
     rows = line["batches"][Cell.of(line["cell"]).burn_in :]
     found = figures(rows) if rows else {}
-    shown = {key: round(found[key], 2) for key in ("generated_s", "age") if key in found}
+    shown = {key: round(found[key], 2) for key in ("generated_s", "staleness") if key in found}
     print(
         f"{line['cell']}: {len(rows)} batches, {shown} {line['wrong']} {line['error']}", flush=True
     )

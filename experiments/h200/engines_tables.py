@@ -72,11 +72,11 @@ def cells_table(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
             ARMS[cell.arm].title, cell.engines, cell.groups, row["batches"],
             f"{row['generated_s']:,.0f} ({low:,.0f} to {high:,.0f})",
             f"{predicted[name]['generated_s']:,.0f}" if name in predicted else "", of_linear,
-            f"{row['age']:.2f}", f"{row['off_policy']:.2f}",
+            f"{row['staleness']:.2f}", f"{row['off_policy']:.2f}",
             f"{line['cpu_s'] / generated * 1e6:.1f}", f"{line['cpu_s'] / line['seconds']:.2f}",
         ])  # fmt: skip
     head = ["arm", "engines", "groups", "batches", "generated tokens/s", "predicted",
-            "of linear", "mean age", "off-policy", "CPU, µs a token", "cores"]  # fmt: skip
+            "of linear", "mean staleness", "off-policy", "CPU, µs a token", "cores"]  # fmt: skip
     return table(head, lines)
 
 
@@ -104,10 +104,10 @@ def arms_table(arms: dict[str, Any]) -> str:
         lines.append([
             ARMS[name].title, len(rows), *(f"{mean:.3f}" for mean in means),
             f"{means[0] - sum(means[1:]):.3f}", f"{rate['generated_s']:,.0f}",
-            f"{rate['age']:.2f}", f"{rate['off_policy']:.2f}",
+            f"{rate['staleness']:.2f}", f"{rate['off_policy']:.2f}",
         ])  # fmt: skip
     head = ["arm", "updates", "step, s", "generation wait", "pause", "refit", "training", "rest",
-            "generated tokens/s", "mean age", "off-policy"]  # fmt: skip
+            "generated tokens/s", "mean staleness", "off-policy"]  # fmt: skip
     return table(head, lines)
 
 

@@ -31,7 +31,8 @@ def main() -> None:
         known[name] = {key: round(value, 4) for key, value in row.items()}
         known[name]["code"] = git.stdout.strip()
         FILE.write_text(json.dumps(known, indent=1) + "\n")
-        print(f"{name}: {row['generated_s']:,.0f} tokens/s, age {row['age']:.2f}", flush=True)
+        speed, staleness = row["generated_s"], row["staleness"]
+        print(f"{name}: {speed:,.0f} tokens/s, staleness {staleness:.2f}", flush=True)
 
 
 if __name__ == "__main__":

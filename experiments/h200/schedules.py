@@ -259,7 +259,8 @@ class Cell:
     @property
     def config(self) -> SchedulerConfig:
         arm = ARMS[self.arm]
-        return arm.change(SchedulerConfig(batch_groups=self.groups, group_size=SIZE, **arm.kept))
+        base = SchedulerConfig(batch_groups=self.groups, group_size=SIZE, max_staleness=None)
+        return arm.change(replace(base, **arm.kept))
 
     @property
     def server(self) -> str:
@@ -372,14 +373,14 @@ class Meter:
                 "responses": len(batch.lengths),
                 "capped": sum(bool(length >= self.cap) for length in batch.lengths),
                 "off_policy": round(found.off_policy_token_share, 5),
-                "age": round(found.staleness_mean, 5), "oldest": found.staleness_max,
+                "staleness": round(found.staleness_mean, 5), "oldest": found.staleness_max,
             })  # fmt: skip
             before = end
         return rows
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means over batches. Shares and ages are of all their tokens together."""
+    """Means over batches. Shares and staleness cover all their tokens together."""
     seconds = sum(row["step_s"] for row in rows)
     tokens = sum(row["tokens"] for row in rows)
     responses = sum(row["responses"] for row in rows)
@@ -388,7 +389,7 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "step_s": seconds / len(rows),
         "generated_s": sum(row["generated"] for row in rows) / seconds,
         "delivered_s": tokens / seconds,
-        "age": sum(row["age"] * row["tokens"] for row in rows) / tokens,
+        "staleness": sum(row["staleness"] * row["tokens"] for row in rows) / tokens,
         "oldest": max(row["oldest"] for row in rows),
         "off_policy": sum(row["off_policy"] * row["tokens"] for row in rows) / tokens,
         "mean_length": tokens / responses,
@@ -401,7 +402,8 @@ def simulated(
 ) -> list[dict[str, Any]]:
     """Return the batches that the simulator expects of a cell, on its own prompts.
 
-    The toy model's tokens are uniform too, so stop tokens end its responses by the same law.
+    The toy model's tokens are uniform too, so stop tokens end its responses by the same
+    distribution.
 
     Args:
         cell: the cell.

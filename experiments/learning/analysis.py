@@ -21,7 +21,7 @@ from aprilsched.observe.report.style import GREY, INK, PALETTE, new_figure, save
 
 HERE = Path(__file__).resolve().parent
 NAMES = {
-    "waiting": "synchronous", "streamed": "synchronous, streamed",
+    "sync": "synchronous", "streamed": "synchronous, streamed",
     "streamed-ready": "the same, gathered", "on-policy": "on_policy",
     "rollpacker": "rollpacker", "april": "APRIL",
     "april-streamed": "APRIL, streamed", "areal": "AReaL", "auto-first": "auto, first planner",
@@ -29,7 +29,7 @@ NAMES = {
     "auto-kept": "auto, KV kept", "auto-paced": "auto, pace too",
 }  # fmt: skip
 PICTURED = {
-    "waiting": GREY, "on-policy": "#999933", "rollpacker": PALETTE[3], "april": PALETTE[1],
+    "sync": GREY, "on-policy": "#999933", "rollpacker": PALETTE[3], "april": PALETTE[1],
     "areal": PALETTE[0], "auto": PALETTE[2], "auto-kept": PALETTE[5],
 }  # fmt: skip
 """The arms of the picture and their colours."""
@@ -53,8 +53,8 @@ def cells() -> list[dict[str, Any]]:
 
 
 def ages() -> list[dict[str, Any]]:
-    """The lines of ages.py."""
-    with gzip.open(HERE / "raw" / "ages.jsonl.gz", "rt") as file:
+    """The lines of usefulness.py."""
+    with gzip.open(HERE / "raw" / "usefulness.jsonl.gz", "rt") as file:
         return [json.loads(line) for line in file]
 
 
@@ -109,7 +109,7 @@ def table(found: list[dict[str, Any]]) -> dict[str, Any]:
         figures: dict[str, Any] = {"seeds": len(own)}
         for name in own[0]:
             figures[name] = interval([[each[name] for each in own]])
-        for other in ("waiting", "april"):
+        for other in ("sync", "april"):
             for target in TARGETS:
                 times = [[each[f"seconds_to_{target}"] for each in by_arm[which]]
                          for which in (arm, other)]  # fmt: skip
@@ -133,7 +133,8 @@ def _figures(cell: dict[str, Any]) -> dict[str, float]:
     # The first batches are of the start: nothing is carried into them.
     later = updates[3:]
     total = sum(line["tokens"] for line in later)
-    for name in ("off_policy", "age", "masked", "entropy", "truncated", "clipped", "ratio_sd"):
+    for name in ("off_policy", "staleness", "masked", "entropy", "truncated", "clipped",
+                 "ratio_sd"):  # fmt: skip
         found[name] = sum(line[name] * line["tokens"] for line in later) / total
     for name in ("length", "capped", "waits_s", "trains_s", "refit_s"):
         found[name] = sum(line[name] for line in later) / len(later)
@@ -164,8 +165,8 @@ def checks(found: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def law(lines: list[dict[str, Any]], rate: float, target: float = 0.7) -> dict[str, Any]:
-    """How useful a token of an age is: updates to the target when fresh, over those of the age."""
+def usefulness(lines: list[dict[str, Any]], rate: float, target: float = 0.7) -> dict[str, Any]:
+    """Usefulness by staleness: updates to the target when fresh, over those when stale."""
     curves: dict[tuple[bool, int, int], list[tuple[int, float]]] = defaultdict(list)
     for line in lines:
         if line["block"] == "lag" and line["lr"] == rate and "held_out" in line:
@@ -191,7 +192,7 @@ def law(lines: list[dict[str, Any]], rate: float, target: float = 0.7) -> dict[s
         ]  # fmt: skip
 
         def slope(*means: Any) -> Any:
-            """Least squares for log usefulness = -slope * age, through 0."""
+            """Least squares for log usefulness = -slope * staleness, through 0."""
             logs = [np.log(mean / means[0]) for mean in means]
             over = sum(lag * value for lag, value in zip(LAGS, logs, strict=True))
             return over / sum(lag**2 for lag in LAGS)
@@ -237,7 +238,7 @@ def result() -> dict[str, Any]:
         "arms": table(found),
         "wrong": checks(found),
         "resumed": [f"{each['arm']} {each['seed']}" for each in found if each["resumed"]],
-        "law": {"3e-4": law(lines, 3e-4), "1e-3": law(lines, 1e-3)},
+        "usefulness": {"3e-4": usefulness(lines, 3e-4), "1e-3": usefulness(lines, 1e-3)},
         "conditions": conditions(lines),
         "step_ms": {str(step["running"]): 1000 * step["seconds"] for step in steps},
     }
@@ -277,17 +278,17 @@ def picture(axes: Any, arms: Sequence[str] = tuple(PICTURED)) -> None:
 
 def gain(axes: Any, arms: dict[str, Any]) -> None:
     """A line at 0.70 from the time of auto with KV kept to that of sync, with their ratio."""
-    first, last = (arms[arm]["seconds_to_0.7"]["mean"] for arm in ("auto-kept", "waiting"))
-    ratio = arms["auto-kept"]["seconds_to_0.7_of_waiting"]["mean"]
+    first, last = (arms[arm]["seconds_to_0.7"]["mean"] for arm in ("auto-kept", "sync"))
+    ratio = arms["auto-kept"]["seconds_to_0.7_of_sync"]["mean"]
     axes.annotate("", (first, 0.7), (last, 0.7), arrowprops={"arrowstyle": "<->", "color": INK})
     axes.annotate(f"0.70 in {ratio:.2f} of the time", (last, 0.7), (6, -12),
                   textcoords="offset points", fontweight="bold")  # fmt: skip
 
 
-def law_picture(axes: Any, rate: float = 3e-4) -> None:
-    """Usefulness of a token by its age, with the bootstrap intervals."""
+def usefulness_picture(axes: Any, rate: float = 3e-4) -> None:
+    """Usefulness of a token by its staleness, with the bootstrap intervals."""
     for kind, colour in (("corrected", PALETTE[2]), ("uncorrected", PALETTE[5])):
-        rows = law(ages(), rate)[kind]["rows"]
+        rows = usefulness(ages(), rate)[kind]["rows"]
         means = [row["usefulness"]["mean"] for row in rows]
         below = [row["usefulness"]["mean"] - row["usefulness"]["low"] for row in rows]
         above = [row["usefulness"]["high"] - row["usefulness"]["mean"] for row in rows]
@@ -310,13 +311,13 @@ def markdown(everything: dict[str, Any]) -> str:
     lines.append("|---" * (1 + len(arms)) + "|")
     rows = (
         ("seconds to 0.65", "seconds_to_0.65", ".1f"), ("seconds to 0.70", "seconds_to_0.7", ".1f"),
-        ("of the synchronous time", "seconds_to_0.7_of_waiting", ".2f"),
+        ("of the synchronous time", "seconds_to_0.7_of_sync", ".2f"),
         ("of APRIL's", "seconds_to_0.7_of_april", ".2f"),
         ("updates in 36 s", "updates", ".1f"),
         ("held-out after 36 s", "held_out_at_end", ".3f"),
         ("held-out after 500,000 tokens", "held_out_at_tokens", ".3f"),
         ("held-out after 15 updates", "held_out_at_updates", ".3f"),
-        ("off-policy share", "off_policy", ".2f"), ("mean staleness, versions", "age", ".2f"),
+        ("off-policy share", "off_policy", ".2f"), ("mean staleness, versions", "staleness", ".2f"),
         ("oldest token", "oldest", ".1f"), ("sd of the ratio", "ratio_sd", ".4f"),
         ("clipped share", "clipped", ".5f"), ("truncated share", "truncated", ".6f"),
         ("entropy, nats", "entropy", ".3f"),
@@ -331,7 +332,7 @@ def markdown(everything: dict[str, Any]) -> str:
         lines.append(f"| {title} | {found} |")
     lags = " | ".join(map(str, LAGS))
     lines += ["", f"| staleness of every token | {lags} |", "|---" * 7 + "|"]
-    for rate, kinds in everything["law"].items():
+    for rate, kinds in everything["usefulness"].items():
         for kind, title in (("corrected", "decoupled"), ("uncorrected", "clip")):
             for name, what in (("usefulness", "usefulness"), ("end", "held-out at the end")):
                 found = " | ".join(_cell(row[name], ".2f") for row in kinds[kind]["rows"])
@@ -362,16 +363,16 @@ def main() -> None:
     figure = new_figure(11, 4)
     left, right = figure.subplots(1, 2)
     picture(left)
-    law_picture(right)
+    usefulness_picture(right)
     save(figure, HERE / "learning.png")
     figure = new_figure(8, 4.2)
     axes = figure.subplots()
-    picture(axes, ("waiting", "april", "auto", "auto-kept"))
+    picture(axes, ("sync", "april", "auto", "auto-kept"))
     gain(axes, everything["arms"])
     save(figure, HERE.parents[1] / "docs" / "images" / "learning.png")
     print(markdown(everything))
     print("wrong:", everything["wrong"] or "nothing", "resumed:", everything["resumed"])
-    for rate, kinds in everything["law"].items():
+    for rate, kinds in everything["usefulness"].items():
         for kind, each in kinds.items():
             print(f"{rate}, {kind}: usefulness = exp(-staleness * {_cell(each['slope'], '.3f')})")
 

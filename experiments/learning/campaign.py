@@ -1,7 +1,7 @@
 """Trains one policy under several schedules, each for the same time, on one GPU's server.
 
     PYTHONPATH=.:examples/grpo python experiments/learning/campaign.py --out DIRECTORY \
-        --work DIRECTORY --cells waiting:1,april:1 --seconds 60
+        --work DIRECTORY --cells sync:1,april:1 --seconds 60
 
 See README.md in this folder. The trainer is examples/grpo's. One server runs all cells of a list
 one after the other; each begins with the same weights. A cell that was killed goes on when the
@@ -63,7 +63,7 @@ def preset(name: str, **more: Any) -> Change:
 SAMPLES: dict[str, Any] = {"delivery": "samples", "siblings": 4}
 # SGLang 0.5.17 cannot flush its cache while requests wait inside, so stragglers are called back.
 ARMS: dict[str, tuple[Change, bool]] = {
-    "waiting": (preset("sync", straggler="abort"), False),
+    "sync": (preset("sync", straggler="abort"), False),
     "streamed": (preset("sync", straggler="abort"), True),
     "april": (preset("april", straggler="abort"), False),
     "areal": (preset("areal", straggler="abort"), False),

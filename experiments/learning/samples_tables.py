@@ -37,7 +37,7 @@ ROWS = (
     (f"held-out after {SECONDS:.0f} s", "held_out_at_end", ".3f"),
     (f"held-out after {UPDATES} updates", "held_out_at_updates", ".3f"),
     (f"updates in {SECONDS:.0f} s", "updates", ".1f"), ("delivered tokens/s", "tokens_s", ",.0f"),
-    ("mean staleness, versions", "age", ".2f"), ("oldest token", "oldest", ".1f"),
+    ("mean staleness, versions", "staleness", ".2f"), ("oldest token", "oldest", ".1f"),
     ("off-policy share", "off_policy", ".2f"), ("mean length, last 5 updates", "length", ".0f"),
     ("at the limit", "capped", ".3f"), ("sd of the ratio", "ratio_sd", ".4f"),
 )  # fmt: skip
@@ -83,7 +83,7 @@ def figures(cell: dict[str, Any]) -> dict[str, float]:
         "length": float(np.mean([line["length"] for line in updates[-5:]])),
         "capped": float(np.mean([line["capped"] for line in later])),
         **{name: sum(line[name] * line["tokens"] for line in later) / total
-           for name in ("age", "off_policy", "ratio_sd")},
+           for name in ("staleness", "off_policy", "ratio_sd")},
     }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 mixture of experts, or a dense policy of the same size, on the task of task.py.
 
     python experiments/learning_moe/mixture.py --kind moe --out DIRECTORY --work DIRECTORY \
-        --model POLICY --cells waiting:1,april-kept:1,april-kept-own:1 …
+        --model POLICY --cells sync:1,april-kept:1,april-kept-own:1 …
 
 The arguments are those of experiments/learning/campaign.py. The trainer of a mixture replays the
 routing under which each token was sampled. An arm whose name ends in "-own" has the same rows,
@@ -40,7 +40,7 @@ from torch.nn.utils.rnn import pad_sequence  # noqa: E402
 
 from aprilsched import Batch, Prompt, SchedulerConfig  # noqa: E402
 from aprilsched.kernel.values.companions import routed_experts  # noqa: E402
-from aprilsched.trainers.corrections import age_mask  # noqa: E402
+from aprilsched.trainers.corrections import staleness_mask  # noqa: E402
 
 PADDED = 49_152
 """Most tokens of a forward pass, with padding."""
@@ -56,9 +56,9 @@ class LargerTrainer(train.Trainer):
     """The trainer of examples/grpo in bfloat16, which replays routing and measures ratios.
 
     Of the first groups of each update, before any step, it keeps how far the ratio of its own
-    probability to the engine's is from 1, with replayed and with own routing, by the age of the
-    token, by whether the engine had kept older keys, and by whether its own routers choose other
-    experts than the engine's did.
+    probability to the engine's is from 1, with replayed and with own routing, by the staleness of
+    the token, by whether the engine had kept older keys, and by whether its own routers choose
+    other experts than the engine's did.
     """
 
     def __init__(self, options: argparse.Namespace, *, replays: bool, clips: bool = False) -> None:
@@ -213,8 +213,8 @@ class LargerTrainer(train.Trainer):
             file.write(json.dumps(line) + "\n")
 
     def measured(self) -> dict[str, Any]:
-        """The histograms of all updates together: [age, stale keys, routed otherwise, class,
-        tokens] for each routing, and [age, stale keys, tokens, layers routed otherwise]."""
+        """The histograms of all updates together: [staleness, stale keys, routed otherwise, class,
+        tokens] for each routing, and [staleness, stale keys, tokens, layers routed otherwise]."""
         lines = [json.loads(line) for line in self._path.read_text().splitlines()]
         # A batch that was trained on again after a kill was measured twice.
         lines = list({line["update"]: line for line in lines}.values())
@@ -241,7 +241,7 @@ def clipped_around_sampled(
     were of the version that the step begins with."""
     claimed, counts = (
         torch.full_like(versions, given["version"]),
-        age_mask(versions, counts, **given),
+        staleness_mask(versions, counts, **given),
     )
     return train.token_losses(logprobs, sampled, claimed, advantages, counts, **given)
 

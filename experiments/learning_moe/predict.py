@@ -31,7 +31,7 @@ LENGTHS: dict[str, Any] = {"median": 250, "sigma": 1.1, "cap": 3072}
 TRAINS, REFITS = 0.8, 0.15
 BATCHES = 40
 ARMS = {
-    "waiting": ("sync", "abort"), "april": ("april", "abort"), "april-kept": ("april", "in_place"),
+    "sync": ("sync", "abort"), "april": ("april", "abort"), "april-kept": ("april", "in_place"),
     "areal": ("areal", "abort"), "auto": ("auto", "abort"), "auto-kept": ("auto", "in_place"),
 }  # fmt: skip
 
@@ -47,7 +47,7 @@ class Ends:
 
 
 def simulated(arm: str) -> dict[str, float]:
-    """Seconds of an update, the share of stale tokens and their mean age."""
+    """Seconds of an update, the share of stale tokens and their mean staleness."""
     preset, straggler = ARMS[arm]
     base = SchedulerConfig(batch_groups=32, group_size=8, max_staleness=8)
     config = replace(PRESETS[preset](base), straggler=straggler)
@@ -72,7 +72,7 @@ def simulated(arm: str) -> dict[str, float]:
         / (len(ends.times) - BATCHES // 2),
         "off_policy": sum(b.figures.off_policy_token_share * b.figures.tokens for b in later)
         / tokens,
-        "age": sum(b.figures.staleness_mean * b.figures.tokens for b in later) / tokens,
+        "staleness": sum(b.figures.staleness_mean * b.figures.tokens for b in later) / tokens,
     }
 
 

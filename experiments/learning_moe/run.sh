@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One call on a machine with GPUs and no network; see README.md. In the repository's root:
-#     run.sh SECONDS DIRECTORY GPU:KIND=CELLS…, for example 0:moe=waiting:1,april-kept:1@170
+#     run.sh SECONDS DIRECTORY GPU:KIND=CELLS…, for example 0:moe=sync:1,april-kept:1@170
 # It needs an SGLang 0.5.17 for this machine's Python and torch in .gpu/*.tar.xz, and .gpu/wheels/.
 # The first call makes the policy of each KIND on the first GPU that has it (SUPERVISED seconds),
 # while the servers start. What it starts goes on when a call ends: the next call with the same lists

@@ -27,21 +27,22 @@ from analysis import interval, reached, rising  # noqa: E402
 from aprilsched.observe.report.style import GREY, PALETTE, new_figure, save  # noqa: E402
 
 NAMES = {
-    "waiting": "synchronous", "april": "APRIL, recompute", "april-kept": "APRIL, KV kept",
+    "sync": "synchronous", "april": "APRIL, recompute", "april-kept": "APRIL, KV kept",
     "april-kept-own": "APRIL, KV kept, own routing", "areal": "AReaL, recompute",
     "auto": "auto, recompute", "auto-kept": "auto, KV kept",
-    "auto-kept-own": "auto, KV kept, own routing", "auto-kept-4": "auto, KV kept, ages up to 4",
-    "auto-kept-half": "auto, KV kept, half the rate", "auto-kept-clip": "auto, KV kept, clip",
+    "auto-kept-own": "auto, KV kept, own routing", "auto-kept-clip": "auto, KV kept, clip",
+    "auto-kept-half": "auto, KV kept, half the rate",
+    "auto-kept-4": "auto, KV kept, staleness up to 4",
 }  # fmt: skip
 COLOURS = {
-    "waiting": GREY, "april": "#999933", "april-kept": PALETTE[1], "april-kept-own": PALETTE[3],
+    "sync": GREY, "april": "#999933", "april-kept": PALETTE[1], "april-kept-own": PALETTE[3],
     "areal": PALETTE[0], "auto": PALETTE[2], "auto-kept": PALETTE[5], "auto-kept-own": "#882255",
     "auto-kept-4": "#44aa99", "auto-kept-half": "#88ccee", "auto-kept-clip": "#332288",
 }  # fmt: skip
 EDGES = np.geomspace(1e-3, 10, 49)
 """The classes of |ln ratio|, as in mixture.py."""
 SHARES = (0.25, 0.5, 0.75)
-"""Where the three levels lie between the first reward and waiting's last one."""
+"""Where the three levels lie between the first reward and the synchronous schedule's last one."""
 TAIL = 0.999
 LAYERS = 6
 LAST = 2
@@ -81,10 +82,10 @@ def cells() -> list[Cell]:
 
 
 def levels(found: Sequence[Cell]) -> list[float]:
-    """The three levels of a policy, from its waiting cells."""
-    waiting = [cell for cell in found if cell["arm"] == "waiting"]
-    first = float(np.mean([cell["evaluations"][0]["held_out"] for cell in waiting]))
-    last = float(np.mean([learned(cell, None, [])["end"] for cell in waiting]))
+    """The three levels of a policy, from its synchronous cells."""
+    synchronous = [cell for cell in found if cell["arm"] == "sync"]
+    first = float(np.mean([cell["evaluations"][0]["held_out"] for cell in synchronous]))
+    last = float(np.mean([learned(cell, None, [])["end"] for cell in synchronous]))
     return [first + share * (last - first) for share in SHARES]
 
 
@@ -128,7 +129,7 @@ def spent(cell: Cell) -> dict[str, float]:
     later = updates[3:]  # nothing is carried into the first batches
     total = sum(line["tokens"] for line in later)
     found: dict[str, float] = {}
-    for name in ("off_policy", "age", "entropy", "truncated", "clipped", "ratio_sd"):
+    for name in ("off_policy", "staleness", "entropy", "truncated", "clipped", "ratio_sd"):
         found[name] = sum(line[name] * line["tokens"] for line in later) / total
     for name in ("length", "capped", "waits_s", "trains_s", "refit_s"):
         found[name] = sum(line[name] for line in later) / len(later)
@@ -175,7 +176,7 @@ def table(found: Sequence[Cell]) -> dict[str, Any]:
         }
     for arm in arms:
         april = "april" + "-kept" * ("kept" in arm) + "-own" * arm.endswith("-own")
-        for name, other in (("waiting", "waiting"), ("april", april)):
+        for name, other in (("sync", "sync"), ("april", april)):
             for key in (f"seconds_to_{number}" for number in range(len(SHARES))):
                 if other in arms and np.isfinite([means[arm][key], means[other][key]]).all():
                     ratio = means[arm][key] / means[other][key]
@@ -196,8 +197,8 @@ def quantile(counts: np.ndarray, share: float) -> float:
 
 
 def ratios(found: Sequence[Cell]) -> list[dict[str, Any]]:
-    """By arm, routing, age and keys ("own", "older" than the weights, or "all"): tokens, the tail
-    of |ln ratio|, and the share of a layer's tokens that the trainer routes otherwise."""
+    """By arm, routing, staleness and keys ("own", "older" than the weights, or "all"): tokens, the
+    tail of |ln ratio|, and the share of a layer's tokens that the trainer routes otherwise."""
     sums: dict[tuple[Any, ...], np.ndarray] = defaultdict(lambda: np.zeros(len(EDGES) + 1))
     flips: dict[tuple[Any, ...], np.ndarray] = defaultdict(lambda: np.zeros(2))
     for cell in found:
@@ -215,7 +216,7 @@ def ratios(found: Sequence[Cell]) -> list[dict[str, Any]]:
         of, layers = flips[arm, age, keys]
         if counts.sum() >= FEWEST:
             rows.append({
-                "arm": arm, "routing": routing, "age": age, "keys": keys, "routed": routed,
+                "arm": arm, "routing": routing, "staleness": age, "keys": keys, "routed": routed,
                 "tokens": int(counts.sum()), "median": quantile(counts, 0.5),
                 "hundredth": quantile(counts, 0.99), "tail": quantile(counts, TAIL),
                 "layers": float(layers / of),
@@ -233,11 +234,11 @@ def stability(found: Sequence[Cell]) -> list[dict[str, Any]]:
         updates = cell["updates"]
         held = [each["held_out"] for each in cell["evaluations"]]
         spread = [line["ratio_sd"] for line in updates]
-        aged = sum(line["age"] * line["tokens"] for line in updates[3:])
+        aged = sum(line["staleness"] * line["tokens"] for line in updates[3:])
         rows.append({
             "arm": cell["arm"], "seed": cell["seed"], "stretch": cell["stretch"],
             "updates": len(updates),
-            "age": aged / sum(line["tokens"] for line in updates[3:]),
+            "staleness": aged / sum(line["tokens"] for line in updates[3:]),
             "spread": [float(np.median(spread[at : at + SPAN]))
                        for at in range(SPAN, len(spread) - SPAN // 2, SPAN)],
             "best": max(held), "last": held[-1],
@@ -299,16 +300,16 @@ def _cell(value: dict[str, float | None], digits: str) -> str:
 ROWS = (
     *((f"seconds to the {name} level", f"seconds_to_{number}", ".1f")
       for number, name in enumerate(("low", "middle", "high"))),
-    ("middle: of the synchronous time", "seconds_to_1_of_waiting", ".2f"),
+    ("middle: of the synchronous time", "seconds_to_1_of_sync", ".2f"),
     ("middle: of APRIL's, equal KV and routing", "seconds_to_1_of_april", ".2f"),
-    ("high: of the synchronous time", "seconds_to_2_of_waiting", ".2f"),
+    ("high: of the synchronous time", "seconds_to_2_of_sync", ".2f"),
     ("updates to the middle level", "updates_to_1", ".1f"),
     (f"held-out after {UPDATES} updates", "after_updates", ".3f"),
     ("held-out, last two evaluations", "end", ".3f"),
     ("updates", "updates", ".0f"), ("seconds of an update", "update_s", ".2f"),
     ("waits for tokens, s", "waits_s", ".2f"), ("trains, s", "trains_s", ".2f"),
     ("refit, s", "refit_s", ".2f"), ("off-policy share", "off_policy", ".2f"),
-    ("mean staleness, versions", "age", ".2f"), ("sd of the ratio", "ratio_sd", ".3f"),
+    ("mean staleness, versions", "staleness", ".2f"), ("sd of the ratio", "ratio_sd", ".3f"),
     ("truncated share", "truncated", ".5f"), ("entropy, nats", "entropy", ".3f"),
     ("mean length", "length", ".0f"), ("at the cap", "capped", ".3f"),
     ("engine: generating", "engine_decode", ".2f"),
@@ -316,7 +317,7 @@ ROWS = (
     ("engine: waiting for the trainer", "engine_trainer", ".2f"),
     ("engine: recomputing contexts", "engine_re_prefill", ".3f"),
 )  # fmt: skip
-AGES = (0, 1, 2, 4, 6)
+STALENESS = (0, 1, 2, 4, 6)
 
 
 def _tail(row: dict[str, Any], kind: str) -> str:
@@ -337,16 +338,16 @@ def markdown(everything: dict[str, Any]) -> str:
             reached = [_cell(arms[arm][key], digits) if key in arms[arm] else "" for arm in arms]
             lines.append(f"| {label} | " + " | ".join(reached) + " |")
         parts.append("\n".join(lines))
-    lines = ["| policy, arm | routing | keys | " + " | ".join(f"age {age}" for age in AGES) + " |",
-             "|---" * (3 + len(AGES)) + "|"]  # fmt: skip
+    heads = " | ".join(f"staleness {age}" for age in STALENESS)
+    lines = [f"| policy, arm | routing | keys | {heads} |", f"{'|---' * (3 + len(STALENESS))}|"]
     for kind in ("moe", "dense"):
-        by_key = {(r["arm"], r["keys"], r["routing"], r["age"]): r
+        by_key = {(r["arm"], r["keys"], r["routing"], r["staleness"]): r
                   for r in everything[kind]["ratios"] if r["routed"] == "any"}  # fmt: skip
         for arm, keys, routing in sorted({key[:3] for key in by_key}):
             several = (arm, "older", routing, 1) in by_key
             if (keys == "all") == several:
                 continue
-            found = [by_key.get((arm, keys, routing, age)) for age in AGES]
+            found = [by_key.get((arm, keys, routing, age)) for age in STALENESS]
             reached = ["" if row is None else _tail(row, kind) for row in found]
             which = {"own": "the trainer's", "replayed": "replayed"}[routing]
             cells_of_row = [f"{kind}, {NAMES[arm]}", "" if kind == "dense" else which,
@@ -355,7 +356,7 @@ def markdown(everything: dict[str, Any]) -> str:
     parts.append("\n".join(lines))
     spans = range(SPAN, 7 * SPAN, 2 * SPAN)
     head = [f"sd of the ratio, updates {at + 1} to {at + SPAN}" for at in spans]
-    lines = ["| policy, arm, seed, stretch | updates | age | " + " | ".join(head)
+    lines = ["| policy, arm, seed, stretch | updates | staleness | " + " | ".join(head)
              + " | last | best held-out | last |", "|---" * (len(head) + 6) + "|"]  # fmt: skip
     for kind in KINDS:
         for row in everything[kind]["stability"]:
@@ -364,7 +365,7 @@ def markdown(everything: dict[str, Any]) -> str:
                     for at in spans]  # fmt: skip
             lines.append("| " + " | ".join([
                 f"{kind}, {NAMES[row['arm']]}, {row['seed']}, {row['stretch']}",
-                str(row["updates"]), f"{row['age']:.1f}", *reached, f"{spread[-1]:.3f}",
+                str(row["updates"]), f"{row['staleness']:.1f}", *reached, f"{spread[-1]:.3f}",
                 f"{row['best']:.3f}", f"{row['last']:.3f}",
             ]) + " |")  # fmt: skip
     parts.append("\n".join(lines))
@@ -395,7 +396,7 @@ def curves(axes: Any, name: str = "moe-d") -> None:
 
 
 def tails(axes: Any, found: dict[str, Any]) -> None:
-    """The tail of the ratio by age, of auto with KV kept."""
+    """The tail of the ratio by staleness, of auto with KV kept."""
     for kind, arm, routing, label, style, colour in (
         ("moe", "auto-kept", "own", "mixture, the trainer's routing", "o-", PALETTE[1]),
         ("moe", "auto-kept", "replayed", "mixture, replayed routing", "x--", PALETTE[5]),
@@ -404,7 +405,7 @@ def tails(axes: Any, found: dict[str, Any]) -> None:
          COLOURS["auto-kept-half"]),
         ("dense", "auto-kept", "own", "dense", "o-", GREY),
     ):  # fmt: skip
-        rows = by_age(found[kind]["ratios"], arm, routing)
+        rows = by_staleness(found[kind]["ratios"], arm, routing)
         axes.plot(list(rows), list(rows.values()), style, color=colour, label=label)
     axes.set(xlabel="staleness of the token, versions", ylim=(0, None),
              ylabel="|ln ratio| that 1 of 1,000 tokens exceeds")  # fmt: skip
@@ -444,10 +445,10 @@ FEWEST = 10_000
 """Tokens below which the tail of a class is not told."""
 
 
-def by_age(rows: Sequence[dict[str, Any]], arm: str, routing: str) -> dict[int, float]:
-    """The tail by age, of all tokens of an arm."""
+def by_staleness(rows: Sequence[dict[str, Any]], arm: str, routing: str) -> dict[int, float]:
+    """The tail by staleness, of all tokens of an arm."""
     key = (arm, routing, "all", "any")
-    return {row["age"]: row["tail"] for row in rows
+    return {row["staleness"]: row["tail"] for row in rows
             if (row["arm"], row["routing"], row["keys"], row["routed"]) == key}  # fmt: skip
 
 

@@ -176,8 +176,8 @@ class _Run:
 
     async def _with_scheduler(self) -> str:
         """Run the seed and return how it ended."""
-        law: dict[str, Any] = {"median": 150, "sigma": 0.8, "cap": 1500, "group_size": 4}
-        prompts = LongTailWorkload(**law, vocab_size=VOCAB, seed=self.outcome.seed)
+        distribution: dict[str, Any] = {"median": 150, "sigma": 0.8, "cap": 1500, "group_size": 4}
+        prompts = LongTailWorkload(**distribution, vocab_size=VOCAB, seed=self.outcome.seed)
         fleet = SGLangFleet(
             [server.url for server in self.servers],
             stream_interval=INTERVAL,

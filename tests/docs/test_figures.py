@@ -48,7 +48,7 @@ def experts() -> list[Any]:
     ratios = {cell["cell"]: cell["predicted_step_s"] / cell["step_s"] - 1 for cell in cells}
     far = {name: ratio for name, ratio in ratios.items() if abs(ratio) > 0.05}
     names = ("auto-kept-default:0:1:moe", "auto-kept-default:0:1:moe:s2", "auto-default:0:1:moe",
-             "waiting:0:1:moe")  # fmt: skip
+             "sync:0:1:moe")  # fmt: skip
     assert set(far) == set(names)
     return [len(cells) - len(far), len(cells), *(f"{100 * abs(far[name]):.0f}" for name in names)]
 
@@ -66,7 +66,7 @@ def age(arm: str, file: str = "result") -> str:
 
 
 def fastest_wave() -> list[str]:
-    """The ratio, the speed and the age of the fastest waves of whole groups."""
+    """The ratio, the speed and the staleness of the fastest waves of whole groups."""
     waves = [row for row in result("frontier/result.json") if row["arm"].startswith("wave@")]
     arm = max(waves, key=lambda row: row["tokens_per_s"])["arm"]
     return [arm.removeprefix("wave@"), speed(arm), age(arm)]
@@ -88,21 +88,21 @@ def measured(cell: str) -> Any:
 
 def gain() -> list[str]:
     samples, groups = measured("samples@2.0:s0"), measured("wave@2.0:s0")
-    return [f"{samples[key] / groups[key]:.2f}" for key in ("generated_s", "age")]
+    return [f"{samples[key] / groups[key]:.2f}" for key in ("generated_s", "staleness")]
 
 
 def learning(arm: str) -> str:
     arms = result("learning/result.json")["arms"]
-    return f"{_seconds(arms[arm]) / _seconds(arms['waiting']):.2f}"
+    return f"{_seconds(arms[arm]) / _seconds(arms['sync']):.2f}"
 
 
 def larger(kind: str, arm: str) -> list[str]:
     figures = result("learning_moe/result.json")[kind]["arms"][arm]
-    share = figures["seconds_to_1_of_waiting"]
+    share = figures["seconds_to_1_of_sync"]
     return [
         *(f"{share[key]:.2f}" for key in ("mean", "low", "high")),
         f"{figures['off_policy']['mean']:.2f}",
-        f"{figures['age']['mean']:.1f}",
+        f"{figures['staleness']['mean']:.1f}",
     ]
 
 
@@ -153,7 +153,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         (
             page,
             r"generated ([\d.]+) times the tokens of [^|]* at ([\d.]+) of (?:its|their) "
-            r"(?:age|staleness)",
+            r"(?:staleness|staleness)",
             gain,
         )
         for page in ("docs/index.md", "docs/frontier.md")
@@ -164,7 +164,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
             rf"\n\| {words} \| ([\d,]+) and ([\d,]+) \| ([\d.]+) and ([\d.]+) \| (\d+) \|",
             lambda cell=cell: [
                 *(f"{measured(f'{cell}:s{seed}')['generated_s']:,.0f}" for seed in (0, 1)),
-                *(f"{measured(f'{cell}:s{seed}')['age']:.2f}" for seed in (0, 1)),
+                *(f"{measured(f'{cell}:s{seed}')['staleness']:.2f}" for seed in (0, 1)),
                 max(measured(f"{cell}:s{seed}")["oldest"] for seed in (0, 1)),
             ],
         )

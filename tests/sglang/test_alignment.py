@@ -109,7 +109,7 @@ async def test_the_same_weights_agree_and_other_weights_do_not(
         return *await run([clean_server], models, folder), folder
 
     def outlived(result: tuple[list[Batch], AlignmentFigures, Path]) -> bool:
-        return any(age.tokens for age in result[1].by_age[1:2])
+        return any(age.tokens for age in result[1].by_staleness[1:2])
 
     batches, same, folder_of_same = await try_until(
         once, outlived, "no response outlived an update"
@@ -131,7 +131,7 @@ async def test_the_same_weights_agree_and_other_weights_do_not(
     assert same.whole.k3 < TOLERANCE**2
     assert same.whole.beyond_share == 0
     # The tokens that an older version sampled differ, and only they do.
-    older = same.by_age[1]
+    older = same.by_staleness[1]
     assert older.k3 is not None
     assert older.k3 > 0.1
 

@@ -105,7 +105,7 @@ class Workflow:
 
 
 def check_tokens(trajectory: Any, policy: Policy, version: int) -> int:
-    """Hold each token to its weights and to the bound; returns the age of the oldest one."""
+    """Hold each token to its weights and to the bound; returns the staleness of the oldest one."""
     oldest = version
     for row in range(len(trajectory["input_ids"])):
         shown = trajectory["versions"][row][trajectory["attention_mask"][row]]
@@ -191,7 +191,7 @@ def main() -> None:
                 for each in units
                 for rollout in each.rollouts
             ],
-            "ages": [check_tokens(each, policy, step) for each in batch],
+            "staleness": [check_tokens(each, policy, step) for each in batch],
         }
         with (folder / "steps.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")

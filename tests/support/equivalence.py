@@ -1,5 +1,5 @@
-"""Tests whether two length laws are equal up to a margin: two one-sided tests, by a bootstrap of
-batches.
+"""Tests whether two length distributions are equal up to a margin: two one-sided tests, by a
+bootstrap of batches.
 
 Equivalence is what has to be shown, because a test that finds no difference may only have too
 little data. Two one-sided tests at 5 % (Schuirmann, 1987) say "equal" if the 90 % confidence
@@ -33,7 +33,7 @@ class Margins:
     """The largest differences that count as equal."""
 
     relative: float = 0.05
-    """Margin of the mean and the percentiles, as a share of those of the drawn law."""
+    """Margin of the mean and the percentiles, as a share of those of the drawn distribution."""
     truncation: float = 0.01
     """Margin of the share of responses that reach the cap, as a difference of shares."""
 
@@ -62,7 +62,7 @@ class Statistic:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Equivalence:
-    """The comparison of two laws."""
+    """The comparison of two distributions."""
 
     statistics: tuple[Statistic, ...]
 
@@ -89,8 +89,8 @@ def equivalence(
 
     Args:
         delivered: the lengths of each batch, int64 [n], in order and without a burn-in.
-        drawn: the drawn lengths of each batch. A single array is taken as the law itself, without
-            sampling error: lengths that were drawn beforehand, or a large sample.
+        drawn: the drawn lengths of each batch. A single array is taken as the distribution itself,
+            without sampling error: lengths that were drawn beforehand, or a large sample.
         cap: the longest response; the share of such responses is the truncation rate.
         margins: the margins; by default 5 %, and 0.01 for the truncation rate.
         resamples: number of resamples of the bootstrap.

@@ -38,7 +38,7 @@ def _comparison(batch: int, version: int, engines: dict[str, float]) -> dict[str
         "bound": 0.1,
         "by_engine": {name: _differences(100, each) for name, each in engines.items()},
         "by_position": [_differences(100 - i, off * (1 + i / 4)) for i in range(9)],
-        "by_age": [_differences(100 * len(engines), off + 0.1 * age) for age in range(4)]
+        "by_staleness": [_differences(100 * len(engines), off + 0.1 * age) for age in range(4)]
         + [{}] * 2,
     }
 

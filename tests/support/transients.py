@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.laws import kaplan_meier
+from aprilsched.kernel.core.lengths.distributions import kaplan_meier
 from aprilsched.observe.figures.bias_collector import bias_without, expected_lengths
 
 
@@ -35,8 +35,8 @@ def realised_transient(
     """The identity after the first `batches` batches of a run that was drained.
 
     By default, mu is the mean length of everything that was launched until then. Both sides are
-    then equal, which checks the counting. With the mean of the law, they differ by the chance of
-    the prompts.
+    then equal, which checks the counting. With the mean of the distribution, they differ by the
+    chance of the prompts.
 
     Args:
         lengths: final lengths, int64 [n].
@@ -71,13 +71,13 @@ def live_transient(
     Args:
         delivered: lengths of the delivered responses, int64 [n].
         tokens, finished: int64 [I] and bool [I] of the responses in flight.
-        mean: mu; by default the mean of the estimated law. Both sides are then equal, because the
-            estimate redistributes the censored responses (Efron's self-consistency).
+        mean: mu; by default the mean of the estimated distribution. Both sides are then equal,
+            because the estimate redistributes the censored responses (Efron's self-consistency).
     """
     ended = np.concatenate((np.ones(delivered.size, dtype=np.bool_), finished))
-    law = kaplan_meier(np.concatenate((delivered, tokens)), ~ended)
-    mu = law.mean() if mean is None else mean
-    final = expected_lengths(law, tokens, finished)
+    distribution = kaplan_meier(np.concatenate((delivered, tokens)), ~ended)
+    mu = distribution.mean() if mean is None else mean
+    final = expected_lengths(distribution, tokens, finished)
     expected = float(final.mean()) if final.size else mu
     return Transient(
         in_flight=final.size,

@@ -78,9 +78,9 @@ def test_differences_are_counted_by_engine_position_and_age():
     near(found.by_position[1], -0.01)
     near(found.by_position[2], 0.2, 0.0, -0.3)
     assert len(found.by_position) == 3
-    near(found.by_age[0], -0.02, -0.01, 0.2, 0.0, -0.3)
-    near(found.by_age[1])
-    near(found.by_age[2], -0.5, 0.0)
+    near(found.by_staleness[0], -0.02, -0.01, 0.2, 0.0, -0.3)
+    near(found.by_staleness[1])
+    near(found.by_staleness[2], -0.5, 0.0)
     assert (found.skipped, found.not_finite) == (0, 0)
 
 
@@ -109,7 +109,7 @@ def test_tokens_that_cannot_be_compared_are_counted():
 def test_all_older_tokens_are_in_the_last_class():
     runs = [(1, version, "a") for version in range(11)]
     found = compare(batch(rollout(*runs), version=10), [np.full(11, -1.0)])
-    assert [each.tokens for each in found.by_age] == [1, 1, 1, 1, 1, 6]
+    assert [each.tokens for each in found.by_staleness] == [1, 1, 1, 1, 1, 6]
 
 
 def test_one_wild_token_does_not_hide_the_others():
@@ -196,8 +196,8 @@ def test_a_ledger_adds_the_batches_up():
     assert len(found.by_position) == 2
     mean_of(found.by_position[0], 0.5, 0.125, 0.0)
     mean_of(found.by_position[1], -0.25)
-    assert found.by_age[0] == found.whole
-    assert found.by_age[1].mean is None
+    assert found.by_staleness[0] == found.whole
+    assert found.by_staleness[1].mean is None
     assert {batch: each.tokens for batch, each in found.by_batch.items()} == {1: 1, 3: 2, 4: 1}
 
 

@@ -86,7 +86,7 @@ def test_killed_trainer_resumes_with_what_was_in_flight(
     count, left = json.loads((tmp_path / "left.json").read_text())
     assert {number for number, _, _ in rows}.union(left) == set(range(count))
     # Tokens of the first process are trained on in the second one.
-    assert max(after[0]["ages"]) > 0
+    assert max(after[0]["staleness"]) > 0
 
 
 def test_checkpoint_of_other_groups_is_refused(start_sglang_server: Any, tmp_path: Path) -> None:

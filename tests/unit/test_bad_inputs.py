@@ -45,7 +45,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     ("arguments", "part"),
     [
         ("--over-provision -1", "over_provision is -1.0; give a ratio from 1"),
-        ("--max-staleness.rule evict", "without a bound; set max_staleness"),
+        ("--max-staleness none --max-staleness.rule evict", "without a bound; set max_staleness"),
         ("--sampling.temperature -1", "temperature is -1.0"),
         ("--within-group 2", "within_group is 2.0"),
         ("--sim.engines 0", "engines is 0"),

@@ -1,4 +1,4 @@
-"""Tests the bias analysis: conservation, laws, the transient, censoring, the cost of draining."""
+"""Tests the bias analysis: conservation, distributions, the transient, censoring, draining."""
 
 from __future__ import annotations
 

@@ -43,6 +43,8 @@ from tests.support.table import each_row
         ({"stop": "samples", "group_size": 4}, {"stop": Samples(128), "group_size": 4}),
         ({"over_provision": 2}, {"over_provision": 2}),
         ({"max_staleness": 2}, {"max_staleness": Staleness(2, rule="mask")}),
+        ({}, {"max_staleness": Staleness(4, rule="mask")}),
+        ({"max_staleness": None}, {"max_staleness": Staleness(None)}),
     ],
 )
 def test_a_shorthand_stands_for_a_policy(
@@ -65,7 +67,7 @@ def test_a_shorthand_stands_for_a_policy(
         ({"stop": Tokens(0)}, "stop.amount is 0; give 1 or more."),
         (
             {"over_provision": 0.5},
-            "over_provision is 0.5; give a ratio from 1 (wait for all) to 64.",
+            "over_provision is 0.5; give a ratio from 1 (synchronous) to 64.",
         ),
         ({"max_staleness": -1}, "max_staleness is -1; give 0 or more."),
         ({"max_staleness": Staleness(-1)}, "max_staleness.bound is -1; give 0 or more."),

@@ -38,12 +38,13 @@ from tests.support.table import each_row
 
 CONFIGS: list[dict[str, Any]] = [
     {},
-    {"over_provision": "auto", "objective": Objective(usefulness_age=inf, distance_price=0.2)},
+    {"over_provision": "auto", "objective": Objective(staleness_scale=inf, distance_price=0.2)},
     {"over_provision": 2.5, "refill": Pool(together=2, until=0.5)},
     {"stop": Tokens(3000)},
     {"refill": LengthBuckets(store=3.0, probes=2, oldest=6), "stop": Samples(30)},
     {"refill": "pool", "stop": "samples"},
     {"max_staleness": Staleness(2, rule="finish")},
+    {"max_staleness": None},
     {"max_staleness": 0, "pace": "asynchronous", "straggler": "run"},
     {
         "dispatch": Dispatch(max_in_flight=7, migrate=True),
@@ -95,6 +96,8 @@ def flags(line: str, base: SchedulerConfig | None = None) -> SchedulerConfig:
             "--max-staleness 2 --max-staleness.rule evict",
             {"max_staleness": Staleness(2, rule="evict")},
         ),
+        ("--max-staleness none", {"max_staleness": None}),
+        ("--max-staleness.rule evict", {"max_staleness": Staleness(4, rule="evict")}),
         (
             "--dispatch.max-in-flight 5 --dispatch.migrate",
             {"dispatch": Dispatch(max_in_flight=5, migrate=True)},
@@ -116,6 +119,9 @@ def test_flags_override_a_file_and_keep_what_belongs_to_the_same_policy() -> Non
     assert flags("--refill wave", base).refill == "wave"
     assert flags("--refill buckets", base).policies.refill == LengthBuckets()
     assert flags("--max-staleness 3", base).max_staleness == Staleness(3, rule="evict")
+    assert flags("--max-staleness none", base).max_staleness is None
+    unbounded = SchedulerConfig(max_staleness=None)
+    assert flags("--max-staleness 3", unbounded).policies.staleness == Staleness(3)
 
 
 def test_every_setting_has_a_flag(capsys: pytest.CaptureFixture[str]) -> None:

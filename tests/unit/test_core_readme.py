@@ -64,7 +64,10 @@ class Pair:
 
     def __init__(self) -> None:
         config = SchedulerConfig(
-            batch_groups=BATCH_GROUPS, group_size=GROUP_SIZE, over_provision=OVER_PROVISION
+            batch_groups=BATCH_GROUPS,
+            group_size=GROUP_SIZE,
+            over_provision=OVER_PROVISION,
+            max_staleness=None,
         )
         self.core = Recorder(config)
         self.small = small_scheduler()(self.core.engines, BATCH_GROUPS, GROUP_SIZE, OVER_PROVISION)

@@ -514,7 +514,7 @@ def test_a_random_batch_of_samples_has_whole_groups():
 
 
 class Distances:
-    """Listens to the distances of batches from the law of lengths."""
+    """Listens to the distances of batches from the distribution of lengths."""
 
     def __init__(self) -> None:
         self.of_batches: list[tuple[float, float]] = []

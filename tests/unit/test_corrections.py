@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from aprilsched.errors import ConfigError
 from aprilsched.trainers.corrections import (
     Level,
-    age_mask,
     clipped_loss,
     importance_weights,
     interpolated_proximal,
@@ -28,6 +27,7 @@ from aprilsched.trainers.corrections import (
     renormalized,
     second_moment_mask,
     staleness,
+    staleness_mask,
 )
 from tests.support.table import each_row
 
@@ -66,10 +66,10 @@ def test_staleness_counts_versions_up_to_the_consumer(make: Make):
 def test_an_age_mask_leaves_young_tokens_only(make: Make):
     versions = make([2, 3, 4, 5, -1, 3], "int32")
     mask = make([1, 1, 1, 1, 0, 0], "int64")
-    found = age_mask(versions, mask, version=5, max_staleness=2)
+    found = staleness_mask(versions, mask, version=5, max_staleness=2)
     near(found, [False, True, True, True, False, False])
-    assert not age_mask(versions, mask, version=9, max_staleness=2).any()
-    near(age_mask(versions, mask, version=5, max_staleness=0), versions == 5)
+    assert not staleness_mask(versions, mask, version=9, max_staleness=2).any()
+    near(staleness_mask(versions, mask, version=5, max_staleness=0), versions == 5)
 
 
 ROWS = [[LN2, 3 * LN2, -LN2, 5.0], [0.0, -LN2, -LN2, 7.0]]
@@ -275,7 +275,7 @@ def everything(batch: dict[str, Any]) -> list[Any]:
     """The result of every function."""
     logprobs, behaviour, mask = batch["logprobs"], batch["behaviour"], batch["mask"]
     proximal = interpolated_proximal(logprobs, behaviour, batch["versions"], proximal_version=7)
-    found = [proximal, age_mask(batch["versions"], mask, version=8, max_staleness=3)]
+    found = [proximal, staleness_mask(batch["versions"], mask, version=8, max_staleness=3)]
     levels: tuple[Level, ...] = ("token", "sequence", "geometric")
     for level in levels:
         weights = importance_weights(proximal, behaviour, mask, level=level, outside="mask")
@@ -415,7 +415,7 @@ TRUE = np.ones((2, 3), dtype=np.bool_)
         (lambda: cut(ROW, [0, 1, 2]), "give a row of logits and of kept ids for each token"),
         (lambda: cut(ROW[:1], [0, 1, 2, 3]), "give a row of logits and of kept ids"),
         (
-            lambda: age_mask(np.zeros(3), np.ones(3), version=1, max_staleness=-1),
+            lambda: staleness_mask(np.zeros(3), np.ones(3), version=1, max_staleness=-1),
             "max_staleness is -1",
         ),
         (

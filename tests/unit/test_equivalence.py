@@ -14,7 +14,7 @@ Batches = list[NDArray[np.int64]]
 
 
 def batches(count: int, size: int, seed: int, *, longer: float = 1.0) -> Batches:
-    """Batches of groups of 4 of one law; `longer` multiplies lengths before the cap."""
+    """Batches of groups of 4 of one distribution; `longer` multiplies lengths before the cap."""
     rng = np.random.default_rng(seed)
     x = np.repeat(rng.standard_normal((count, size // 4)), 4, axis=1) + rng.standard_normal(
         (count, size)
@@ -23,16 +23,16 @@ def batches(count: int, size: int, seed: int, *, longer: float = 1.0) -> Batches
     return list(np.clip(np.rint(raw), 1, CAP).astype(np.int64))
 
 
-LAW = [np.concatenate(batches(1000, 400, 12345))]
+DIST = [np.concatenate(batches(1000, 400, 12345))]
 
 
 def acceptance(shift: float, runs: int, count: int, margin: float) -> float:
-    """Share of runs whose mean is found equal to the law's."""
+    """Share of runs whose mean is found equal to the distribution's."""
     accepted = 0
     for seed in range(runs):
         sample = batches(count, 100, seed, longer=shift)
         found = equivalence(
-            sample, LAW, cap=CAP, margins=Margins(relative=margin), resamples=200, seed=seed
+            sample, DIST, cap=CAP, margins=Margins(relative=margin), resamples=200, seed=seed
         )
         accepted += found["mean"].equivalent
     return accepted / runs
@@ -45,7 +45,7 @@ def test_a_shift_of_10_percent_is_refused():
 
 
 def test_too_few_data_are_refused_though_the_laws_are_equal():
-    found = equivalence(batches(12, 20, 3), LAW, cap=CAP)
+    found = equivalence(batches(12, 20, 3), DIST, cap=CAP)
     assert not found.equivalent
     assert found["mean"].low < 0 < found["mean"].high
 

@@ -83,7 +83,7 @@ FACTS: list[Fact] = [
             bound=0.1,
             by_engine={"a": ev.LogprobDifferences(tokens=2, total=-0.5, k3=0.25)},
             by_position=(ev.LogprobDifferences(), ev.LogprobDifferences(tokens=2, beyond=1)),
-            by_age=(ev.LogprobDifferences(tokens=2, largest=0.5),),
+            by_staleness=(ev.LogprobDifferences(tokens=2, largest=0.5),),
             not_finite=3,
         )
     ),

@@ -167,7 +167,7 @@ def test_auto_is_as_fast_as_its_result_claims(paths: pytest.MonkeyPatch):
 
 
 def test_the_simulated_engine_takes_what_an_h200_took():
-    """The lengths are another draw of the same law, so means over seeds and steps are compared."""
+    """The lengths are another draw of one distribution, so means over seeds are compared."""
     runs = np.array([waves(seed, 6, H200_QWEN3_4B) for seed in range(4)])
     seconds, rate, _, _ = runs[:, 1:].mean(axis=(0, 1))
     assert seconds == pytest.approx(np.mean([21.9, 22.1, 22.9]), rel=0.10)
@@ -194,7 +194,7 @@ def test_the_frontier_has_the_arms_of_its_result(capsys: pytest.CaptureFixture[s
 
 
 def test_the_frontier_meets_what_was_measured_elsewhere():
-    """Tokens/s and ages of an independent wave engine, where the KV pool is not full."""
+    """Tokens/s and staleness of an independent wave engine, where the KV pool is not full."""
     rows = json.loads((EXPERIMENTS / "frontier" / "result.json").read_text())
     points = {row["arm"]: (row["tokens_per_s"], row["staleness"]) for row in rows}
     expected = {"wave@2": (6989, 1.32), "samples:4@1.5": (7627, 0.81)}

@@ -1,4 +1,4 @@
-"""Tests the Kaplan-Meier estimate on small cases by hand, and on known laws."""
+"""Tests the Kaplan-Meier estimate on small cases by hand, and on known distributions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.laws import KaplanMeier, kaplan_meier
+from aprilsched.kernel.core.lengths.distributions import KaplanMeier, kaplan_meier
 
 SMALL = kaplan_meier([1, 2, 2, 3, 4, 5], [False, False, True, False, True, False])
 """At risk at 1, 2, 3, 5: 6, 5, 3, 1."""
@@ -37,10 +37,10 @@ def test_quantiles_by_hand():
 
 
 def test_an_unfinished_longest_one_leaves_a_tail():
-    law = kaplan_meier([2, 5], [False, True])
-    assert (law.tail, law.end) == (0.5, 6)
-    assert law.mean() == pytest.approx(2 * 0.5 + 6 * 0.5)
-    assert law.quantile(0.9) == 6
+    distribution = kaplan_meier([2, 5], [False, True])
+    assert (distribution.tail, distribution.end) == (0.5, 6)
+    assert distribution.mean() == pytest.approx(2 * 0.5 + 6 * 0.5)
+    assert distribution.quantile(0.9) == 6
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def two_modes(n: int, seed: int) -> NDArray[np.int64]:
     return np.rint(np.exp(centre + 0.2 * rng.standard_normal(n))).astype(np.int64)
 
 
-def moments(law: KaplanMeier) -> tuple[float, float]:
-    """The mean of a law, and the mean of its squares."""
+def moments(distribution: KaplanMeier) -> tuple[float, float]:
+    """The mean of a distribution, and the mean of its squares."""
     q = (np.arange(20_000) + 0.5) / 20_000
-    lengths = law.quantile(q).astype(np.float64)
+    lengths = distribution.quantile(q).astype(np.float64)
     return float(lengths.mean()), float((lengths**2).mean())
 
 
@@ -88,9 +88,9 @@ def test_a_completed_law_has_the_unobserved_tail(sigma: float, longest: int):
     found: list[tuple[float, float]] = []
     before: list[tuple[float, float]] = []
     for seed in range(20):
-        law = seen_for(log_normal(sigma, 2500, seed), longest, 100 + seed)
-        before.append(moments(law))
-        found.append(moments(law.completed(4000)))
+        distribution = seen_for(log_normal(sigma, 2500, seed), longest, 100 + seed)
+        before.append(moments(distribution))
+        found.append(moments(distribution.completed(4000)))
     truth = log_normal(sigma, 400_000, 9).astype(np.float64)
     mean, square = float(truth.mean()), float((truth**2).mean())
     assert np.mean([m for m, _ in found]) == pytest.approx(mean, rel=0.05)
@@ -102,7 +102,7 @@ def test_a_completed_law_has_the_unobserved_tail(sigma: float, longest: int):
 
 
 def test_a_gap_before_the_longest_lengths_does_not_make_their_tail_long():
-    """One log normal law through both modes would expect three times the mean."""
+    """One log-normal distribution through both modes would expect three times the mean."""
     truth = two_modes(400_000, 9)
     means = [
         seen_for(two_modes(2500, seed), 2100, seed).completed(30_000).mean() for seed in range(20)
@@ -111,17 +111,19 @@ def test_a_gap_before_the_longest_lengths_does_not_make_their_tail_long():
 
 
 def test_a_completed_law_is_the_same_up_to_where_responses_were_seen():
-    law = seen_for(log_normal(1.1, 2500, 1), 1500, 2)
-    whole = law.completed(4000)
-    known = law.lengths[law.at_risk >= 10]
-    assert whole.survival_at(known) == pytest.approx(law.survival_at(known))
+    distribution = seen_for(log_normal(1.1, 2500, 1), 1500, 2)
+    whole = distribution.completed(4000)
+    known = distribution.lengths[distribution.at_risk >= 10]
+    assert whole.survival_at(known) == pytest.approx(distribution.survival_at(known))
     assert (np.diff(whole.lengths) > 0).all()
     assert (np.diff(whole.survival) < 0).all()
     assert (whole.tail, whole.end, whole.survival[-1]) == (0, whole.lengths[-1], 0)
     assert len(whole.at_risk) == len(whole.lengths)
     assert whole.end <= 4000
-    assert law.completed(1480).end == 1480
-    assert law.completed(1).end == law.longest[0] + 1, "ten have more tokens already"
+    assert distribution.completed(1480).end == 1480
+    assert distribution.completed(1).end == distribution.longest[0] + 1, (
+        "ten have more tokens already"
+    )
 
 
 def test_the_last_observed_end_is_not_the_end_of_the_law():
@@ -130,9 +132,9 @@ def test_the_last_observed_end_is_not_the_end_of_the_law():
     lengths = log_normal(0.9, 400, 3)
     at = np.concatenate(([10_000, 10_000, 10_000], np.full(397, 300)))
     lengths[:3] = (100, 420, 460)
-    law = kaplan_meier(np.minimum(lengths, at), at < lengths)
-    assert (law.tail, law.end) == (0, 460)
-    whole = law.completed(4000)
+    distribution = kaplan_meier(np.minimum(lengths, at), at < lengths)
+    assert (distribution.tail, distribution.end) == (0, 460)
+    whole = distribution.completed(4000)
     assert whole.end > 900
     assert whole.survival_at(460) > 0.08
 
@@ -140,17 +142,17 @@ def test_the_last_observed_end_is_not_the_end_of_the_law():
 def test_a_completed_law_does_not_end_before_what_still_runs():
     """A tail that starts at the last observed end would give the forty a mean of 250 tokens."""
     lengths = np.concatenate((np.arange(20, 380), np.full(40, 5000)))
-    law = kaplan_meier(lengths, lengths == 5000)
-    whole = law.completed(32_000)
+    distribution = kaplan_meier(lengths, lengths == 5000)
+    whole = distribution.completed(32_000)
     assert whole.survival_at(4999) == pytest.approx(0.1)
-    assert whole.mean() > law.mean()
+    assert whole.mean() > distribution.mean()
     assert whole.residual_quantile(0.5, 5000) > 5001
 
 
 def test_a_law_of_which_all_is_seen_is_complete():
     lengths = log_normal(1.1, 500, 4)
-    law = kaplan_meier(lengths, np.zeros(500, dtype=np.bool_))
-    assert law.completed(10**6) is law
+    distribution = kaplan_meier(lengths, np.zeros(500, dtype=np.bool_))
+    assert distribution.completed(10**6) is distribution
     assert SMALL.completed(100) is SMALL, "there is too little for a guess"
     nothing = kaplan_meier([3, 4], [True, True])
     assert nothing.completed(100) is nothing

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from aprilsched.config import Dispatch, SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.core.lengths.log_law import LogLaw, rest_of_groups
+from aprilsched.kernel.core.lengths.log_lengths import LogLengths, rest_of_groups
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.policies.length_buckets import LengthBuckets, window
@@ -27,12 +27,14 @@ from aprilsched.types import Prompt
 from tests.support.driver import Driver, prompts, sampling
 from tests.support.table import each_row
 
-LAW = LogLaw(mean=6.5, deviation=0.9, shared=0.5, cap=6000.0)
+DIST = LogLengths(mean=6.5, deviation=0.9, shared=0.5, cap=6000.0)
 
 
-def rest(tokens: list[list[int]], finished: list[list[bool]], law: LogLaw = LAW) -> list[float]:
+def rest(
+    tokens: list[list[int]], finished: list[list[bool]], distribution: LogLengths = DIST
+) -> list[float]:
     return rest_of_groups(
-        np.array(tokens, dtype=np.int64), np.array(finished, dtype=np.bool_), law
+        np.array(tokens, dtype=np.int64), np.array(finished, dtype=np.bool_), distribution
     ).tolist()
 
 
@@ -48,17 +50,17 @@ def test_long_siblings_make_a_group_longer_than_short_ones() -> None:
     assert unknown > 1.2 * short
     grown, unknown = rest([[3000, 0], [0, 0]], [[False] * 2, [False] * 2])
     assert grown > unknown
-    long, _, short = rest(tokens, finished, replace(LAW, shared=1e-9))
+    long, _, short = rest(tokens, finished, replace(DIST, shared=1e-9))
     assert long == pytest.approx(short, rel=1e-3)
 
 
 @each_row("siblings", [0, 2])
 def test_beyond_the_middle_the_longer_it_has_been_the_longer_it_still_takes(siblings: int) -> None:
-    """This holds for every law that has a tail, until the cap is near."""
-    law = replace(LAW, cap=math.inf)
-    middle = round(math.exp(law.mean))
+    """This holds for every distribution that has a tail, until the cap is near."""
+    distribution = replace(DIST, cap=math.inf)
+    middle = round(math.exp(distribution.mean))
     tokens = [[n] + [0] * siblings for n in range(middle, 10 * middle, middle // 8)]
-    rests = rest(tokens, [[False] * (1 + siblings)] * len(tokens), law)
+    rests = rest(tokens, [[False] * (1 + siblings)] * len(tokens), distribution)
     assert rests == sorted(rests)
     assert rests[-1] > 1.5 * rests[0]
 
@@ -73,7 +75,7 @@ def test_a_place_without_a_length_is_not_evidence() -> None:
     assert padded != pytest.approx(larger)
 
 
-@each_row("law", [LAW, LogLaw(), replace(LAW, deviation=0.05, shared=0.95)], ids=str)
+@each_row("distribution", [DIST, LogLengths(), replace(DIST, deviation=0.05, shared=0.95)], ids=str)
 @given(
     groups=st.lists(
         st.lists(st.tuples(st.integers(0, 6000), st.booleans()), min_size=4, max_size=4),
@@ -82,13 +84,15 @@ def test_a_place_without_a_length_is_not_evidence() -> None:
     )
 )
 def test_what_is_expected_is_finite_and_never_beyond_the_cap(
-    law: LogLaw, groups: list[list[tuple[int, bool]]]
+    distribution: LogLengths, groups: list[list[tuple[int, bool]]]
 ) -> None:
     tokens = [[n for n, _ in group] for group in groups]
     finished = [[done for _, done in group] for group in groups]
-    for group, have, done in zip(rest(tokens, finished, law), tokens, finished, strict=True):
+    for group, have, done in zip(
+        rest(tokens, finished, distribution), tokens, finished, strict=True
+    ):
         assert math.isfinite(group)
-        left = [max(1.0, law.cap - n) for n, d in zip(have, done, strict=True) if not d]
+        left = [max(1.0, distribution.cap - n) for n, d in zip(have, done, strict=True) if not d]
         if left:
             assert 1.0 <= group <= max(left) + 1e-6
         else:
@@ -468,7 +472,8 @@ def test_what_ended_while_it_was_called_back_counts_for_the_next_bucket() -> Non
 
 def test_running_groups_continue_when_length_buckets_start() -> None:
     """Three groups stayed in the engines under waves, and five open groups should run."""
-    driver = Driver(SchedulerConfig(batch_groups=2, group_size=2, over_provision="auto"))
+    settings = SchedulerConfig(batch_groups=2, group_size=2, over_provision="auto")
+    driver = Driver(replace(settings, max_staleness=None))
     waves = Schedule(over_provision=2.5, refill=Wave())
     driver.feed(ev.Planned(schedule=waves))
     driver.request_batch()

@@ -11,7 +11,7 @@ import pytest
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.kernel.core.lengths import memory
-from aprilsched.kernel.core.lengths.log_law import LogLaw, rest_of_groups
+from aprilsched.kernel.core.lengths.log_lengths import LogLengths, rest_of_groups
 from aprilsched.kernel.core.lengths.memory import LengthMemory
 from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.messages import events as ev
@@ -20,29 +20,31 @@ from aprilsched.types import Prompt
 from tests.support.driver import Driver
 from tests.support.table import each_row
 
-LAW = LogLaw(mean=6.0, deviation=1.0, shared=0.5, cap=6000.0)
+DIST = LogLengths(mean=6.0, deviation=1.0, shared=0.5, cap=6000.0)
 
 
 def whole(length: int, size: int = 8) -> GroupLengths:
     return GroupLengths.whole(0, [length] * size)
 
 
-def level(known: LengthMemory, key: object, version: int = 0, law: LogLaw = LAW) -> float:
-    """By how much the expected log length is above the law's."""
-    return float(known.levels([key], law, version).mean[0, 0]) - law.mean
+def level(
+    known: LengthMemory, key: object, version: int = 0, distribution: LogLengths = DIST
+) -> float:
+    """By how much the expected log length is above the distribution's."""
+    return float(known.levels([key], distribution, version).mean[0, 0]) - distribution.mean
 
 
 def test_what_is_remembered_says_as_much_as_siblings_would() -> None:
     """The filter's equations give the posterior of a normal random effect, as siblings do."""
     known = LengthMemory()
-    known.note(1, whole(2000, size=4), LAW, 0)
+    known.note(1, whole(2000, size=4), DIST, 0)
     fresh = np.zeros((1, 4), dtype=np.int64)
     open_ = np.zeros((1, 4), dtype=np.bool_)
-    remembered = rest_of_groups(fresh, open_, LAW, known.levels([1], LAW, 0))
+    remembered = rest_of_groups(fresh, open_, DIST, known.levels([1], DIST, 0))
     siblings = rest_of_groups(
         np.array([[0] * 4 + [2000] * 4], dtype=np.int64),
         np.array([[False] * 4 + [True] * 4]),
-        LAW,
+        DIST,
     )
     assert remembered[0] == pytest.approx(siblings[0], rel=0.03)
 
@@ -50,29 +52,32 @@ def test_what_is_remembered_says_as_much_as_siblings_would() -> None:
 def test_a_later_record_changes_what_is_expected_of_its_prompt() -> None:
     """Also where the first one predicted nothing, so that nothing is learned of how well they
     predict."""
-    expectations, law = Expectations(), LogLaw(mean=math.log(400), deviation=1.0, shared=0.5)
-    expectations.memory.note(1, whole(400), law, 0)
-    before = level(expectations.memory, 1, law=law)
-    expectations.memory.note(1, whole(3000), law, 0)
-    assert level(expectations.memory, 1, law=law) > before + 0.5
+    expectations, distribution = (
+        Expectations(),
+        LogLengths(mean=math.log(400), deviation=1.0, shared=0.5),
+    )
+    expectations.memory.note(1, whole(400), distribution, 0)
+    before = level(expectations.memory, 1, distribution=distribution)
+    expectations.memory.note(1, whole(3000), distribution, 0)
+    assert level(expectations.memory, 1, distribution=distribution) > before + 0.5
 
 
 def test_with_age_it_shrinks_toward_the_law() -> None:
     known = LengthMemory()
-    known.note(1, whole(3000), LAW, 10)
+    known.note(1, whole(3000), DIST, 10)
     levels = [level(known, 1, version) for version in (10, 500, 1010, 3010, 20_010)]
     assert levels == sorted(levels, reverse=True)
     assert levels[2] == pytest.approx(levels[0] / 2, rel=0.02)
     assert levels[-1] == pytest.approx(0, abs=1e-4)
-    new, old = known.levels([1], LAW, 10), known.levels([1], LAW, 20_010)
+    new, old = known.levels([1], DIST, 10), known.levels([1], DIST, 20_010)
     assert new.variance[0, 0] < old.variance[0, 0]
-    assert old.variance[0, 0] == pytest.approx(LAW.shared * LAW.deviation**2)
+    assert old.variance[0, 0] == pytest.approx(DIST.shared * DIST.deviation**2)
 
 
 def test_a_checkpoint_of_a_later_version_is_as_good_as_new() -> None:
     """After a return to an older checkpoint of the weights, ages would be negative."""
     known = LengthMemory()
-    known.note(1, whole(3000), LAW, 50)
+    known.note(1, whole(3000), DIST, 50)
     assert level(known, 1, 3) == level(known, 1, 50)
 
 
@@ -84,11 +89,11 @@ def test_a_memory_that_predicts_nothing_is_not_believed(right: bool) -> None:
     for epoch in range(5):
         for key in range(200):
             effect = effects[key] if right else rng.normal()
-            logs = LAW.mean + math.sqrt(0.5) * (effect + rng.normal(size=8))
+            logs = DIST.mean + math.sqrt(0.5) * (effect + rng.normal(size=8))
             lengths = np.maximum(1, np.exp(logs)).astype(int).tolist()
-            known.note(key, GroupLengths.whole(0, lengths), LAW, epoch)
-    assert (known.coefficient(LAW) > 0.85) is right
-    assert (known.coefficient(LAW) < 0.15) is not right
+            known.note(key, GroupLengths.whole(0, lengths), DIST, epoch)
+    assert (known.coefficient(DIST) > 0.85) is right
+    assert (known.coefficient(DIST) < 0.15) is not right
 
 
 def test_lengths_against_the_memory_leave_the_law_alone() -> None:
@@ -96,27 +101,27 @@ def test_lengths_against_the_memory_leave_the_law_alone() -> None:
     to the contrary either."""
     known = LengthMemory()
     for epoch in range(40):
-        known.note(1, whole(3000 if epoch % 2 else 50), LAW, epoch)
-        known.note(2, whole(50 if epoch % 2 else 3000), LAW, epoch)
-    assert known.coefficient(LAW) == 0
+        known.note(1, whole(3000 if epoch % 2 else 50), DIST, epoch)
+        known.note(2, whole(50 if epoch % 2 else 3000), DIST, epoch)
+    assert known.coefficient(DIST) == 0
     assert level(known, 1) == level(known, 2) == 0
 
 
 def test_unfinished_members_count_as_at_least_so_long() -> None:
     known = LengthMemory()
     tokens = np.array([2000, 2000], dtype=np.int64)
-    known.note("ended", GroupLengths(launched=0, tokens=tokens, finished=tokens > 0), LAW, 0)
-    known.note("cut", GroupLengths(launched=0, tokens=tokens, finished=tokens < 0), LAW, 0)
+    known.note("ended", GroupLengths(launched=0, tokens=tokens, finished=tokens > 0), DIST, 0)
+    known.note("cut", GroupLengths(launched=0, tokens=tokens, finished=tokens < 0), DIST, 0)
     assert level(known, "cut") > level(known, "ended") > 0
 
 
 def test_what_has_no_key_or_no_token_is_not_remembered() -> None:
     known = LengthMemory()
     for key in (None, 2.0, (1, 2), True, ["a"], 2**70):
-        assert known.note(key, whole(100), LAW, 0) is None
+        assert known.note(key, whole(100), DIST, 0) is None
     nothing = np.zeros(3, dtype=np.int64)
     group = GroupLengths(launched=0, tokens=nothing, finished=nothing > 0)
-    assert known.note("a", group, LAW, 0) is None
+    assert known.note("a", group, DIST, 0) is None
     assert len(known) == 0
 
 
@@ -125,13 +130,13 @@ def test_keys_of_numpy_and_of_subclasses_are_those_of_plain_prompts(kind: Any) -
     key = Prompt(input_ids=np.array([1]), key=kind(7)).key
     assert type(key) in (int, str)
     known = LengthMemory()
-    assert known.note(key, whole(100), LAW, 0) is not None
+    assert known.note(key, whole(100), DIST, 0) is not None
 
 
 def test_long_keys_are_kept_as_digests() -> None:
     known = LengthMemory()
     one, other = "x" * 10_000, "x" * 9_999 + "\ud800"
-    known.note(one, whole(3000), LAW, 0)
+    known.note(one, whole(3000), DIST, 0)
     assert level(known, one) > 1
     assert level(known, other) == 0
     assert all(len(str(record.key)) == 32 for record in known)
@@ -141,16 +146,20 @@ def test_the_keys_seen_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "MOST_KEYS", 3)
     known = LengthMemory()
     for key in (0, 1, 2, 0, 3):
-        known.note(key, whole(100), LAW, 0)
+        known.note(key, whole(100), DIST, 0)
     assert [record.key for record in known] == [2, 0, 3]
 
 
 def test_lengths_that_end_at_once_or_never_give_finite_levels() -> None:
     known = LengthMemory()
-    for law in (LogLaw(), LAW, LogLaw.estimated(mean=0, deviation=0, shared=0, cap=1)):
+    for distribution in (
+        LogLengths(),
+        DIST,
+        LogLengths.estimated(mean=0, deviation=0, shared=0, cap=1),
+    ):
         for version, length in enumerate((1, 2**40, 1)):
-            known.note(1, whole(length), law, version)
-            levels = known.levels([1], law, 10**9)
+            known.note(1, whole(length), distribution, version)
+            levels = known.levels([1], distribution, 10**9)
             assert np.isfinite(levels.mean).all()
             assert (levels.variance > 0).all()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.laws import kaplan_meier
+from aprilsched.kernel.core.lengths.distributions import kaplan_meier
 from aprilsched.kernel.core.lengths.observed import (
     GroupLengths,
     ObservedLengths,
@@ -62,12 +62,12 @@ def test_the_window_goes_by_launches_and_not_by_completions():
 def test_there_is_no_law_before_something_has_finished():
     observed = ObservedLengths()
     young = GroupLengths(launched=1, tokens=np.array([7, 3]), finished=np.array([False, False]))
-    assert observed.law() is None
-    assert observed.law([young]) is None
+    assert observed.distribution() is None
+    assert observed.distribution([young]) is None
     half = GroupLengths(launched=1, tokens=np.array([7, 3]), finished=np.array([False, True]))
-    law = observed.law([half])
-    assert law is not None
-    assert law.observations == 2
+    distribution = observed.distribution([half])
+    assert distribution is not None
+    assert distribution.observations == 2
     with pytest.raises(ValueError, match="draw later"):
         observed.draw_groups(4, group_size=2, open_groups=[young])
 
@@ -149,15 +149,15 @@ def test_resampling_favours_no_place():
     assert taken / 3000 == pytest.approx(np.full(10, 0.3), abs=0.05)
 
 
-# --- the distance of a batch from the law --------------------------------------------------------
+# --- the distance of a batch from the distribution ----------------------------------------------
 
 
 def test_the_distance_is_the_largest_difference_of_the_two_distribution_functions() -> None:
-    law = kaplan_meier([1, 2, 3, 4], [False] * 4)
-    assert law.distance(np.array([1, 2, 3, 4])) == pytest.approx(0)
-    assert law.distance(np.array([1, 1, 1, 2])) == pytest.approx(0.5)
-    assert law.distance(np.array([4, 9])) == pytest.approx(0.75)
-    assert law.distance(np.array([50])) == pytest.approx(1)
+    distribution = kaplan_meier([1, 2, 3, 4], [False] * 4)
+    assert distribution.distance(np.array([1, 2, 3, 4])) == pytest.approx(0)
+    assert distribution.distance(np.array([1, 1, 1, 2])) == pytest.approx(0.5)
+    assert distribution.distance(np.array([4, 9])) == pytest.approx(0.75)
+    assert distribution.distance(np.array([50])) == pytest.approx(1)
 
 
 @each_row("shared", [0.0, 0.5, 0.9])
@@ -167,9 +167,9 @@ def test_the_expected_distance_is_that_of_groups_drawn_at_random(shared: float) 
     workload = LongTailWorkload(within_group=shared)
     drawn = [GroupLengths.whole(i, workload.lengths(i).tolist()) for i in range(640)]
     tokens, finished = pooled(drawn)
-    law = kaplan_meier(tokens, ~finished)
+    distribution = kaplan_meier(tokens, ~finished)
     batches = [np.concatenate([g.tokens for g in drawn[i : i + 32]]) for i in range(0, 640, 32)]
-    measured = float(np.mean([law.distance(batch) for batch in batches]))
+    measured = float(np.mean([distribution.distance(batch) for batch in batches]))
     expected = float(np.mean([iid_distance(drawn, 32, seed=s) or 0.0 for s in range(8)]))
     assert measured == pytest.approx(expected, rel=0.12)
     independent = 0.869 / math.sqrt(256)

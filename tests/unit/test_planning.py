@@ -60,6 +60,7 @@ def config(**changes: object) -> SchedulerConfig:
         "group_size": 2,
         "over_provision": "auto",
         "straggler": "in_place",
+        "max_staleness": None,
     }
     return SchedulerConfig(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -384,7 +385,7 @@ def drawn(groups: int) -> NDArray[np.int64]:
 
 @dataclass
 class Steps:
-    """The time and the work of the engines at each request for a batch, and the tokens' ages."""
+    """The time and the work of the engines at each request for a batch, and staleness."""
 
     engines: Sequence[ModelledEngine] = ()
     now: list[float] = field(default_factory=list[float])
@@ -413,7 +414,7 @@ class Measured:
     step_seconds: float
     efficiency: float
     off_policy_share: float
-    mean_age: float
+    mean_staleness: float
 
 
 def simulated_and_tried(
@@ -487,7 +488,7 @@ def simulated_and_tried(
         step_seconds=seconds / (counted - burn_in),
         efficiency=(steps.work[counted] - steps.work[burn_in]) / seconds / engines,
         off_policy_share=float((ages > 0).mean()),
-        mean_age=float(ages.mean()),
+        mean_staleness=float(ages.mean()),
     )
     return measured, Trial(tried, tried_on).outcome(counted - burn_in)
 
@@ -598,7 +599,7 @@ def test_a_trial_of_several_engines_divides_groups(changes: dict[str, Any], near
     measured, outcome = simulated_and_tried(settings, 16, 5, engines=4, refit_seconds=1.0)
     assert outcome.step_seconds == pytest.approx(measured.step_seconds, rel=near)
     assert outcome.efficiency == pytest.approx(measured.efficiency, rel=near)
-    assert outcome.mean_age == pytest.approx(measured.mean_age, abs=5 * near)
+    assert outcome.mean_staleness == pytest.approx(measured.mean_staleness, abs=5 * near)
 
 
 @pytest.mark.parametrize(
@@ -627,7 +628,7 @@ def test_a_trial_takes_the_time_of_whole_steps(
     efficiency = outcome.efficiency * outcome.step_seconds / step_seconds
     assert efficiency == pytest.approx(measured.efficiency, rel=0.01)
     assert outcome.off_policy_share == pytest.approx(measured.off_policy_share, abs=0.01)
-    assert outcome.mean_age == pytest.approx(measured.mean_age, abs=0.03)
+    assert outcome.mean_staleness == pytest.approx(measured.mean_staleness, abs=0.03)
 
 
 REWARDS = {"reward_seconds": 20.0}
@@ -670,7 +671,7 @@ def test_a_trial_knows_rewards_filters_and_tools(
     )
     step_seconds = outcome.step_seconds + outcome.trainer_seconds
     assert step_seconds == pytest.approx(measured.step_seconds, rel=near)
-    assert outcome.mean_age == pytest.approx(measured.mean_age, abs=0.02 + 4 * near)
+    assert outcome.mean_staleness == pytest.approx(measured.mean_staleness, abs=0.02 + 4 * near)
 
 
 def test_the_trainers_times_scatter_around_their_mean_in_a_trial() -> None:
@@ -704,13 +705,13 @@ def test_a_continued_trial_equals_a_longer_one() -> None:
 
 
 def test_a_token_is_worth_less_with_its_age_and_nothing_beyond_the_bound() -> None:
-    objective = Objective(usefulness_age=2.0)
+    objective = Objective(staleness_scale=2.0)
     ages = {0: 5.0, 2: 3.0, 4: 2.0}
     assert objective.usefulness(ages, bound=None) == pytest.approx(
         0.5 + 0.3 * np.exp(-1) + 0.2 * np.exp(-2)
     )
     assert objective.usefulness(ages, bound=2) == pytest.approx(0.5 + 0.3 * np.exp(-1))
-    assert Objective(usefulness_age=math.inf).usefulness(ages, bound=2) == pytest.approx(0.8)
+    assert Objective(staleness_scale=math.inf).usefulness(ages, bound=2) == pytest.approx(0.8)
     assert objective.usefulness({}, bound=2) == 1
 
 
@@ -721,26 +722,26 @@ def test_a_batch_is_worth_less_only_beyond_the_distance_of_a_random_one() -> Non
 
 
 def test_the_value_of_a_trial_is_useful_work_for_the_time_of_whole_steps() -> None:
-    free = Objective(usefulness_age=math.inf, distance_price=0.0)
+    free = Objective(staleness_scale=math.inf, distance_price=0.0)
     plain = try_out(schedule(2.0), setting(objective=free))
     assert plain.value == pytest.approx(plain.efficiency)
     waits = try_out(schedule(2.0), setting(objective=free, train_seconds=plain.step_seconds))
     assert waits.value == pytest.approx(plain.value / 2, rel=0.06)
     assert waits.efficiency == pytest.approx(plain.efficiency)
-    priced = Objective(usefulness_age=17.0, distance_price=0.0)
+    priced = Objective(staleness_scale=17.0, distance_price=0.0)
     aged = try_out(schedule(2.0), setting(objective=priced))
-    assert aged.value == pytest.approx(plain.value * np.exp(-plain.mean_age / 17), rel=0.01)
+    assert aged.value == pytest.approx(plain.value * np.exp(-plain.mean_staleness / 17), rel=0.01)
     priced = replace(free, distance_price=0.5)
     far = try_out(schedule(1.5, LengthBuckets()), setting(objective=priced, iid_distance=0.1))
     assert far.distance > 0.12
     assert far.value == pytest.approx(far.efficiency * (1 - 0.5 * (far.distance - 0.1)))
 
 
-@pytest.mark.parametrize(("usefulness_age", "fresh"), [(2.0, True), (math.inf, False)])
-def test_who_pays_for_age_gets_younger_tokens(usefulness_age: float, fresh: bool) -> None:
-    tried_on = setting(objective=Objective(usefulness_age=usefulness_age), batches=8)
+@pytest.mark.parametrize(("staleness_scale", "fresh"), [(2.0, True), (math.inf, False)])
+def test_who_pays_for_age_gets_younger_tokens(staleness_scale: float, fresh: bool) -> None:
+    tried_on = setting(objective=Objective(staleness_scale=staleness_scale), batches=8)
     best = choose(trials(tried_on, candidates(tried_on, Space(may_defer=False))), TOLERANCE)
-    assert (best.outcome.mean_age < 0.7) is fresh
+    assert (best.outcome.mean_staleness < 0.7) is fresh
 
 
 def test_a_response_that_is_alone_takes_as_long_on_one_of_many_engines() -> None:
@@ -800,7 +801,7 @@ def outcome(efficiency: float, stale: float, *, late: float = 0.0) -> Outcome:
         trainer_seconds=0.0,
         efficiency=efficiency,
         off_policy_share=stale,
-        mean_age=stale,
+        mean_staleness=stale,
         distance=0.0,
         too_stale_share=late,
         peak_kv=0.0,
@@ -893,7 +894,7 @@ def test_no_candidate_is_better_by_more_than_the_tolerance_nor_much_fresher_and_
         step_seconds=own.step_seconds,
         efficiency=own.efficiency,
         off_policy_share=own.off_policy_share,
-        mean_age=own.mean_age,
+        mean_staleness=own.mean_staleness,
         distance=own.distance,
         token_seconds=model.t1 + model.t0 / tried_on.max_running,
         read_seconds=model.t2,
@@ -984,7 +985,7 @@ def test_the_bound_on_staleness_is_respected(bound: int, delivery: str) -> None:
     assert own.efficiency >= 0.98 * waiting.efficiency, "it is not worse than waiting"
     # No more than bound + 1 batches are admitted, whatever the schedule asks for.
     free = try_out(schedule(4.0), replace(tried_on, max_staleness=None))
-    assert try_out(schedule(4.0), tried_on).mean_age < free.mean_age
+    assert try_out(schedule(4.0), tried_on).mean_staleness < free.mean_staleness
 
 
 @pytest.mark.parametrize(("late", "near"), [(0.004, [0]), (0.006, [0]), (0.011, [])])
@@ -1082,7 +1083,7 @@ def test_a_share_of_an_engine_does_what_the_engine_does(
     assert one.step_seconds == pytest.approx(other.step_seconds, rel=0.02)
     assert one.efficiency == pytest.approx(other.efficiency, rel=0.02)
     assert one.value == pytest.approx(other.value, rel=0.02)
-    assert one.mean_age == pytest.approx(other.mean_age, abs=0.05)
+    assert one.mean_staleness == pytest.approx(other.mean_staleness, abs=0.05)
 
 
 def test_a_step_of_a_share_of_an_engine_takes_as_long() -> None:
@@ -1200,7 +1201,7 @@ def _outcome(planner: Planner, command: do.Plan, settings: SchedulerConfig) -> O
     ["on_policy", *(at_length(p) for p in ("sync", "rollpacker"))],
 )
 def test_a_trial_discards_what_the_simulation_discards(preset: str) -> None:
-    """In both, a restarted prompt draws new lengths, which agree only in their law."""
+    """In both, a restarted prompt draws new lengths, which agree only in their distribution."""
     settings = PRESETS[preset](SchedulerConfig(batch_groups=16))
     summary = Summary(
         trainer_waits=True,
@@ -1260,7 +1261,7 @@ def test_the_trainers_time_decides_the_pace(train_seconds: float, pace: Pace) ->
     if train_seconds:
         # The trainer is never idle, and no token is older than it must be for that.
         assert best.forecast.step_seconds == pytest.approx(60.1, abs=0.2)
-        assert best.forecast.mean_age == pytest.approx(1.0, abs=0.1)
+        assert best.forecast.mean_staleness == pytest.approx(1.0, abs=0.1)
         assert f"{pace} pace" in best.why
 
 

@@ -23,7 +23,7 @@ from aprilsched.observe.figures.faults import Faults
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.usage import usage_of
 from aprilsched.observe.report import page as page_module
-from aprilsched.observe.report.batch_charts import ages_by_batch, forecasts
+from aprilsched.observe.report.batch_charts import forecasts, staleness_by_batch
 from aprilsched.observe.report.chart_model import Axis, Chart, Series
 from aprilsched.observe.report.charts import spec
 from aprilsched.observe.report.compare import differences, verdict
@@ -81,7 +81,7 @@ def test_figures_are_those_of_the_run(
     assert shown["efficiency"] == summary.efficiency
     assert shown["staleness_max"] == summary.staleness_max
     assert shown["utilization"] == usage_of(folders[name]).utilization
-    stale = 1 - np.array(ages_by_batch(report).series[0].y)
+    stale = 1 - np.array(staleness_by_batch(report).series[0].y)
     assert stale == pytest.approx([b.off_policy_token_share for b in summary.per_batch])
     assert report.figures.summary == replace(summary, per_batch=[])
 
@@ -182,8 +182,8 @@ def test_a_run_of_stale_tokens_only_has_nothing_to_compare(
     log = (folder / "events.jsonl").read_text()
     (folder / "events.jsonl").write_text(
         re.sub(
-            r'"by_engine": .*?"by_age": \[\{.*?\}',
-            '"by_engine": {}, "by_position": [], "by_age": [{}',
+            r'"by_engine": .*?"by_staleness": \[\{.*?\}',
+            '"by_engine": {}, "by_position": [], "by_staleness": [{}',
             log,
         )
     )

@@ -528,9 +528,11 @@ def test_a_restarted_run_expects_of_each_prompt_what_the_prior_one_did(path: Pat
     known, again = before.state.expectations, driver.state.expectations
     assert {record.key for record in known.memory} >= {"a", 7}
     assert list(again.memory) == list(known.memory)
-    law, version = known.log_law(), before.state.weights.versions.trainer
+    distribution, version = known.log_lengths(), before.state.weights.versions.trainer
     for key in KEYS:
-        expected, found = (each.memory.levels([key], law, version) for each in (known, again))
+        expected, found = (
+            each.memory.levels([key], distribution, version) for each in (known, again)
+        )
         np.testing.assert_array_equal(found.mean, expected.mean)
         np.testing.assert_array_equal(found.variance, expected.variance)
 
@@ -721,7 +723,7 @@ def test_metadata_must_be_a_dict_that_does_not_contain_itself():
 
 @each_row("refill", [Wave(), Pool(together=3), LengthBuckets(store=2.5, probes=2)])
 def test_a_schedule_is_the_same_after_the_way_through_bytes(refill: Refill):
-    forecast = Forecast(step_seconds=12.5, efficiency=0.7, off_policy_share=0.4, mean_age=1.5)
+    forecast = Forecast(step_seconds=12.5, efficiency=0.7, off_policy_share=0.4, mean_staleness=1.5)
     schedule = Schedule(over_provision=1.7, refill=refill, forecast=forecast, why="because")
     assert schedule_from(schedule_record(schedule)) == schedule
 

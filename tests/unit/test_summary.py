@@ -213,7 +213,7 @@ def drop(rollout_id: int, tokens: int, reason: Reason = Reason.STALE) -> of.Grou
 
 def test_the_drawn_law_counts_what_is_in_flight():
     """Three responses ended with 10, 20 and 30 tokens, and one in flight has 15: its mass of the
-    law goes to 20 and 30."""
+    distribution goes to 20 and 30."""
     bias = summed(
         (0.0, OPENED),
         *((0.0, send(i)) for i in (1, 2, 3, 4)),

@@ -12,7 +12,7 @@ import pytest
 
 from aprilsched.config import LengthBuckets, SchedulerConfig, Staleness
 from aprilsched.errors import ConfigError
-from aprilsched.kernel.core.lengths.log_law import LogLaw
+from aprilsched.kernel.core.lengths.log_lengths import LogLengths
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages.facts import Fact, GroupLaunched
 from aprilsched.kernel.core.policies.refill import OpenGroups, PoolView
@@ -86,7 +86,7 @@ def test_what_runs_counts_and_something_runs(
         running=np.isin(np.arange(count), running),
         wanted=wanted,
         lacking=lacking,
-        law=LogLaw(),
+        log_lengths=LogLengths(),
     )
     assert TailBatching().members(view).tolist() == [2 * (place in runs) for place in range(count)]
 

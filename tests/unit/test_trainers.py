@@ -53,6 +53,7 @@ def test_a_trainer_of_single_samples_has_batches_of_its_size():
 @each_row(
     ("settings", "why"),
     [
+        ({"max_staleness": None}, "max_staleness is None, and its_bound lets it be 2 at most"),
         ({"max_staleness": 3}, "its_bound lets it be 2 at most; raise its_bound"),
         ({"stop": Samples(8)}, 'TRL takes a fixed number of groups; leave it at "groups"'),
         ({"retries": Retries(member="shrink")}, 'TRL takes groups of one size; set "again" or'),

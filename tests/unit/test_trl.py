@@ -99,7 +99,7 @@ class Spy(RolloutWorker):
         self.seen.append(sample)
         return sample
 
-    def check_ages(self, most: int) -> None:
+    def check_staleness(self, most: int) -> None:
         """The step that trains on a rollout starts with version step + 1; TRL counts from 1."""
         for number, sample in enumerate(self.seen):
             assert number // STEP + 1 - sample.model_version <= most
@@ -193,7 +193,7 @@ def test_the_trainer_trains_and_what_it_trains_on_is_not_older_than_promised(
     assert len(made.seen) == 8 * STEP + STEP // 2
     assert max(logged(trainer, "sample/staleness_max")) <= 3
     assert not logged(trainer, "sample/dropped_stale_total")
-    made.check_ages(3)
+    made.check_staleness(3)
     made.check_groups()
     for sample in made.seen:
         assert sample.input_ids.dtype == sample.completion_mask.dtype == np.int64
@@ -240,7 +240,7 @@ def test_a_resumed_trainer_gets_everything_that_was_in_flight(
     assert len(set(trained)) == len(trained) / 4, "nothing was trained on twice"
     # Every group that was ever launched was trained on, or is with the trainer or in flight.
     assert len(set(trained) | ahead | known["flying"]) == known["launched"]
-    second.check_ages(3)
+    second.check_staleness(3)
 
 
 def test_servers_that_have_the_checkpoints_weights_do_not_make_it_a_version_older(
@@ -255,7 +255,7 @@ def test_servers_that_have_the_checkpoints_weights_do_not_make_it_a_version_olde
     assert trainer.state.global_step == 9
     assert not logged(trainer, "sample/dropped_stale_total")
     assert np.array_equal(first.seen[6 * STEP].input_ids, second.seen[0].input_ids)
-    second.check_ages(1)
+    second.check_staleness(1)
 
 
 ON_POLICY = {"max_staleness": 0}
@@ -493,7 +493,7 @@ def test_samples_are_trained_on_with_the_advantages_of_their_siblings(
     assert trainer.state.global_step == 8
     assert len(made.seen) == 8 * STEP + (0 if streamed else STEP // 2)
     made.check()
-    made.check_ages(0 if streamed else 3)
+    made.check_staleness(0 if streamed else 3)
     assert not logged(trainer, "sample/dropped_stale_total")
     assert all(unit.rollout.rollout_id % 5 for unit in made.units)
     # A micro-batch has 4 rollouts, and TRL fills rows with advantage 0.

@@ -1,4 +1,4 @@
-"""Tests the built-in workload: each prompt is repeatable, and the lengths have the named law."""
+"""Tests the built-in workload: repeatable prompts, and lengths from the named distribution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from aprilsched.errors import ConfigError
 from aprilsched.simulation.engine.sequence import drawn_length, with_length
 from aprilsched.simulation.workload import (
     Empirical,
-    Law,
+    LengthDistribution,
     Lognormal,
     LongTailWorkload,
     Mixture,
@@ -163,7 +163,7 @@ def test_a_prompt_that_is_generated_again_keeps_its_effect(epoch_prompts: int | 
     assert (made.lengths_again(prompts[3], 8) != made.lengths_again(prompts[3], 7)).any()
 
 
-LAWS = (
+DISTRIBUTIONS = (
     Lognormal(median=300, sigma=0.7),
     Pareto(least=100, alpha=1.2),
     Empirical((7, 90, 90, 4000)),
@@ -171,12 +171,14 @@ LAWS = (
 )
 
 
-@each_row("law", LAWS, ids=lambda law: type(law).__name__)
-def test_lengths_have_the_distribution_of_a_law_that_is_a_value(law: Law) -> None:
-    workload = LongTailWorkload(law=law, cap=5000, within_group=0.5, seed=2)
+@each_row("distribution", DISTRIBUTIONS, ids=lambda distribution: type(distribution).__name__)
+def test_lengths_have_the_distribution_of_a_value(
+    distribution: LengthDistribution,
+) -> None:
+    workload = LongTailWorkload(distribution=distribution, cap=5000, within_group=0.5, seed=2)
     lengths = np.concatenate([workload.lengths(index) for index in range(4000)])
     for at in (50.0, 90.0, 300.0, 1500.0, 4000.0):
-        share = float(law.cdf(np.array([at]))[0])
+        share = float(distribution.cdf(np.array([at]))[0])
         assert (lengths <= at).mean() == pytest.approx(share, abs=0.02)
     assert lengths.max() <= 5000
     # Responses of a prompt are alike, and the mean is that of the moments.
@@ -186,7 +188,9 @@ def test_lengths_have_the_distribution_of_a_law_that_is_a_value(law: Law) -> Non
 
 
 def test_a_prompt_may_have_a_law_of_its_own() -> None:
-    workload = LongTailWorkload(law=lambda key: Empirical((10 * (key + 1),)), epoch_prompts=3)
+    workload = LongTailWorkload(
+        distribution=lambda key: Empirical((10 * (key + 1),)), epoch_prompts=3
+    )
     assert [workload.lengths(index)[0] for index in range(6)] == [10, 20, 30, 10, 20, 30]
     assert workload.mean_length() == 20
 
@@ -230,7 +234,7 @@ def tokens_of(key: int) -> int:
 
 
 def name_of(key: int) -> str:
-    return f"law {key}"
+    return f"distribution {key}"
 
 
 def wrong(value: Any) -> Any:
@@ -249,19 +253,31 @@ def wrong(value: Any) -> Any:
         (lambda: Empirical(wrong((3, 2.5))), "a length is 2.5 (float); give a whole number"),
         (Mixture, "a mixture has no parts"),
         (lambda: Mixture((0, Pareto())), "a weight is not above 0"),
-        (lambda: Mixture(wrong(Pareto())), "give each part as (weight, law)"),
+        (lambda: Mixture(wrong(Pareto())), "give each part as (weight, distribution)"),
         (
             lambda: Mixture(wrong((1, Pareto))),
             "a part of a mixture is the class Pareto; give a value",
         ),
         (lambda: Mixture(wrong(("1", Pareto()))), "a weight is '1' (str); give a finite number"),
-        (lambda: drawn(law=Backwards()), "does not grow from 0 to 1"),
-        (lambda: drawn(law=One()), "law.cdf gives the shape () for 6000 lengths"),
-        (lambda: drawn(law=Lognormal), "law is the class Lognormal; give a value"),
-        (lambda: drawn(law=[1, 2]), "law is [1, 2] (list); give an object with cdf"),
-        (lambda: drawn(law=Changing()), "give an immutable one"),
-        (lambda: drawn(law=tokens_of), "law(0) is 10 (int); give an object with cdf"),
-        (lambda: drawn(law=name_of), "law(0) is 'law 0' (str); give an object with cdf"),
+        (lambda: drawn(distribution=Backwards()), "does not grow from 0 to 1"),
+        (lambda: drawn(distribution=One()), "distribution.cdf gives the shape () for 6000 lengths"),
+        (
+            lambda: drawn(distribution=Lognormal),
+            "distribution is the class Lognormal; give a value",
+        ),
+        (
+            lambda: drawn(distribution=[1, 2]),
+            "distribution is [1, 2] (list); give an object with cdf",
+        ),
+        (lambda: drawn(distribution=Changing()), "give an immutable one"),
+        (
+            lambda: drawn(distribution=tokens_of),
+            "distribution(0) is 10 (int); give an object with cdf",
+        ),
+        (
+            lambda: drawn(distribution=name_of),
+            "distribution(0) is 'distribution 0' (str); give an object with cdf",
+        ),
         (lambda: drawn(cap=100.0), "cap is 100.0; give a whole number, 1 to 2**31 - 1"),
         (lambda: drawn(count=2.0), "count is 2.0; choose one of a whole number, 0 or more, None"),
         (lambda: drawn(sigma="1"), "sigma is '1'; give a finite number, 0 or more"),

@@ -90,8 +90,8 @@ def test_a_mismatch_is_distinguished_from_staleness(tmp_path: Path):
         assert each.mean == pytest.approx(off, abs=1e-6)
         assert each.k3 == pytest.approx(np.exp(off) - 1 - off, abs=1e-6)
         assert each.beyond_share == (1 if off else 0)
-    assert found.by_age[1].tokens == stale > 0
-    assert found.by_age[1].mean == pytest.approx(0.5, abs=OFF)
+    assert found.by_staleness[1].tokens == stale > 0
+    assert found.by_staleness[1].mean == pytest.approx(0.5, abs=OFF)
     assert sum(each.tokens for each in found.by_position) == found.whole.tokens
     assert list(found.by_batch) == [batch.index for batch in batches]
     assert [each.whole for each in reported] == list(found.by_batch.values())

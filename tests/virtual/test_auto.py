@@ -346,9 +346,9 @@ def test_a_policy_on_the_command_line_is_its_preset(name: str) -> None:
 
 
 def steady(preset: str, straggler: str, batches: int) -> SteadyState:
-    """The built-in workload, the first 15 batches left out. Age costs nothing."""
+    """The built-in workload, the first 15 batches left out. Staleness costs nothing."""
     settings = PRESETS[preset](config(over_provision=1.5, batch_groups=32, group_size=8))
-    free = Objective(usefulness_age=math.inf, distance_price=0.0)
+    free = Objective(staleness_scale=math.inf, distance_price=0.0)
     settings = replace(settings, straggler=straggler, objective=free)  # type: ignore[arg-type]
     summary = Summary(
         trainer_waits=True, bound=partial(H200_QWEN3_4B.bound_seconds, max_running=512), burn_in=15

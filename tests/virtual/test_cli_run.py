@@ -242,7 +242,7 @@ def test_simulate_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_simulate_takes_a_file_of_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """The longest is the cap, the run's folder is rebuilt with it, and another law is refused."""
+    """The longest is the cap, the run's folder has it, and another distribution is refused."""
     file = tmp_path / "lengths.txt"
     file.write_text("40\n55, 70\n900\n")
     shape = ["--batches", "4", "--batch-groups", "2", "--group-size", "4", "--quiet"]

@@ -45,6 +45,7 @@ def config(straggler: str) -> SchedulerConfig:
         over_provision=2.0,
         straggler=straggler,  # type: ignore[arg-type]
         pace="asynchronous",
+        max_staleness=None,
     )
 
 

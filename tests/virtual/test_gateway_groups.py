@@ -138,7 +138,7 @@ async def test_a_response_that_becomes_too_old_ends_with_its_tokens(tmp_path: Pa
         reason = old.last["finish_reason"]
         assert (reason["type"], reason["message"]) == (
             "abort",
-            "older than 1 versions at version 2",
+            "staleness above 1 at version 2",
         )
         assert spans(old.last)[0][:2] == ("default", 0)
         assert spans(old.last)[-1][2] == len(old.ids) == old.last["completion_tokens"]

@@ -589,7 +589,8 @@ async def test_many_slow_sessions_survive_refits_and_dead_engines(
         return float(session.tokens)
 
     fleet = SimFleet(3, stream_interval=4, vocab_size=ASCII)
-    more: Any = {"tokens": 200, "temperature": 1.0, "config": {"health": Health(stall_s=60)}}
+    config = {"health": Health(stall_s=60), "max_staleness": None}
+    more: Any = {"tokens": 200, "temperature": 1.0, "config": config}
     async with running(tokenizer, harness, branches="all", count=12, fleet=fleet, **more) as (
         _,
         rollouts,

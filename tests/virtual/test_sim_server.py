@@ -129,8 +129,8 @@ async def test_the_command_serves_until_it_is_ended(number: signal.Signals, code
 @each_row("straggler", ["abort", "retract"])
 async def test_responses_end_at_the_lengths_of_a_law(straggler: StragglerRule, tmp_path: Path):
     """Interrupted and carried over, each has the length that was drawn for it."""
-    law = LongTailWorkload(median=60, sigma=1.0, cap=900, seed=5)
-    lengths, weights = DrawnLengths(law), two_weights(tmp_path)
+    distribution = LongTailWorkload(median=60, sigma=1.0, cap=900, seed=5)
+    lengths, weights = DrawnLengths(distribution), two_weights(tmp_path)
     config = SchedulerConfig(
         batch_groups=4,
         group_size=4,
@@ -152,7 +152,7 @@ async def test_responses_end_at_the_lengths_of_a_law(straggler: StragglerRule, t
     assert len(found) == 64
     several = [r for r in found if len(set(r.versions.tolist())) > 1]
     assert several
-    drawn = DrawnLengths(law)
+    drawn = DrawnLengths(distribution)
     expected = [drawn.take(p.input_ids) for p in prompts for _ in range(4)]
     assert sorted(len(r) for r in found) == sorted(min(600, length) for length in expected)
     ends = {r.finish_reason for r in found if len(r) < 600}
@@ -160,12 +160,12 @@ async def test_responses_end_at_the_lengths_of_a_law(straggler: StragglerRule, t
 
 
 async def test_stop_tokens_end_a_response_before_its_drawn_length():
-    law = LongTailWorkload(median=5000, sigma=0.1, vocab_size=512)
+    distribution = LongTailWorkload(median=5000, sigma=0.1, vocab_size=512)
     config = replace(CONFIG, kv_tokens=10_000)
     stops = list(range(0, 512, 8))
     body = asked(3000, sampling_params={"max_new_tokens": 3000, "stop_token_ids": stops})
     async with (
-        SimServer(config, time_scale=0.05, lengths=DrawnLengths(law)) as server,
+        SimServer(config, time_scale=0.05, lengths=DrawnLengths(distribution)) as server,
         Raw(server.url) as raw,
     ):
         answer = await raw.done("/generate", body)
@@ -176,9 +176,9 @@ async def test_stop_tokens_end_a_response_before_its_drawn_length():
 
 async def test_a_server_reserves_the_limit_of_a_response_with_a_drawn_length():
     """Two responses of 600 tokens do not fit. Reserving 600 for each would start both."""
-    law = LongTailWorkload(median=600, sigma=0.0, vocab_size=512)
+    distribution = LongTailWorkload(median=600, sigma=0.0, vocab_size=512)
     config = replace(CONFIG, kv_tokens=1000)
-    async with SimServer(config, time_scale=0.05, lengths=DrawnLengths(law)) as server:
+    async with SimServer(config, time_scale=0.05, lengths=DrawnLengths(distribution)) as server:
         async with Raw(server.url) as raw:
             body = asked(900, sampling_params={"max_new_tokens": 900})
             answers = await asyncio.gather(*(raw.done("/generate", body) for _ in range(2)))

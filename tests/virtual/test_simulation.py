@@ -246,8 +246,8 @@ def test_the_end_of_the_prompts_ends_the_run() -> None:
 
 @pytest.mark.long
 def test_batches_of_similar_length_are_far_from_the_law() -> None:
-    """The distance of each batch from the law, compared with that of a random batch. Batches of
-    length buckets are all short or all long."""
+    """The distance of each batch from the distribution, compared with that of a random batch.
+    Batches of length buckets are all short or all long."""
     workload = LongTailWorkload(within_group=0.9, median=200.0, cap=2000)
     first = april(SchedulerConfig(batch_groups=32, group_size=8))
     policies = [first, replace(first, refill=LengthBuckets(), over_provision=1.25)]
@@ -320,7 +320,7 @@ def test_a_cap_that_cuts_many_off_is_logged(caplog: pytest.LogCaptureFixture) ->
     simulated(workload=replace(WORKLOAD, cap=50))
     assert "of the responses are cut off at the cap of 50 tokens" in caplog.text
     caplog.clear()
-    simulated(workload=replace(WORKLOAD, law=Empirical((30, 50)), cap=50))
+    simulated(workload=replace(WORKLOAD, distribution=Empirical((30, 50)), cap=50))
     assert "cut off" not in caplog.text, "a response as long as the longest of the list is complete"
 
 

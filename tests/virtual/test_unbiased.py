@@ -30,7 +30,7 @@ from aprilsched import (
 )
 from aprilsched.__main__ import main
 from aprilsched.config import Dispatch, Staleness
-from aprilsched.kernel.core.lengths.laws import kaplan_meier
+from aprilsched.kernel.core.lengths.distributions import kaplan_meier
 from aprilsched.kernel.core.lengths.observed import GroupLengths, pooled
 from aprilsched.kernel.core.messages.commands import Send
 from aprilsched.kernel.core.messages.events import Event
@@ -143,7 +143,7 @@ def outcome(
                     break
                 await rollouts.update_weights(SimPublisher())
             # Until the pause has brought all tokens: what is reported late is not censored
-            # where it is, and the estimate of the law would be too short.
+            # where it is, and the estimate of the distribution would be too short.
             await asyncio.sleep(1.0)
             in_flight = rollouts.state.in_flight
             groups = [group for batch in taken for group in batch.groups]
@@ -167,8 +167,8 @@ def _lengths(group: Group) -> list[int]:
 @cache
 def drawn(count: int, seed: int = 11) -> Ints:
     """Return the lengths drawn for the first `count` prompts, int64 [count, GROUP]."""
-    law = workload(seed=seed)
-    return np.stack([law.lengths(i) for i in range(count)])
+    distribution = workload(seed=seed)
+    return np.stack([distribution.lengths(i) for i in range(count)])
 
 
 def compared(batches: Sequence[Ints], *, block: int = 1) -> Equivalence:
@@ -252,8 +252,8 @@ def test_what_is_remembered_of_a_prompt_changes_no_response(drift: float):
         refill="buckets",
         over_provision=1.5,
     )
-    law = workload(count, epoch_prompts=epoch, drift=drift)
-    lengths = [law.lengths(i).tolist() for i in range(count)]
+    distribution = workload(count, epoch_prompts=epoch, drift=drift)
+    lengths = [distribution.lengths(i).tolist() for i in range(count)]
     delivered = [group for batch in run.batches for group in batch]
     assert sorted(delivered) == sorted(lengths)
     assert sorted(run.keys) == sorted(3 * list(range(epoch)))
@@ -269,7 +269,7 @@ async def test_requests_moved_from_full_pools_keep_their_outcome(migrate: bool):
     """Four engines with room for few responses: groups stay together, so one pool is full while
     another has room. The control leaves them where they are."""
     count = 96
-    law = LongTailWorkload(
+    distribution = LongTailWorkload(
         median=60, sigma=0.7, cap=CAP, group_size=GROUP, within_group=0.9, count=count
     )
     config = SchedulerConfig(
@@ -279,7 +279,7 @@ async def test_requests_moved_from_full_pools_keep_their_outcome(migrate: bool):
         dispatch=Dispatch(rate=100_000, migrate=migrate),
     )
     fleet = SimFleet(4, stream_interval=8, kv_tokens=1000)
-    async with RolloutScheduler(fleet, law, config=config) as rollouts:
+    async with RolloutScheduler(fleet, distribution, config=config) as rollouts:
         groups: list[Group] = []
         moved: list[int] = []
         async for batch in rollouts:
@@ -288,7 +288,7 @@ async def test_requests_moved_from_full_pools_keep_their_outcome(migrate: bool):
             await rollouts.update_weights(SimPublisher())
         again = rollouts.state.in_flight.counters.tokens_reprefilled
         delivered, again, moved = [_lengths(group) for group in groups], again, moved
-    assert sorted(delivered) == sorted(law.lengths(i).tolist() for i in range(count))
+    assert sorted(delivered) == sorted(distribution.lengths(i).tolist() for i in range(count))
     assert (again > 0) is (max(moved) == 2) is migrate
 
 
@@ -506,11 +506,11 @@ def ratios(name: str, seed: int) -> tuple[float, float, float, float]:
     assert unfinished.size > 40
     naive = np.concatenate((delivered, finished))
     censored = np.repeat([False, True], [naive.size, unfinished.size])
-    law = kaplan_meier(np.concatenate((naive, unfinished)), censored)
+    distribution = kaplan_meier(np.concatenate((naive, unfinished)), censored)
     mean, p90 = float(truth.mean()), float(np.quantile(truth, 0.9))
     return (
-        law.mean() / mean,
-        float(law.quantile(0.9)) / p90,
+        distribution.mean() / mean,
+        float(distribution.quantile(0.9)) / p90,
         float(naive.mean()) / mean,
         float(np.quantile(naive, 0.9)) / p90,
     )

@@ -166,7 +166,7 @@ def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> Scheduler
             f'straggler="{config.straggler_name}" does not let requests wait inside a paused '
             'engine; a gateway needs "retract" or "in_place".'
         )
-    if config.max_staleness is not None:
+    if config.max_staleness not in ("auto", None):
         raise ConfigError(
             "max_staleness of SchedulerConfig bounds the batches of a trainer, and a gateway has "
             "none; set max_staleness of GatewaySettings."

@@ -30,7 +30,7 @@ class ServeSimCommand:
     """Name of the environment variable with a key that control calls must then carry."""
     time_scale: float = 1.0
     """Wall seconds for each modelled second: 0.1 is ten times faster than the modelled machine."""
-    law: Literal["lognormal"] | None = None
+    distribution: Literal["lognormal"] | None = None
     """Let responses end by themselves, at lengths drawn from this distribution. If not given, every
     response has max_new_tokens."""
     median: float = 700.0
@@ -40,7 +40,7 @@ class ServeSimCommand:
     cap: int | None = None
     """Tokens of the longest response; 6,000 if not given, or the longest of --lengths."""
     lengths: str | None = None
-    """A file of equally likely lengths, instead of --law."""
+    """A file of equally likely lengths, instead of --distribution."""
     seed: int = 0
     """Seed of the lengths."""
     vocab_size: int = 32_000
@@ -53,7 +53,7 @@ class ServeSimCommand:
         Raises:
             ConfigError: if a setting is wrong.
         """
-        if self.law is None and self.lengths is None:
+        if self.distribution is None and self.lengths is None:
             return None
         workload = WorkloadSettings(
             median=self.median, sigma=self.sigma, cap=self.cap, lengths=self.lengths

@@ -61,7 +61,8 @@ class ComparedSettings:
     kv: Literal["recompute", "keep"] = "recompute"
     """What a refit does to the KV of rollouts in flight: recompute it, or keep its older keys."""
     max_staleness: int | None = None
-    """Bound on staleness, for policies that set none."""
+    """Bound on staleness, for policies that set none. If not given, none has a bound, unlike runs,
+    so that schedules are compared by their own staleness."""
     train_seconds: float = 0.0
     """Seconds that the trainer takes for a batch."""
     streamed: bool = False

@@ -15,7 +15,7 @@ import numpy as np
 from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.observe.exports.tracker_writers import tracker_names
-from aprilsched.observe.log.lengths_of_run import known_lengths, law_of
+from aprilsched.observe.log.lengths_of_run import distribution_of, known_lengths
 from aprilsched.simulation.engine.settings import Admission
 from aprilsched.simulation.workload import Empirical, Limits, LongTailWorkload
 
@@ -74,8 +74,8 @@ class WorkloadSettings:
         Raises:
             ConfigError: if `lengths` cannot be read.
         """
-        law = self._empirical()
-        return CAP if law is None else law.lengths[-1]
+        dist = self._empirical()
+        return CAP if dist is None else dist.lengths[-1]
 
     def _empirical(self) -> Empirical | None:
         """Return the distribution that `lengths` names. Unfinished responses of a run folder are
@@ -87,9 +87,9 @@ class WorkloadSettings:
         groups = known_lengths(Path(self.lengths))
         if not groups:
             raise ConfigError(f"lengths must be a run with responses, got {self.lengths}.")
-        law = law_of(groups)
-        count = min(law.observations, _MAX_QUANTILES)
-        return Empirical(tuple(law.quantile((np.arange(count) + 0.5) / count).tolist()))
+        dist = distribution_of(groups)
+        count = min(dist.observations, _MAX_QUANTILES)
+        return Empirical(tuple(dist.quantile((np.arange(count) + 0.5) / count).tolist()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

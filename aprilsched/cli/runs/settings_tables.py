@@ -41,16 +41,17 @@ name."""
 
 
 def table_of(config: SchedulerConfig) -> dict[str, Any]:
-    """Return the whole configuration as a table, without values of None."""
+    """Return the whole configuration as a table, without values of None.
+
+    The bound on staleness is resolved, and ``"none"`` if there is none.
+    """
     policies = config.policies
     found = plain(config)
     found["stop"] = "groups" if policies.stop.name == "groups" else _named(policies.stop)
     found["refill"] = _named(policies.refill)
     found["straggler"] = config.straggler_name
-    if policies.staleness.bound is not None:
-        found["max_staleness"] = plain(policies.staleness)
-    else:
-        found.pop("max_staleness", None)
+    is_bounded = policies.staleness.bound is not None
+    found["max_staleness"] = plain(policies.staleness) if is_bounded else "none"
     return found
 
 
@@ -71,6 +72,8 @@ def config_of(table: Mapping[str, Any], where: str = "") -> SchedulerConfig:
         path, default = f"{where}{name}.", getattr(defaults, name)
         if name in POLICIES and isinstance(value, Mapping):
             values[name] = _policy(name, cast("Mapping[str, Any]", value), path)
+        elif name in SHORT and value == "none":
+            values[name] = None
         elif is_dataclass(default):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where}{name} is {value!r}; give a table of its settings.")
@@ -155,7 +158,7 @@ def _named(policy: Any) -> Any:
 
 def _opened(name: str, value: Any) -> dict[str, Any]:
     """Return the shorthand of a policy as a table."""
-    return {} if value is None else {SHORT.get(name, "rule"): value}
+    return {} if value in (None, "none") else {SHORT.get(name, "rule"): value}
 
 
 def _policy(name: str, table: Mapping[str, Any], path: str) -> Any:

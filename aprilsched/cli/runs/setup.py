@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -62,6 +62,10 @@ def prepare(settings: RunSettings) -> Setup:
     """
     settings.check()
     config = settings.scheduler
+    never_stale = not settings.updates_every and not config.follow_weights
+    if never_stale and config.policies.staleness.rule == "mask":
+        # The bound would only limit the batches of a version, here of the whole run.
+        config = replace(config, max_staleness=None)
     workload = settings.workload.checked(seed=settings.seed, group_size=config.group_size)
     timing = H200_QWEN3_4B if settings.model is None else load_model(Path(settings.model))
     simulated, sim = settings.simulated, settings.sim

@@ -40,6 +40,8 @@ from aprilsched.types import MAX_GROUP_SIZE, SamplingParams
 
 KVAfterRefit: TypeAlias = Literal["auto", "recompute", "keep", "apart"]
 
+DEFAULT_MAX_STALENESS = 4
+"""The bound on staleness, in versions, if neither the user nor the trainer sets one."""
 LONG_WAIT = 8
 """Number of versions for which a deferred group may wait."""
 
@@ -219,11 +221,16 @@ class SchedulerConfig:
     "asynchronous" keeps generating while the trainer trains, and pauses only for a refit; "auto"
     starts synchronously and chooses the pace during the run, with over_provision="auto". It stays
     synchronous once the trainer has used the engines' memory."""
-    max_staleness: Annotated[int, AT_LEAST_0] | Staleness | None = None
+    max_staleness: Annotated[int, AT_LEAST_0] | Staleness | Literal["auto"] | None = "auto"
     """Bound on the staleness of a delivered token in the loss: the consuming version minus the
     sampling version. Tokens beyond it get loss mask 0; Staleness(2, rule="evict"), "finish" or
-    "restart" treats them differently. With over_provision="auto" 0 means Staleness(0,
-    rule="restart"), if the straggler rule and the pace allow it."""
+    "restart" treats them differently. "auto" is the bound of the trainer's own settings, or 4:
+    at the usual learning rate it was safe in experiments/learning_moe, where 8 was not always, and
+    halved staleness at no measured cost; AReaL's documentation sets it too. None is no bound. With
+    a bound, at most (bound + 1) * `batch_groups` groups start per version, so it must be larger for
+    a trainer that takes more batches per update. With over_provision="auto" 0 means Staleness(0,
+    rule="restart"), if the straggler rule and the pace allow it; "auto" takes length buckets only
+    with 8 or more, or None."""
     ready_batches: Annotated[int, AT_LEAST_1] = 2
     """Number of complete batches that wait for a slow trainer before no new groups start, on the
     asynchronous pace."""
@@ -386,6 +393,8 @@ class SchedulerConfig:
         bound = self.max_staleness
         if isinstance(bound, Staleness):
             return bound
+        if bound == "auto":
+            return Staleness(DEFAULT_MAX_STALENESS)
         if bound == 0 and self.automatic and self._defers:
             # Without stale tokens every schedule waits for all requests that it runs. This permits
             # length buckets, whose probes are discarded, and nothing would be masked anyway.

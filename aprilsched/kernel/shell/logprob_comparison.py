@@ -25,7 +25,7 @@ stays below for most tokens."""
 OTHER_WEIGHTS_K3 = 0.05
 """Mean of exp(d) - 1 - d at staleness 0, in nats, above which the engine has other weights. It is
 about half of the mean square of d; rounding in bfloat16 stays below 0.01."""
-AGES = 6
+STALENESS_CLASSES = 6
 """Classes of staleness; the last one has all tokens that are 5 or more versions old."""
 _LARGEST = 20.0
 """exp(d) of a larger difference would hide everything else in a mean; see
@@ -74,7 +74,7 @@ class _Comparison:
         self._batch = batch
         self._by_engine = defaultdict[str, LogprobDifferences](LogprobDifferences)
         self._by_position: list[LogprobDifferences] = []
-        self._by_age = [LogprobDifferences()] * AGES
+        self._by_staleness = [LogprobDifferences()] * STALENESS_CLASSES
         self._skipped = 0
         self._not_finite = 0
 
@@ -89,15 +89,15 @@ class _Comparison:
             if segment.version == NO_VERSION:
                 continue
             start, end = segment.start, segment.end
-            age = self._batch.version - segment.version
-            if not certain or age < 0:
+            staleness = self._batch.version - segment.version
+            if not certain or staleness < 0:
                 # Another client, not the trainer, loaded a newer version than the batch's.
                 self._skipped += int(np.count_nonzero(usable[start:end]))
                 continue
             here = differences[start:end][usable[start:end]]
-            place = min(age, AGES - 1)
-            self._by_age[place] = _plus(self._by_age[place], here)
-            if age == 0:
+            place = min(staleness, STALENESS_CLASSES - 1)
+            self._by_staleness[place] = _plus(self._by_staleness[place], here)
+            if staleness == 0:
                 name = str(segment.engine)
                 self._by_engine[name] = _plus(self._by_engine[name], here)
                 self._add_by_position(differences, usable, start, end)
@@ -119,7 +119,7 @@ class _Comparison:
             bound=BOUND,
             by_engine=dict(sorted(self._by_engine.items())),
             by_position=tuple(self._by_position),
-            by_age=tuple(self._by_age),
+            by_staleness=tuple(self._by_staleness),
             skipped=self._skipped,
             not_finite=self._not_finite,
         )

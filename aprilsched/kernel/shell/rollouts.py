@@ -254,7 +254,7 @@ class RolloutScheduler(AsyncScheduler):
                 "batches only."
             )
         comparison = await compared(batch, logprobs)
-        fresh = comparison.by_age[0]
+        fresh = comparison.by_staleness[0]
         if fresh.k3 > OTHER_WEIGHTS_K3 * fresh.tokens:
             log.warning(
                 "batch %d: on-policy log-probabilities differ from the trainer's, k3=%.3f, so the "

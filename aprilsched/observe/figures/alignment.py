@@ -1,9 +1,9 @@
 """The alignment ledger: how far the trainer's log-probabilities are from the engines'.
 
-Every figure except `by_age` covers tokens of staleness 0, for which engine and trainer used the
-same weights. Their difference d (trainer minus engine, in nats) is therefore a mismatch of the two
-programs. Importance ratios contain this mismatch, so a loss and its metrics show it as if it were
-off-policyness.
+Every figure except `by_staleness` covers tokens of staleness 0, for which engine and trainer used
+the same weights. Their difference d (trainer minus engine, in nats) is therefore a mismatch of the
+two programs. Importance ratios contain this mismatch, so a loss and its metrics show it as if it
+were off-policyness.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def alignment_of(reports: list[LogprobComparison]) -> AlignmentFigures:
             for name in engines
         },
         by_position=_by_place([report.by_position for report in reports]),
-        by_age=_by_place([report.by_age for report in reports]),
+        by_staleness=_by_place([report.by_staleness for report in reports]),
         by_batch={report.batch: _figures(_sum(report.by_engine.values())) for report in reports},
     )
 

@@ -17,10 +17,10 @@ from aprilsched.kernel.core.messages.facts import DeliveredRollout
 from aprilsched.kernel.core.policies.schedule import Forecast
 from aprilsched.kernel.shell.listener import DispatchingListener
 from aprilsched.observe.figures.figures import (
-    Ages,
     ForecastFigures,
     Mean,
     Measured,
+    TokenStaleness,
     divided,
     mean_of,
 )
@@ -28,10 +28,10 @@ from aprilsched.observe.figures.rollout_time import ROLLOUT_PARTS, RolloutClock,
 from aprilsched.types import NO_VERSION
 
 
-def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
-    """Return the ages of a rollout's tokens if the policy `version` is trained on it.
+def staleness_of(rollout: DeliveredRollout, version: int) -> TokenStaleness:
+    """Return the staleness of a rollout's tokens if the policy `version` is trained on it.
 
-    They are exact, although single tokens are not inspected: a rollout of thousands of tokens
+    It is exact, although single tokens are not inspected: a rollout of thousands of tokens
     consists of a few segments with one version each.
     """
     sampled = off_policy = total = oldest = oldest_trained = 0
@@ -47,15 +47,15 @@ def ages_of(rollout: DeliveredRollout, version: int) -> Ages:
         if is_masked:
             masked -= tokens
         # Another client may load a version newer than the trainer's. Tokens sampled under it have
-        # age 0, not a negative one.
-        age = max(0, version - sampled_under)
-        total += age * tokens
+        # staleness 0, not a negative one.
+        staleness = max(0, version - sampled_under)
+        total += staleness * tokens
         off_policy += tokens if sampled_under != version else 0
-        if age > 0:
-            oldest = max(oldest, age)
-            if age > oldest_trained and not is_masked:
-                oldest_trained = age
-    return Ages(sampled, off_policy, total, oldest, oldest_trained, rollout.masked)
+        if staleness > 0:
+            oldest = max(oldest, staleness)
+            if staleness > oldest_trained and not is_masked:
+                oldest_trained = staleness
+    return TokenStaleness(sampled, off_policy, total, oldest, oldest_trained, rollout.masked)
 
 
 def sampled_tokens(rollout: DeliveredRollout) -> int:
@@ -93,11 +93,13 @@ def measure(
     so far; new names of this batch are added to it, up to 100 in total.
     """
     rollouts = batch.rollouts
-    ages = np.array([ages_of(rollout, batch.version) for rollout in rollouts], dtype=np.int64)
+    staleness = np.array(
+        [staleness_of(rollout, batch.version) for rollout in rollouts], dtype=np.int64
+    )
     lengths = [rollout.tokens for rollout in rollouts]
     prompts = [rollout.prompt_tokens for rollout in rollouts]
-    most = Ages(*ages.max(axis=0).tolist())
-    sums = Ages(*ages.sum(axis=0).tolist())._replace(
+    most = TokenStaleness(*staleness.max(axis=0).tolist())
+    sums = TokenStaleness(*staleness.sum(axis=0).tolist())._replace(
         oldest=most.oldest, oldest_trained=most.oldest_trained
     )
     outcome = None
@@ -118,7 +120,7 @@ def measure(
         trainer_seconds=trainer_seconds,
         groups=len({rollout.group_id for rollout in rollouts}),
         lengths=np.array(lengths, dtype=np.int64),
-        ages=ages,
+        staleness=staleness,
         sums=sums,
         t_bound=None if bound is None else bound(prompts, lengths),
         distance=batch.distance,

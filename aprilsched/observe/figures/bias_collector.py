@@ -10,8 +10,8 @@ so the bias is a transient. If they are dropped, m grows with n, and the bias st
 share of mu: 0 means unbiased, and -0.1 means 10 % too short.
 
 Every launched training rollout is delivered, open (in flight, or waiting for its batch) or dropped.
-The law of launched lengths is the Kaplan-Meier estimate from all three. If a prompt was generated
-again, only its last responses count.
+The distribution of launched lengths is the Kaplan-Meier estimate from all three. If a prompt was
+generated again, only its last responses count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.laws import KaplanMeier, kaplan_meier
+from aprilsched.kernel.core.lengths.distributions import KaplanMeier, kaplan_meier
 from aprilsched.kernel.core.lengths.observed import GroupLengths, pooled
 from aprilsched.kernel.core.messages.facts import DeliveredRollout, DroppedRollout
 from aprilsched.kernel.core.state.ledger import Ledger, Reason
@@ -31,7 +31,7 @@ from aprilsched.observe.figures.figures import Figures, Measured
 from aprilsched.observe.figures.run_figures import (
     BiasFigures,
     CensoringFigures,
-    LawFigures,
+    LengthFigures,
     TransientFigures,
 )
 
@@ -39,8 +39,8 @@ from aprilsched.observe.figures.run_figures import (
 def bias_without(absent: int, absent_mean: float, present: int, mean: float) -> float:
     """Return the bias of `present` responses if `absent` others have mean length `absent_mean`.
 
-    `mean` is the mean of the law; lengths are in tokens. The bias is 0 if nothing is present or
-    absent.
+    `mean` is the mean of the distribution; lengths are in tokens. The bias is 0 if nothing is
+    present or absent.
     """
     if not absent or not present or not mean:
         return 0.0
@@ -48,36 +48,36 @@ def bias_without(absent: int, absent_mean: float, present: int, mean: float) -> 
 
 
 def expected_lengths(
-    law: KaplanMeier, tokens: NDArray[np.int64], finished: NDArray[np.bool_]
+    dist: KaplanMeier, tokens: NDArray[np.int64], finished: NDArray[np.bool_]
 ) -> NDArray[np.float64]:
     """Return the expected final lengths, float64 [n]: the length of a finished response, and tokens
     plus E[rest | tokens] of an unfinished one."""
-    return np.where(finished, tokens, tokens + law.residual_mean(tokens))
+    return np.where(finished, tokens, tokens + dist.residual_mean(tokens))
 
 
 _CURVE_POINTS = 240
 
 
-def law_figures(law: KaplanMeier) -> LawFigures:
-    """Return the figures of an estimated law."""
-    p50, p90, p99 = (float(quantile) for quantile in law.quantile([0.5, 0.9, 0.99]))
-    lengths, longer = _curve(law)
-    return LawFigures(
-        mean=law.mean(),
+def length_figures(dist: KaplanMeier) -> LengthFigures:
+    """Return the figures of an estimated distribution."""
+    p50, p90, p99 = (float(quantile) for quantile in dist.quantile([0.5, 0.9, 0.99]))
+    lengths, longer = _curve(dist)
+    return LengthFigures(
+        mean=dist.mean(),
         p50=p50,
         p90=p90,
         p99=p99,
         lengths=lengths.tolist(),
         longer=[float(f"{share:.7g}") for share in longer.tolist()],
-        responses=law.observations,
-        unresolved=law.tail,
+        responses=dist.observations,
+        unresolved=dist.tail,
     )
 
 
-def _curve(law: KaplanMeier) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def _curve(dist: KaplanMeier) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Return the survival function, thinned to the resolution of a screen."""
-    known = law.survival > 0
-    lengths, longer = np.append(1, law.lengths[known]), np.append(1.0, law.survival[known])
+    known = dist.survival > 0
+    lengths, longer = np.append(1, dist.lengths[known]), np.append(1.0, dist.survival[known])
     if lengths.size <= _CURVE_POINTS:
         return lengths, longer
     right, down = np.log(lengths), -np.log(longer)
@@ -87,7 +87,7 @@ def _curve(law: KaplanMeier) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     return lengths[kept], longer[kept]
 
 
-def sample_law(lengths: NDArray[np.int64]) -> LawFigures | None:
+def sample_distribution(lengths: NDArray[np.int64]) -> LengthFigures | None:
     """Return the figures of the lengths int64 [n] of finished responses, or None without any.
 
     A response without sampled tokens (its episode contains only environment tokens) counts as one
@@ -95,7 +95,9 @@ def sample_law(lengths: NDArray[np.int64]) -> LawFigures | None:
     """
     if not lengths.size:
         return None
-    return law_figures(kaplan_meier(np.maximum(lengths, 1), np.zeros(lengths.size, dtype=np.bool_)))
+    return length_figures(
+        kaplan_meier(np.maximum(lengths, 1), np.zeros(lengths.size, dtype=np.bool_))
+    )
 
 
 CENSORS = frozenset(
@@ -218,7 +220,7 @@ class BiasCollector:
         """
         lengths = _joined([batch.lengths for batch in batches])
         tokens, finished = pooled(open_groups)
-        law = self._law(lengths, tokens, finished)
+        dist = self._distribution(lengths, tokens, finished)
         means = [
             Figures.over(part).mean_length for part in (batches[:1], batches, batches[burn_in:])
         ]
@@ -234,17 +236,17 @@ class BiasCollector:
             long_run_mean_length=long_run,
             delivered_mean_length=overall,
             delivered_mean_length_by_batch=[float(batch.lengths.mean()) for batch in batches],
-            drawn=None if law is None else law_figures(law),
-            delivered=sample_law(lengths),
-            transient=self._transient(law, workload_mean, batches, open_groups),
+            drawn=None if dist is None else length_figures(dist),
+            delivered=sample_distribution(lengths),
+            transient=self._transient(dist, workload_mean, batches, open_groups),
             dropped_tokens={str(reason): n for reason, n in sorted(ledger.tokens.items())},
             censoring=censoring(ledger, lengths.size, int(lengths.sum())),
         )
 
-    def _law(
+    def _distribution(
         self, lengths: NDArray[np.int64], tokens: NDArray[np.int64], finished: NDArray[np.bool_]
     ) -> KaplanMeier | None:
-        """Return the length law of all launched responses, or None until one has ended."""
+        """Return the length distribution of all launched responses, or None until one has ended."""
         dropped = np.array([drop.tokens for drop in self._drops], dtype=np.int64)
         ended = np.array([drop.finished for drop in self._drops], dtype=np.bool_)
         seen = np.concatenate((lengths, tokens, dropped))
@@ -255,15 +257,15 @@ class BiasCollector:
 
     def _transient(
         self,
-        law: KaplanMeier | None,
+        dist: KaplanMeier | None,
         known: float | None,
         batches: Sequence[Measured],
         open_groups: Sequence[GroupLengths],
     ) -> TransientFigures | None:
-        if law is None or not batches:
+        if dist is None or not batches:
             return None
-        mean = law.mean() if known is None else known
-        final = expected_lengths(law, *pooled(open_groups))
+        mean = dist.mean() if known is None else known
+        final = expected_lengths(dist, *pooled(open_groups))
         lengths = [batch.lengths for batch in batches]
         delivered = sum(each.size for each in lengths)
         expected = float(final.mean()) if final.size else mean

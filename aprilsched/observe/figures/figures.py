@@ -99,11 +99,11 @@ def headlines_in(summary: Any, path: str = "") -> Iterator[tuple[str, Figure, An
             yield from headlines_in(value, f"{name}.")
 
 
-class Ages(NamedTuple):
-    """Figures about the sampled tokens of a rollout; ages are in versions.
+class TokenStaleness(NamedTuple):
+    """Figures about the sampled tokens of a rollout; staleness is in versions.
 
     Attributes:
-        oldest_trained: largest age among the tokens that count in the loss.
+        oldest_trained: largest staleness among the tokens that count in the loss.
         masked: number of tokens that do not count in the loss.
     """
 
@@ -122,8 +122,9 @@ class Measured:
     Attributes:
         seconds: from the previous delivery to this one, without `trainer_seconds`.
         lengths: lengths of its responses, int64 [n], tokens of the environment included.
-        ages: ages of its responses, int64 [n, 6], with the columns of :class:`Ages`.
-        sums: sums of these columns; for the two columns of oldest ages, the maximum.
+        staleness: staleness of its responses, int64 [n, 6], with the columns of
+            :class:`TokenStaleness`.
+        sums: sums of these columns; for the two columns of the oldest tokens, the maximum.
         t_bound: lower bound of the batch time of any schedule on this fleet, in seconds; None
             without a model.
         distance, iid_distance: see :attr:`Figures.length_distance`.
@@ -140,8 +141,8 @@ class Measured:
     trainer_seconds: float
     groups: int
     lengths: NDArray[np.int64]
-    ages: NDArray[np.int64]
-    sums: Ages
+    staleness: NDArray[np.int64]
+    sums: TokenStaleness
     t_bound: float | None
     distance: float | None
     iid_distance: float | None

@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.kernel.shell.listener import DispatchingListener
-from aprilsched.observe.figures.figures import Ages
+from aprilsched.observe.figures.figures import TokenStaleness
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.figures.table import (
     FIGURES,
@@ -160,7 +160,7 @@ class Metrics(DispatchingListener):
         self._histograms["batch/duration_seconds"].observe(batch.seconds)
         self._histograms["run/response_length_tokens"].observe(batch.lengths)
         self._histograms["run/rollout_staleness_versions"].observe(
-            batch.ages[:, Ages._fields.index("oldest")]
+            batch.staleness[:, TokenStaleness._fields.index("oldest")]
         )
 
     # --- updates and engines -------------------------------------------------------------------

@@ -88,7 +88,7 @@ class SecondsFigures:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LawFigures:
+class LengthFigures:
     """A length distribution. Quantiles: the shortest length that a share of at least q reaches."""
 
     mean: float
@@ -164,10 +164,10 @@ class BiasFigures:
     """Mean length in the batches after the burn-in."""
     delivered_mean_length: float | None = None
     delivered_mean_length_by_batch: list[float] = field(default_factory=list[float])
-    drawn: LawFigures | None = None
+    drawn: LengthFigures | None = None
     """Lengths of all launched responses (Kaplan-Meier estimate); unfinished responses, in flight or
     dropped, are censored."""
-    delivered: LawFigures | None = None
+    delivered: LengthFigures | None = None
     """Lengths of the delivered responses."""
     transient: TransientFigures | None = None
     dropped_tokens: dict[str, int] = field(default_factory=dict[str, int])
@@ -212,7 +212,7 @@ class AlignmentFigures:
     by_position: list[DifferenceFigures]
     """By position in the response, counted from 1: entry i is of the positions 2**i to
     2**(i + 1) - 1."""
-    by_age: list[DifferenceFigures]
+    by_staleness: list[DifferenceFigures]
     """By staleness, over all tokens: entry 0 is the mismatch alone, and later entries also include
     the change of the policy. The last entry covers all older tokens."""
     by_batch: dict[int, DifferenceFigures]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from aprilsched.kernel.core.lengths.laws import KaplanMeier, kaplan_meier
+from aprilsched.kernel.core.lengths.distributions import KaplanMeier, kaplan_meier
 from aprilsched.kernel.core.lengths.observed import GroupLengths, pooled
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
@@ -115,7 +115,7 @@ def known_lengths(folder: Path, *, until: float | None = None) -> list[GroupLeng
     return [replace(group, launched=place) for place, group in enumerate(launches.by_group())]
 
 
-def law_of(groups: Sequence[GroupLengths]) -> KaplanMeier:
+def distribution_of(groups: Sequence[GroupLengths]) -> KaplanMeier:
     """Return the Kaplan-Meier estimate, in which unfinished responses are censored.
 
     Raises:

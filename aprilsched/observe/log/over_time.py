@@ -59,15 +59,16 @@ def lengths_of(deliveries: Sequence[Delivery]) -> NDArray[np.int64]:
 
 
 def tokens_by_class(run: Run, classes: int) -> NDArray[np.int64]:
-    """Return the delivered tokens by batch and age in versions, int64 [batches, classes]; the last
-    class contains all older tokens. Tokens of the environment have no version and are omitted."""
+    """Return the delivered tokens by batch and staleness in versions, int64 [batches, classes]; the
+    last class contains all older tokens. Tokens of the environment have no version and are
+    omitted."""
     counts = np.zeros((len(run.deliveries), classes), np.int64)
     for place, delivery in enumerate(run.deliveries):
         for rollout in delivery.rollouts:
             for start, end, version, _ in rollout.segments:
                 if version >= 0:
-                    age = min(classes - 1, max(0, delivery.version - version))
-                    counts[place, age] += end - start
+                    staleness = min(classes - 1, max(0, delivery.version - version))
+                    counts[place, staleness] += end - start
     return counts
 
 

@@ -22,10 +22,10 @@ _NOTHING = "No token of staleness 0 was compared."
 def by_staleness(runs: Sequence[RunReport]) -> Chart:
     """Draw the mismatch by staleness; at staleness 0 it is engine-trainer mismatch only."""
     found = _reported(runs)
-    rows = [figures.by_age for _, figures in found]
+    rows = [figures.by_staleness for _, figures in found]
     count = max((i + 1 for row in rows for i, each in enumerate(row) if each.tokens), default=1)
     last = min(map(len, rows)) - 1
-    names = [f"{age} or more" if age == last else str(age) for age in range(count)]
+    names = [f"{k} or more" if k == last else str(k) for k in range(count)]
     return Chart(
         id="alignment-staleness",
         title=" ".join(f"{run.who}{_finding(figures)}" for run, figures in found),

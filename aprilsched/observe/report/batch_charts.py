@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.observe.figures.bias_collector import sample_law
+from aprilsched.observe.figures.bias_collector import sample_distribution
 from aprilsched.observe.figures.figures import ForecastFigures
 from aprilsched.observe.log.over_time import lengths_of, tokens_by_class
 from aprilsched.observe.report import shared_charts
-from aprilsched.observe.report.chart_model import AGE_COLOURS, PALETTE, Axis, Chart, Series
+from aprilsched.observe.report.chart_model import PALETTE, STALENESS_COLOURS, Axis, Chart, Series
 from aprilsched.observe.report.report_data import RunReport
 from aprilsched.observe.report.shared_charts import OF_RUNS, evenly
 from aprilsched.observe.report.words import percent, written
@@ -29,18 +29,18 @@ def lengths(runs: Sequence[RunReport]) -> Chart:
     for run in runs:
         bias, colour = run.summary.bias, colour_of(run, PALETTE[5])
         muted = PALETTE[4] if run.letter == "B" else "@muted"
-        for what, law, drawn_in, width in (
+        for what, dist, drawn_in, width in (
             ("drawn (estimated)", bias.drawn, muted, 5.0),
             ("delivered", bias.delivered, colour, 2.2),
-            (first, sample_law(lengths_of(run.run.deliveries[:1])), colour, 1.4),
+            (first, sample_distribution(lengths_of(run.run.deliveries[:1])), colour, 1.4),
         ):
-            if law is not None:
-                curves[f"{run.who}{what}"] = (law.lengths, law.longer), drawn_in, width
+            if dist is not None:
+                curves[f"{run.who}{what}"] = (dist.lengths, dist.longer), drawn_in, width
     chart = shared_charts.longer_than(curves, dotted=[f"{run.who}{first}" for run in runs])
     return replace(
         chart,
         id="lengths",
-        title=" ".join(map(_law, runs)),
+        title=" ".join(map(_distribution, runs)),
         note="The share of responses that are longer than a length; both axes are logarithmic. "
         "Drawn is what the policy would have produced: an estimate (Kaplan and Meier) that counts "
         "what never finished. Where delivered lies below drawn, long responses are missing.",
@@ -48,7 +48,7 @@ def lengths(runs: Sequence[RunReport]) -> Chart:
     )
 
 
-def _law(run: RunReport) -> str:
+def _distribution(run: RunReport) -> str:
     drawn, delivered = run.summary.bias.drawn, run.summary.bias.delivered
     if drawn is None or delivered is None:
         return f"{run.who}Nothing was delivered, so there are no lengths to compare."
@@ -74,12 +74,14 @@ def _length_axis(chart: Chart) -> Axis:
     )
 
 
-def ages_by_batch(run: RunReport) -> Chart:
+def staleness_by_batch(run: RunReport) -> Chart:
     """Draw the staleness of each batch's tokens as stacked bars."""
-    tokens = tokens_by_class(run.run, len(AGE_COLOURS))
+    tokens = tokens_by_class(run.run, len(STALENESS_COLOURS))
     pieces = np.array_split(np.arange(len(tokens)), max(1, min(_BATCH_BARS, len(tokens))))
     together = [piece for piece in pieces if piece.size]
-    sums = np.array([tokens[piece].sum(axis=0) for piece in together]).reshape(-1, len(AGE_COLOURS))
+    sums = np.array([tokens[piece].sum(axis=0) for piece in together]).reshape(
+        -1, len(STALENESS_COLOURS)
+    )
     shares = sums / np.maximum(sums.sum(axis=1, keepdims=True), 1)
     title = "No batch was delivered."
     if together:
@@ -89,7 +91,7 @@ def ages_by_batch(run: RunReport) -> Chart:
             f"The first batch is {stale[0]:.0f} % off-policy, the last quarter of them "
             f"{np.mean(late):.0f} %."
         )
-    chart = shared_charts.ages_by_batch(
+    chart = shared_charts.staleness_by_batch(
         [int(piece[0]) + 1 for piece in together], shares.T.tolist()
     )
     return replace(

@@ -51,7 +51,7 @@ ROLLOUT_COLOURS: dict[RolloutPart, str] = {
 }
 """Colours of the parts of a rollout's time; parts shared with engines have the same colour."""
 
-AGE_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
+STALENESS_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00", "#D55E00")
 """Colours of tokens by their staleness, 0 versions first. The last one is for all older tokens."""
 
 

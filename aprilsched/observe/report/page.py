@@ -117,7 +117,7 @@ def _charts(runs: Sequence[RunReport]) -> dict[str, list[Chart]]:
         "forecasts": [chart for run in runs if (chart := batch_charts.forecasts(run))],
         "episodes": [time_charts.rollout_time(runs)] if any(run.episodes for run in runs) else [],
         "lengths": [batch_charts.lengths(runs)],
-        "ages": [batch_charts.ages_by_batch(run) for run in runs],
+        "staleness": [batch_charts.staleness_by_batch(run) for run in runs],
         "bias": [batch_charts.bias(runs)],
         "alignment": [alignment_charts.by_staleness(runs), alignment_charts.by_position(runs)]
         if reported

@@ -12,9 +12,9 @@ from aprilsched.observe.figures.engine_time import PART_LABELS
 from aprilsched.observe.figures.run_figures import TransientFigures
 from aprilsched.observe.log.over_time import Bar
 from aprilsched.observe.report.chart_model import (
-    AGE_COLOURS,
     PALETTE,
     PART_COLOURS,
+    STALENESS_COLOURS,
     Axis,
     Chart,
     Series,
@@ -23,7 +23,7 @@ from aprilsched.observe.report.chart_model import (
 
 OF_RUNS = (PALETTE[5], PALETTE[0])
 """The colours of two runs side by side."""
-_OLDEST = len(AGE_COLOURS) - 1
+_OLDEST = len(STALENESS_COLOURS) - 1
 
 
 def time_by_part(
@@ -131,22 +131,22 @@ def responses(
     )
 
 
-def ages_by_batch(batches: Sequence[int], shares: Sequence[Sequence[float]]) -> Chart:
+def staleness_by_batch(batches: Sequence[int], shares: Sequence[Sequence[float]]) -> Chart:
     """Draw the staleness of each batch's tokens, from the share of each staleness in each of
     `batches`. The last one contains all older tokens."""
-    last = max((age + 1 for age, share in enumerate(shares) if any(share)), default=1)
+    last = max((staleness + 1 for staleness, share in enumerate(shares) if any(share)), default=1)
     return Chart(
         series=[
             Series(
                 kind="bar",
-                name=_staleness(age),
+                name=_staleness(staleness),
                 x=list(batches),
-                y=shares[age],
-                colour=AGE_COLOURS[age],
-                texts=[f"{share:.0%}" for share in shares[age]],
+                y=shares[staleness],
+                colour=STALENESS_COLOURS[staleness],
+                texts=[f"{share:.0%}" for share in shares[staleness]],
                 hover="%{y:.1%}",
             )
-            for age in range(min(last, len(shares)))
+            for staleness in range(min(last, len(shares)))
         ],
         x=Axis(label="batch", unit="whole"),
         y=Axis(label="share of its tokens", unit="share", range=(0, 1)),
@@ -223,7 +223,7 @@ def evenly(count: int, at_most: int = 240) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, max(0, count - 1), min(count, at_most)).astype(np.int64))
 
 
-def _staleness(age: int) -> str:
-    if age == _OLDEST:
-        return f"staleness {age} or more"
-    return f"staleness {age}" if age else "on-policy"
+def _staleness(staleness: int) -> str:
+    if staleness == _OLDEST:
+        return f"staleness {staleness} or more"
+    return f"staleness {staleness}" if staleness else "on-policy"

@@ -1,2 +1,2 @@
-"""Estimates of response lengths: their law, the bias of a schedule, and groups like the observed
-ones."""
+"""Estimates of response lengths: their distribution, the bias of a schedule, and groups like the
+observed ones."""

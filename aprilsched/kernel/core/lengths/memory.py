@@ -1,20 +1,21 @@
 """Remembers the lengths of each prompt's responses by the prompt's key, from epoch to epoch.
 
 The level of a prompt is the expected log length of its responses. Over all prompts it is normal
-around the law's mean, with the variance t that the responses of a group share. The policy changes,
-so a level drifts: two observations of it, a versions apart, have the correlation r = 2**(-a /
-half_life). This is a stationary autoregressive process with noisy observations (Kalman, 1960). From
-n responses with mean log length m, with k = w n / (w n + 1 - w) for the law's share w, the level
-now has
+around the distribution's mean, with the variance t that the responses of a group share. The policy
+changes, so a level drifts: two observations of it, a versions apart, have the correlation r =
+2**(-a / half_life). This is a stationary autoregressive process with noisy observations (Kalman,
+1960). From n responses with mean log length m, with k = w n / (w n + 1 - w) for the distribution's
+share w, the level now has
 
-    mean = law + r k (m - law),  variance = t (1 - r**2 k)
+    mean = distribution + r k (m - distribution),  variance = t (1 - r**2 k)
 
-so it shrinks toward the law with age. Responses of earlier epochs count r**2 as much as new ones.
+so it shrinks toward the distribution with age. Responses of earlier epochs count r**2 as much as
+new ones.
 
 Keys may be wrong: a caller may use one key for many prompts, or the policy may change faster than
 the half-life suggests. So r is multiplied by the regression coefficient of observed levels on
 predicted ones (Mincer and Zarnowitz, 1969), with recent groups counting most. If the memory has no
-predictive value, the coefficient is 0 and only the law remains.
+predictive value, the coefficient is 0 and only the distribution remains.
 
 The memory determines what runs when and where, so a wrong memory costs time. It never determines
 whether a response is kept or how long it becomes.
@@ -29,7 +30,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aprilsched.kernel.core.lengths.log_law import Levels, LogLaw, observed_logs
+from aprilsched.kernel.core.lengths.log_lengths import Levels, LogLengths, observed_logs
 from aprilsched.kernel.core.lengths.observed import GroupLengths
 
 MOST_KEYS = 1 << 16
@@ -68,8 +69,8 @@ class LengthMemory:
     def __init__(self) -> None:
         self._records: dict[str | int, Remembered] = {}
         self.products = 0.0
-        """Sum of predicted times observed deviations from the law, with recent groups counting
-        most."""
+        """Sum of predicted times observed deviations from the distribution, with recent groups
+        counting most."""
         self.squares = 0.0
         """Sum of the squares of the predicted deviations, with the same weights."""
 
@@ -92,7 +93,7 @@ class LengthMemory:
         self.products, self.squares = products, squares
 
     def note(
-        self, key: object, group: GroupLengths, law: LogLaw, version: int
+        self, key: object, group: GroupLengths, dist: LogLengths, version: int
     ) -> Remembered | None:
         """Record the lengths of a group that has ended, and return the new record.
 
@@ -104,14 +105,14 @@ class LengthMemory:
         count = int(known.sum())
         if name is None or not count:
             return None
-        logs = observed_logs(group.tokens[known], group.finished[known], law)
+        logs = observed_logs(group.tokens[known], group.finished[known], dist)
         mean, responses = float(logs.mean()), float(count)
         before = self._records.get(name)
         if before is not None:
-            believed = self._correlation(before, version, law) ** 2 * before.responses
-            predicted = self._aged(before, version) * _weight(before.responses, law)
-            predicted *= before.mean_log - law.mean
-            self.products = self.products * _FORGETS + predicted * (mean - law.mean)
+            believed = self._correlation(before, version, dist) ** 2 * before.responses
+            predicted = self._aged(before, version) * _weight(before.responses, dist)
+            predicted *= before.mean_log - dist.mean
+            self.products = self.products * _FORGETS + predicted * (mean - dist.mean)
             self.squares = self.squares * _FORGETS + predicted**2
             mean = (mean * responses + before.mean_log * believed) / (responses + believed)
             responses += believed
@@ -119,29 +120,29 @@ class LengthMemory:
         self._put(record)
         return record
 
-    def levels(self, keys: Sequence[object], law: LogLaw, version: int) -> Levels:
+    def levels(self, keys: Sequence[object], dist: LogLengths, version: int) -> Levels:
         """Return the level of each prompt before it has a token under `version`."""
-        mean = np.full((len(keys), 1), law.mean, dtype=np.float64)
-        variance = np.full_like(mean, law.shared * law.deviation**2)
+        mean = np.full((len(keys), 1), dist.mean, dtype=np.float64)
+        variance = np.full_like(mean, dist.shared * dist.deviation**2)
         if self._records:
             for row, key in enumerate(keys):
                 name = _name(key)
                 record = None if name is None else self._records.get(name)
                 if record is not None:
-                    r = self._correlation(record, version, law)
-                    weight = _weight(record.responses, law)
-                    mean[row] += r * weight * (record.mean_log - law.mean)
+                    r = self._correlation(record, version, dist)
+                    weight = _weight(record.responses, dist)
+                    mean[row] += r * weight * (record.mean_log - dist.mean)
                     variance[row] *= 1 - r * r * weight
         return Levels(mean=mean, variance=variance)
 
-    def coefficient(self, law: LogLaw) -> float:
+    def coefficient(self, dist: LogLengths) -> float:
         """Return the regression coefficient of observed on predicted levels, 0 or more."""
-        prior = _BEGIN * law.shared * law.deviation**2
+        prior = _BEGIN * dist.shared * dist.deviation**2
         return max(0.0, (self.products + prior) / (self.squares + prior))
 
-    def _correlation(self, record: Remembered, version: int, law: LogLaw) -> float:
+    def _correlation(self, record: Remembered, version: int, dist: LogLengths) -> float:
         # Below 1, because at 1 a difference of a prompt's level could never be detected.
-        return min(0.99, self.coefficient(law) * self._aged(record, version))
+        return min(0.99, self.coefficient(dist) * self._aged(record, version))
 
     @staticmethod
     def _aged(record: Remembered, version: int) -> float:
@@ -154,9 +155,9 @@ class LengthMemory:
             del self._records[next(iter(self._records))]
 
 
-def _weight(responses: float, law: LogLaw) -> float:
+def _weight(responses: float, dist: LogLengths) -> float:
     """Return the share of the deviation of `responses` responses that belongs to their group."""
-    return law.shared * responses / (law.shared * responses + 1 - law.shared)
+    return dist.shared * responses / (dist.shared * responses + 1 - dist.shared)
 
 
 def _name(key: object) -> str | int | None:

@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.laws import KaplanMeier, kaplan_meier
-from aprilsched.kernel.core.lengths.log_law import normal_cdf, normal_quantile
+from aprilsched.kernel.core.lengths.distributions import KaplanMeier, kaplan_meier
+from aprilsched.kernel.core.lengths.log_lengths import normal_cdf, normal_quantile
 
 # The lengths of one group so far, which are the input of all length estimates.
 
@@ -25,7 +25,8 @@ class GroupLengths:
 
     The tokens of unfinished members should be as recent as the ends of finished ones. After a pause
     they are; while engines decode, they lag by up to a chunk. The responses then appear to be
-    observed only up to an earlier time, and estimated laws are too short by about that lag.
+    observed only up to an earlier time, and estimated distributions are too short by about that
+    lag.
 
     Attributes:
         launched: its position in the order of launches, for example its group id.
@@ -130,8 +131,8 @@ class ObservedLengths:
             size += len(group.tokens)
         return taken[::-1]
 
-    def law(self, open_groups: Sequence[GroupLengths] = ()) -> KaplanMeier | None:
-        """Return the law that lengths are drawn from; None until one response has finished."""
+    def distribution(self, open_groups: Sequence[GroupLengths] = ()) -> KaplanMeier | None:
+        """Return the length distribution, or None until one response has finished."""
         tokens, finished = pooled(self.cohort(open_groups))
         return kaplan_meier(tokens, ~finished) if finished.any() else None
 
@@ -158,53 +159,56 @@ class ObservedLengths:
         size, and smaller groups have 0 for absent members.
 
         Whole groups are resampled, so that the members keep their correlation. The length of an
-        unfinished member is drawn from the law given its tokens so far; otherwise the resampled
-        groups would be too short. (This draw ignores its siblings, which weakens the correlation.)
-        A member that has not run is drawn given its siblings. From a group with more members the
-        first ones are used; smaller groups are skipped. The draws are a function of the arguments.
+        unfinished member is drawn from the distribution given its tokens so far; otherwise the
+        resampled groups would be too short. (This draw ignores its siblings, which weakens the
+        correlation.) A member that has not run is drawn given its siblings. From a group with more
+        members the first ones are used; smaller groups are skipped. The draws are a function of the
+        arguments.
 
-        `most` is the largest possible number of tokens of a response. With it, the law's tail is
-        guessed (:meth:`~aprilsched.kernel.core.lengths.laws.KaplanMeier.completed`). Without it,
+        `most` is the largest possible number of tokens of a response. With it, the distribution's
+        tail is guessed
+        (:meth:`~aprilsched.kernel.core.lengths.distributions.KaplanMeier.completed`). Without it,
         members that are longer than any finished one end with the next token.
 
         Raises:
             ValueError: if nothing has finished, or if no group has `group_size` members.
         """
         cohort = self.cohort(open_groups)
-        law = self._law_of_prompts(cohort)
+        dist = self._distribution_of_prompts(cohort)
         if group_size is not None:
             cohort = [group for group in cohort if len(group.tokens) >= group_size]
-        if law is None or not cohort:
+        if dist is None or not cohort:
             raise ValueError(
                 f"no group of {group_size} has been seen, or nothing has finished; draw later."
             )
         if most is not None:
-            law = law.completed(most)
+            dist = dist.completed(most)
         places = resampled(len(cohort), count, seed=seed)
         size = group_size or max(len(group.tokens) for group in cohort)
         tokens = padded([group.tokens for group in cohort], 0, np.int64, size)[places]
         finished = padded([group.finished for group in cohort], True, np.bool_, size)[places]
-        drawn = law.residual_quantile(hashed_uniforms(tokens.shape, seed=seed + 1), tokens)
+        drawn = dist.residual_quantile(hashed_uniforms(tokens.shape, seed=seed + 1), tokens)
         lengths: NDArray[np.int64] = np.where(finished, tokens, drawn)
         unknown = (tokens == 0) & ~finished
         if unknown.any():
-            lengths = np.where(unknown, self._siblings(law, lengths, tokens > 0, seed), lengths)
+            lengths = np.where(unknown, self._siblings(dist, lengths, tokens > 0, seed), lengths)
         return lengths
 
     def _siblings(
-        self, law: KaplanMeier, lengths: NDArray[np.int64], known: NDArray[np.bool_], seed: int
+        self, dist: KaplanMeier, lengths: NDArray[np.int64], known: NDArray[np.bool_], seed: int
     ) -> NDArray[np.int64]:
         """Draw lengths of members that have not run, int64 [groups, members].
 
         They are conditional on the lengths of the siblings that are `known`. The model is a
-        Gaussian copula in which every member has the law as marginal, and the correlation within a
-        group is the share w of the log variance: given k siblings whose normal scores have the mean
-        m, the group's level is normal with the mean k w m / (1 + (k - 1) w) and the variance w (1 -
-        w) / (1 + (k - 1) w), and a member is normal around that with the variance 1 - w.
+        Gaussian copula in which every member has the distribution as marginal, and the correlation
+        within a group is the share w of the log variance: given k siblings whose normal scores have
+        the mean m, the group's level is normal with the mean k w m / (1 + (k - 1) w) and the
+        variance w (1 - w) / (1 + (k - 1) w), and a member is normal around that with the variance 1
+        - w.
         """
         shared = self.shared_log_variance()
         w = min(max(0.5 if shared is None else shared, 0.0), 1.0)
-        below = 1 - (law.survival_at(lengths - 1) + law.survival_at(lengths)) / 2
+        below = 1 - (dist.survival_at(lengths - 1) + dist.survival_at(lengths)) / 2
         scores = np.where(known, normal_quantile(below), 0.0)
         ran = known.sum(axis=1, keepdims=True)
         spread = 1 + (ran - 1) * w
@@ -212,11 +216,11 @@ class ObservedLengths:
         groups = normal_quantile(hashed_uniforms((len(lengths), 1), seed=seed + 2))
         level = level + np.sqrt(w * (1 - w) / spread) * groups
         own = normal_quantile(hashed_uniforms(lengths.shape, seed=seed + 3))
-        return law.quantile(normal_cdf(level + math.sqrt(1 - w) * own))
+        return dist.quantile(normal_cdf(level + math.sqrt(1 - w) * own))
 
     @staticmethod
-    def _law_of_prompts(cohort: Sequence[GroupLengths]) -> KaplanMeier | None:
-        """Return the law of lengths, from one response per prompt if not all of them have run.
+    def _distribution_of_prompts(cohort: Sequence[GroupLengths]) -> KaplanMeier | None:
+        """Return the length distribution, from one response per prompt if not all of them have run.
 
         A rule that defers groups runs all members of the groups that it expects to be short, and a
         single member of the others. The pooled responses would then be too short.
@@ -245,8 +249,8 @@ def hashed_uniforms(shape: tuple[int, ...], *, seed: int) -> NDArray[np.float64]
     count = math.prod(shape)
     key = _mixed(np.array([seed % 2**64], dtype=np.uint64) * _WEYL + _WEYL)
     words = _mixed(np.arange(1, count + 1, dtype=np.uint64) * _WEYL + key)
-    # With 52 bits and a half, no number is 0 or 1, whose quantiles under an unbounded law are
-    # infinite.
+    # With 52 bits and a half, no number is 0 or 1, whose quantiles under an unbounded distribution
+    # are infinite.
     return (((words >> np.uint64(12)).astype(np.float64) + 0.5) / 2**52).reshape(shape)
 
 
@@ -269,7 +273,7 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def iid_distance(groups: Sequence[GroupLengths], count: int, *, seed: int = 0) -> float | None:
-    """Return the expected Kolmogorov distance of `count` random groups from the law of all.
+    """Return the expected Kolmogorov distance of `count` random groups from all lengths.
 
     It is the mean over 16 resamples of whole groups (the bootstrap of Efron, 1979, by clusters), so
     it includes the correlation within groups, which makes the distance larger than for the same
@@ -279,7 +283,7 @@ def iid_distance(groups: Sequence[GroupLengths], count: int, *, seed: int = 0) -
     rows: list[NDArray[np.int64]] = [group.tokens for group in groups if group.complete]
     if not rows or count < 1:
         return None
-    law: NDArray[np.int64] = np.sort(np.concatenate(rows))
+    dist: NDArray[np.int64] = np.sort(np.concatenate(rows))
     places = np.floor(hashed_uniforms((_RESAMPLES, count), seed=seed) * len(rows)).astype(np.int64)
     found: list[float] = []
     for drawn in places:
@@ -287,7 +291,7 @@ def iid_distance(groups: Sequence[GroupLengths], count: int, *, seed: int = 0) -
         # Both distributions are step functions, so the largest difference is at a step of the
         # sample.
         differ = [
-            float(np.abs(_up_to(sample, sample, side) - _up_to(law, sample, side)).max())
+            float(np.abs(_up_to(sample, sample, side) - _up_to(dist, sample, side)).max())
             for side in _SIDES
         ]
         found.append(max(differ))

@@ -120,9 +120,9 @@ class LogprobDifferences(Struct, frozen=True, kw_only=True, omit_defaults=True, 
 class LogprobComparison(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Comparison of the trainer's log-probabilities of a batch, computed with the weights of
     `version`, with the engines'. `by_engine` and `by_position` cover the tokens of staleness 0,
-    `by_age` all tokens. Entry i of `by_position` covers the positions 2**i to 2**(i + 1) - 1 in the
-    response, counted from 1. The last entry of `by_age` covers all older tokens. Tokens are
-    `skipped` if their version is uncertain or they attend to keys of older weights, and
+    `by_staleness` all tokens. Entry i of `by_position` covers the positions 2**i to 2**(i + 1) - 1
+    in the response, counted from 1. The last entry of `by_staleness` covers all older tokens.
+    Tokens are `skipped` if their version is uncertain or they attend to keys of older weights, and
     `not_finite` if a log-probability is NaN or infinite. `bound` is a magnitude in nats, see
     :class:`LogprobDifferences`."""
 
@@ -131,7 +131,7 @@ class LogprobComparison(Struct, frozen=True, kw_only=True, omit_defaults=True, g
     bound: float
     by_engine: dict[str, LogprobDifferences]
     by_position: tuple[LogprobDifferences, ...]
-    by_age: tuple[LogprobDifferences, ...]
+    by_staleness: tuple[LogprobDifferences, ...]
     skipped: int = 0
     not_finite: int = 0
 

@@ -18,8 +18,8 @@ cost least in the tail of a batch (`probe_after`), when an engine has free slots
 
 The groups of a bucket end together, so batches are all short or all long.
 
-:func:`aprilsched.kernel.core.lengths.log_law.rest_of_groups` estimates how many more steps a group
-needs. The rule was found by a search over schedules on the built-in workload
+:func:`aprilsched.kernel.core.lengths.log_lengths.rest_of_groups` estimates how many more steps a
+group needs. The rule was found by a search over schedules on the built-in workload
 (`experiments/frontier` at commit 352eea8a).
 """
 
@@ -32,7 +32,7 @@ from typing import Annotated, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.log_law import rest_of_groups
+from aprilsched.kernel.core.lengths.log_lengths import rest_of_groups
 from aprilsched.kernel.core.policies.refill import OpenGroups, PoolView, Refill
 from aprilsched.kernel.values.bounds import AT_LEAST_0, AT_LEAST_1, SHARE_OR_0
 from aprilsched.kernel.values.checks import suggesting
@@ -94,7 +94,9 @@ class LengthBuckets(Refill):
         else:
             waiting = np.flatnonzero(~groups.running)
         levels = None if groups.levels is None else groups.levels.of(waiting)
-        rest = rest_of_groups(groups.tokens[waiting], groups.finished[waiting], groups.law, levels)
+        rest = rest_of_groups(
+            groups.tokens[waiting], groups.finished[waiting], groups.log_lengths, levels
+        )
         runs = groups.running | overdue
         runs[waiting[window(rest, groups.ages[waiting], count)]] = True
         return np.where(runs, groups.sizes, probes)
@@ -106,13 +108,13 @@ class LengthBuckets(Refill):
 def _known(groups: OpenGroups) -> NDArray[np.bool_]:
     """Return whether earlier epochs are stronger evidence on a group than a probe, bool [G].
 
-    One finished sibling leaves 1 - w of the variance of the group's level, where w is the law's
-    share.
+    One finished sibling leaves 1 - w of the variance of the group's level, where w is the
+    distribution's share.
     """
     if groups.levels is None:
         return np.zeros(len(groups.sizes), dtype=np.bool_)
-    law = groups.law
-    after_probe = (1 - law.shared) * law.shared * law.deviation**2
+    dist = groups.log_lengths
+    after_probe = (1 - dist.shared) * dist.shared * dist.deviation**2
     return groups.levels.variance[:, 0] <= after_probe
 
 

@@ -3,7 +3,7 @@
 A step is everything from one batch to the next: generation, the pause, the refit, the recomputation
 of contexts, and the trainer's own time unless generation continues during it. Its useful work is
 
-    sum over its tokens of w * exp(-k / usefulness_age), times (1 - distance_price * d)
+    sum over its tokens of w * exp(-k / staleness_scale), times (1 - distance_price * d)
 
 where w is the token's share of T_bound, k its staleness in versions, and d the distance of the
 batch's lengths from the length distribution, beyond the distance of a batch drawn at random. A
@@ -26,7 +26,7 @@ from aprilsched.kernel.values.checks import suggesting
 class Objective:
     """The cost of a stale token and of a batch of unusual lengths to a training run."""
 
-    usefulness_age: Annotated[float, ABOVE_0] = 100.0
+    staleness_scale: Annotated[float, ABOVE_0] = 100.0
     """Staleness in versions at which a token is worth 1/e of a fresh one; ``math.inf`` if staleness
     costs nothing. The default is the highest price within the interval that experiments/learning
     measured with decoupled PPO (1 % for each version); the estimated cost itself is 0. With PPO's
@@ -41,18 +41,18 @@ class Objective:
     """Share of the useful work per second that may be given up for fewer stale tokens. Optima are
     flat: many schedules are as good as the best one within noise, with very different staleness."""
 
-    def usefulness(self, tokens_by_age: Mapping[int, float], *, bound: int | None) -> float:
+    def usefulness(self, tokens_by_staleness: Mapping[int, float], *, bound: int | None) -> float:
         """Return the mean usefulness of the tokens, from 0 to 1; without tokens it is 1.
 
         Args:
-            tokens_by_age: number of tokens by their staleness in versions.
+            tokens_by_staleness: number of tokens by their staleness in versions.
             bound: staleness beyond which tokens have loss mask 0; None without one.
         """
-        total = sum(tokens_by_age.values())
+        total = sum(tokens_by_staleness.values())
         if not total:
             return 1.0
-        counts = {k: n for k, n in tokens_by_age.items() if bound is None or k <= bound}
-        return sum(n * math.exp(-k / self.usefulness_age) for k, n in counts.items()) / total
+        counts = {k: n for k, n in tokens_by_staleness.items() if bound is None or k <= bound}
+        return sum(n * math.exp(-k / self.staleness_scale) for k, n in counts.items()) / total
 
     def share_left(self, distance: float, iid_distance: float) -> float:
         """Return the share of a batch's worth that remains, given the distance of its lengths.

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.log_law import Levels, LogLaw
+from aprilsched.kernel.core.lengths.log_lengths import Levels, LogLengths
 
 UNBOUNDED = 2**31 - 1
 
@@ -80,8 +80,8 @@ class OpenGroups:
     """Number of groups that the batch still takes."""
     tail: bool = False
     """Whether the batch nears its end, and this is the second call for it."""
-    law: LogLaw
-    """The law of the lengths, as estimated so far."""
+    log_lengths: LogLengths
+    """The distribution of the lengths, as estimated so far."""
     levels: Levels | None = None
     """Levels of the groups from earlier epochs of the same prompts; None if unknown."""
 

@@ -13,7 +13,7 @@ from aprilsched.kernel.core.policies.refill import Refill
 from aprilsched.kernel.core.policies.wave import Wave
 from aprilsched.kernel.values.bounds import Bound
 
-RATIO = Bound(least=1, most=64, words="a ratio from 1 (wait for all) to 64")
+RATIO = Bound(least=1, most=64, words="a ratio from 1 (synchronous) to 64")
 """The over-provision ratio rho = C / N (APRIL's over-sampling; 2 in its paper)."""
 
 
@@ -33,8 +33,9 @@ class Forecast:
         efficiency: T_bound / T, the bound on a batch's time over its time.
         off_policy_share: share of the delivered tokens that are older than the version that
             consumes them.
-        mean_age: mean number of versions by which a delivered token is older; None if unknown.
-        distance: distance of a batch's lengths from the drawn law; None if unknown.
+        mean_staleness: mean number of versions by which a delivered token is older; None if
+            unknown.
+        distance: distance of a batch's lengths from the drawn distribution; None if unknown.
         token_seconds: seconds of T_bound for each token, by the step-time model of the trials.
         read_seconds: seconds of T_bound for each context token that is read, by that model.
     """
@@ -42,7 +43,7 @@ class Forecast:
     step_seconds: float
     efficiency: float
     off_policy_share: float
-    mean_age: float | None = None
+    mean_staleness: float | None = None
     distance: float | None = None
     token_seconds: float | None = None
     read_seconds: float | None = None
@@ -113,7 +114,7 @@ def first_schedule(*, may_defer: bool, pace: Pace | None = None, waits: bool = F
         over_provision=1.0 if waits else FIRST_RATIO,
         refill=buckets if may_defer else Wave(),
         pace=pace,
-        why="nothing is known of the lengths yet, and no token may be stale: wait for all"
+        why="nothing is known of the lengths yet, and no token may be stale: synchronous"
         if waits
         else "nothing is known of the lengths yet: half a batch more than needed",
     )

@@ -96,5 +96,5 @@ class Staleness:
         return self.bound is not None and self._reaches(oldest, version, self.bound + 1)
 
     @staticmethod
-    def _reaches(oldest: int | None, version: int, age: int | None) -> bool:
-        return oldest is not None and age is not None and version - oldest >= age
+    def _reaches(oldest: int | None, version: int, staleness: int | None) -> bool:
+        return oldest is not None and staleness is not None and version - oldest >= staleness

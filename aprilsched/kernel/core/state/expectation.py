@@ -1,14 +1,15 @@
 """Expected remaining length of responses.
 
-The length distribution ("law") is estimated from the run so far, with unfinished responses as
-censored observations. A group's finished members are evidence for the others, and so are the
+The length distribution is estimated from the run so far, with unfinished responses as censored
+observations. A group's finished members are evidence for the others, and so are the
 lengths of its prompt in earlier epochs (:mod:`aprilsched.kernel.core.lengths.observed`).
 
 The model is a normal random effect on log lengths. A share w of the variance s is common to a
-group. If k finished siblings have a mean log length of d above the law's mean, the posterior mean
-of a member is w * k / (w * k + 1 - w) * d above it. If earlier epochs estimate the group's level at
-m above the law's mean, with variance v, the posterior mean is (m / v + k * d / ((1 - w) s)) / (1 /
-v + k / ((1 - w) s)) above it. The law is stretched by the exponential of that shift.
+group. If k finished siblings have a mean log length of d above the distribution's mean, the
+posterior mean of a member is w * k / (w * k + 1 - w) * d above it. If earlier epochs estimate the
+group's level at m above the distribution's mean, with variance v, the posterior mean is (m / v + k
+* d / ((1 - w) s)) / (1 / v + k / ((1 - w) s)) above it. The distribution is stretched by the
+exponential of that shift.
 
 :meth:`Expectations.rest` returns the expected number of steps to the end of each group, with or
 without tokens. Steps that order groups by length use it, for example
@@ -26,8 +27,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.core.lengths.laws import KaplanMeier
-from aprilsched.kernel.core.lengths.log_law import Levels, LogLaw, rest_of_groups
+from aprilsched.kernel.core.lengths.distributions import KaplanMeier
+from aprilsched.kernel.core.lengths.log_lengths import Levels, LogLengths, rest_of_groups
 from aprilsched.kernel.core.lengths.memory import LengthMemory, Remembered
 from aprilsched.kernel.core.lengths.observed import DEFAULT_WINDOW, ObservedLengths
 from aprilsched.kernel.core.state.records import (
@@ -62,7 +63,7 @@ class Expectations:
         self._prompts = 0
         """Number of responses in these means, at most `DEFAULT_WINDOW`."""
         self._version = version
-        self._law: KaplanMeier | None = None
+        self._distribution: KaplanMeier | None = None
         self._mean_log = 0.0
         self._deviation_log = 1.0
         self.ignores_ends = False
@@ -96,16 +97,16 @@ class Expectations:
         left = (member.sampling.max_new_tokens - member.log.size for member in ended)
         self.spare_tokens = spare + sum(max(0, tokens) - spare for tokens in left) / self._prompts
 
-    def log_law(self) -> LogLaw:
-        """Return the law of log lengths, for :mod:`~aprilsched.kernel.core.lengths.laws`."""
-        self._fresh_law()
-        return self._log_law()
+    def log_lengths(self) -> LogLengths:
+        """Return the distribution of log lengths, estimated again if out of date."""
+        self._fresh_distribution()
+        return self._log_lengths()
 
-    def _log_law(self) -> LogLaw:
-        """Return the law as last estimated."""
-        if self._law is None:
-            return LogLaw()
-        return LogLaw.estimated(
+    def _log_lengths(self) -> LogLengths:
+        """Return the distribution as last estimated."""
+        if self._distribution is None:
+            return LogLengths()
+        return LogLengths.estimated(
             mean=self._mean_log,
             deviation=self._deviation_log,
             shared=self._shared,
@@ -113,7 +114,7 @@ class Expectations:
         )
 
     def renew(self) -> None:
-        """Mark the law as out of date after a delivery; the next use estimates it again."""
+        """Mark the distribution as out of date after a delivery."""
         self._stale = True
 
     def remember(self, group: GroupRecord) -> Remembered | None:
@@ -123,16 +124,16 @@ class Expectations:
         """
         if group.prompt.key is None:
             return None
-        # No new estimate here: the law of the first group alone would stay in force until the first
-        # batch is full.
+        # No new estimate here: the distribution of the first group alone would stay in force until
+        # the first batch is full.
         return self.memory.note(
-            group.prompt.key, group_lengths(group), self._log_law(), self._version()
+            group.prompt.key, group_lengths(group), self._log_lengths(), self._version()
         )
 
     def levels(self, groups: Sequence[GroupRecord]) -> Levels:
         """Return each group's level of log lengths as estimated from earlier epochs."""
         keys = [group.prompt.key for group in groups]
-        return self.memory.levels(keys, self.log_law(), self._version())
+        return self.memory.levels(keys, self.log_lengths(), self._version())
 
     def explained(self, groups: Sequence[GroupRecord]) -> float:
         """Return the share of the prompts' common log variance that earlier epochs explain.
@@ -141,41 +142,42 @@ class Expectations:
         """
         # No new estimate here: the first decision of the next batch makes the estimate that all its
         # decisions use.
-        law = self._log_law()
-        common = law.shared * law.deviation**2
+        dist = self._log_lengths()
+        common = dist.shared * dist.deviation**2
         if not groups or common <= 0:
             return 0.0
         keys = [group.prompt.key for group in groups]
-        levels = self.memory.levels(keys, law, self._version())
+        levels = self.memory.levels(keys, dist, self._version())
         return 1 - float(levels.variance.mean()) / common
 
     def rest(self, groups: Sequence[GroupRecord]) -> NDArray[np.float64]:
         """Return the expected steps to the end of each group's longest member, float64 [G].
 
-        A complete group has 0. The evidence is the law of the run, the members so far, finished or
-        not, and the same prompt's lengths in earlier epochs, with a weight that falls with their
-        age. A group without tokens whose prompt is new has the law's expectation.
+        A complete group has 0. The evidence is the distribution of the run, the members so far,
+        finished or not, and the same prompt's lengths in earlier epochs, with a weight that falls
+        with their age. A group without tokens whose prompt is new has the distribution's
+        expectation.
         """
         tokens, finished = member_tokens(groups)
-        return rest_of_groups(tokens, finished, self.log_law(), self.levels(groups))
+        return rest_of_groups(tokens, finished, self.log_lengths(), self.levels(groups))
 
     def remaining(self, request: RequestRecord) -> float:
         """Return the expected tokens to the end of the response; 0 while no length is known."""
-        return 0.0 if self._fresh_law() is None else float(self.work([request])[0])
+        return 0.0 if self._fresh_distribution() is None else float(self.work([request])[0])
 
     def work(self, requests: Sequence[RequestRecord]) -> NDArray[np.float64]:
         """Return the expected tokens to the end of each response, float64 [n].
 
         It equals :meth:`remaining`, but is 1 for each response while no length is known.
         """
-        law = self._fresh_law()
-        if law is None:
+        dist = self._fresh_distribution()
+        if dist is None:
             return np.ones(len(requests))
         groups = {r.rollout.group.group_id: r.rollout.group for r in requests}
         stretches = {group_id: self._stretch(group) for group_id, group in groups.items()}
         stretch = np.array([stretches[r.rollout.group.group_id] for r in requests])
         so_far = np.array([r.rollout.log.size for r in requests], dtype=np.float64)
-        return stretch * law.residual_mean(so_far / stretch)
+        return stretch * dist.residual_mean(so_far / stretch)
 
     def distances(
         self,
@@ -184,7 +186,7 @@ class Expectations:
         *,
         unit_size: float | None = None,
     ) -> tuple[float, float] | None:
-        """Return the Kolmogorov distance of a batch's lengths from the law of all lengths.
+        """Return the Kolmogorov distance of a batch's lengths from the distribution of all lengths.
 
         The second number is the distance expected of whole groups with as many responses, drawn at
         random. None for a batch of fewer than two groups or samples, which is too small a sample,
@@ -199,13 +201,13 @@ class Expectations:
         if len(delivered) < 2:
             return None
         groups = [group_lengths(group) for group in flight if not group.complete]
-        law = self.observed.law([group for group in groups if group.tokens.any()])
+        dist = self.observed.distribution([group for group in groups if group.tokens.any()])
         lengths = [group_lengths(group).tokens for group in delivered]
-        if law is None:
+        if dist is None:
             return None
         count = len(lengths) if unit_size is None else max(1, round(len(lengths) / unit_size))
         usual = self.observed.iid_distance(count, seed=delivered[0].group_id)
-        return None if usual is None else (law.distance(np.concatenate(lengths)), usual)
+        return None if usual is None else (dist.distance(np.concatenate(lengths)), usual)
 
     def _stretch(self, group: GroupRecord) -> float:
         finished = [m.log.size for m in group.members if m.state not in GENERATING]
@@ -221,25 +223,25 @@ class Expectations:
         return math.exp(weight / (weight + 1 - self._shared) * above)
 
     def _stretch_remembered(self, group: GroupRecord, finished: list[int]) -> float:
-        law, levels = self._log_law(), self.levels([group])
-        mean, variance = float(levels.mean[0, 0]) - law.mean, float(levels.variance[0, 0])
-        own = (1 - law.shared) * law.deviation**2
-        above = sum(math.log(max(n, 1)) - law.mean for n in finished)
+        dist, levels = self._log_lengths(), self.levels([group])
+        mean, variance = float(levels.mean[0, 0]) - dist.mean, float(levels.variance[0, 0])
+        own = (1 - dist.shared) * dist.deviation**2
+        above = sum(math.log(max(n, 1)) - dist.mean for n in finished)
         return math.exp((mean / variance + above / own) / (1 / variance + len(finished) / own))
 
-    def _fresh_law(self) -> KaplanMeier | None:
-        """Return the law, re-estimated if out of date; None while no length is known."""
+    def _fresh_distribution(self) -> KaplanMeier | None:
+        """Return the distribution, re-estimated if out of date; None while no length is known."""
         if self._stale:
             self._estimate()
-        return self._law
+        return self._distribution
 
     def _estimate(self) -> None:
         self._stale = False
-        self._law = self.observed.law()
-        if self._law is None:
+        self._distribution = self.observed.distribution()
+        if self._distribution is None:
             return
-        mass = -np.diff(self._law.survival, prepend=1.0)
-        logs = np.log(self._law.lengths)
+        mass = -np.diff(self._distribution.survival, prepend=1.0)
+        logs = np.log(self._distribution.lengths)
         self._mean_log = float((mass * logs).sum() / mass.sum())
         variance = float((mass * (logs - self._mean_log) ** 2).sum() / mass.sum())
         self._deviation_log = variance**0.5

@@ -419,7 +419,7 @@ class DeliveredBatch:
 
 
 def group_lengths(record: GroupRecord) -> GroupLengths:
-    """Return the response lengths of a group, as evidence for the law of lengths.
+    """Return the response lengths of a group, as evidence for the distribution of lengths.
 
     They are in the order of the members' indexes, also after some have left as single samples: in
     the order of their ends the first one would be a short one.
@@ -431,7 +431,7 @@ def group_lengths(record: GroupRecord) -> GroupLengths:
         lengths = sorted([*lengths, *((each.index, each.tokens, True) for each in left)])
     return GroupLengths(
         launched=record.group_id,
-        # A response that ended without a token counts as length 1, the least of the law.
+        # A response that ended without a token counts as length 1, the least of the distribution.
         tokens=np.array([max(size, ended) for _, size, ended in lengths], dtype=np.int64),
         finished=np.array([ended for _, _, ended in lengths], dtype=np.bool_),
     )

@@ -529,7 +529,7 @@ def _finish(
 def _enforce_bound(state: SchedulerState) -> None:
     """Drop or restart the groups that are too stale now."""
     gate, version = state.staleness, state.weights.versions.trainer
-    cause = f"older than {gate.bound} versions at version {version}"
+    cause = f"staleness above {gate.bound} at version {version}"
     for group in list(state.in_flight.training_groups()):
         if state.in_flight.siblings is not None:
             for member in list(group.members):

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from aprilsched.kernel.core.lengths.laws import kaplan_meier
+from aprilsched.kernel.core.lengths.distributions import kaplan_meier
 from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
@@ -42,7 +42,7 @@ _DRIFT = 0.3
 
 With a coefficient of variation of 1, the first responses of eight batches of 32 groups yield the
 median to 7 %. The delivered mean would not do, because it depends on the schedule; nor would the
-mean of the law, which depends on unfinished responses."""
+mean of the distribution, which depends on unfinished responses."""
 
 _DRIFT_TRAINING = 1 / 3
 """Relative change of the trainer's time that makes a schedule out of date."""

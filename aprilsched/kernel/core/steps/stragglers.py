@@ -131,7 +131,7 @@ def _view(state: SchedulerState, groups: list[GroupRecord], *, tail: bool) -> Op
         wanted=state.plan.target_groups - state.ready_groups,
         lacking=state.batch_groups - state.ready_groups,
         tail=tail,
-        law=state.expectations.log_law(),
+        log_lengths=state.expectations.log_lengths(),
         levels=state.expectations.levels(groups),
     )
 

@@ -26,8 +26,8 @@ def _usual_group(state: SchedulerState) -> float:
     size = state.prompts.usual_size
 
     def group_tokens() -> float | None:
-        law = state.expectations.observed.law(_newest(state))
-        return None if law is None else size * law.mean()
+        dist = state.expectations.observed.distribution(_newest(state))
+        return None if dist is None else size * dist.mean()
 
     usual = state.stop.usual_group(size, group_tokens)
     return state.plan.usual_group if usual is None else usual

@@ -1,6 +1,7 @@
 """What staleness costs a policy, with generation taken out: many policies are trained at once.
 
-    PYTHONPATH=.:examples/grpo python experiments/learning/ages.py --out ages.jsonl --block lag
+    PYTHONPATH=.:examples/grpo python experiments/learning/usefulness.py --out usefulness.jsonl \\
+        --block lag
 
 All policies of a block have the architecture and the first weights of examples/grpo's, are trained
 for the same number of updates with the loss of examples/grpo/train.py, and differ in one thing.

@@ -1,4 +1,4 @@
-"""The product-limit estimate of the length law, with unfinished responses as censored ones.
+"""The product-limit estimate of the length distribution; unfinished responses are censored.
 
 Kaplan and Meier, 1958: at each length t where d responses end and n had at least t tokens, S(t) =
 prod (1 - d / n). A response in flight with t tokens has a length above t, so it counts among the n
@@ -24,18 +24,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from aprilsched.kernel.core.lengths.log_law import normal_quantile
+from aprilsched.kernel.core.lengths.log_lengths import normal_quantile
 
 _LEAST_AT_RISK = 10
 """Number of responses at risk from which a hazard is estimated."""
 _PARTS = (1.5, 2.0, 4.0, math.inf)
-"""Parts of a law from which its tail is guessed: the lengths whose survival is at most this
-multiple of the survival at the last length before the tail."""
+"""Parts of a distribution from which its tail is guessed: the lengths whose survival is at most
+this multiple of the survival at the last length before the tail."""
 _LEAST_IN_PART = 20
 """Number of different lengths that a part needs for a guess."""
 _LEAST_SLOPE = 0.6
-"""The tail is at most that of a log normal law with a deviation of 1 / 0.6. With 1 / 0.3 the guess
-after one batch has twice the error for uniform or exponential lengths."""
+"""The tail is at most that of a log-normal distribution with a deviation of 1 / 0.6. With 1 / 0.3
+the guess after one batch has twice the error for uniform or exponential lengths."""
 _FARTHEST = 8
 """A tail ends at this multiple of the longest length that any response has had, finished or not. If
 only half of the responses of the first batch have ended, this halves the error of a guess for
@@ -46,8 +46,8 @@ _TAIL_STEPS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KaplanMeier:
-    """A length law. Lengths are in tokens. Arrays have m entries in ascending order, one for each
-    length at which a response was observed to end, or is guessed to end.
+    """A length distribution. Lengths are in tokens. Arrays have m entries in ascending order, one
+    for each length at which a response was observed to end, or is guessed to end.
 
     Attributes:
         lengths: int64 [m].
@@ -69,8 +69,8 @@ class KaplanMeier:
     end: int
     longest: NDArray[np.int64]
     _table: list[NDArray[Any]] = field(default_factory=list["NDArray[Any]"], init=False, repr=False)
-    """The steps of the survival and its integral from each of them, computed on first use: a law is
-    evaluated for thousands of responses."""
+    """The steps of the survival and its integral from each of them, computed on first use: a
+    distribution is evaluated for thousands of responses."""
 
     def survival_at(self, at: ArrayLike) -> NDArray[np.float64]:
         """Return P(L > at), in the shape of `at`."""
@@ -82,10 +82,10 @@ class KaplanMeier:
         return self.residual_quantile(q, 0)
 
     def residual_quantile(self, q: ArrayLike, at: ArrayLike) -> NDArray[np.int64]:
-        """Return the quantile of the law of L given L > at.
+        """Return the quantile of the distribution of L given L > at.
 
-        With uniform `q` the results are draws from this law. Beyond `end` the result is the next
-        token. `q` and `at` are broadcast.
+        With uniform `q` the results are draws from this distribution. Beyond `end` the result is
+        the next token. `q` and `at` are broadcast.
         """
         times, steps = self._steps()
         left = (1 - np.asarray(q, dtype=np.float64)) * self.survival_at(at)
@@ -107,20 +107,21 @@ class KaplanMeier:
         )
 
     def completed(self, most: int) -> KaplanMeier:
-        """Return the law with a guessed tail, or the law itself if too few lengths are known.
+        """Return the distribution with a guessed tail, or itself if too few lengths are known.
 
         In the first batches of a run the longest responses still run. No response, or only one or
         two of the few that started early enough, has ended at such lengths, and Efron's rule would
-        let all of them end there. For a log normal law with sigma = 1.1 whose longest tenth is
-        unseen, the mean is then 20 % too small, and the mean of the squares, which determines the
-        cost of reading the KV, 67 %.
+        let all of them end there. For a log-normal distribution with sigma = 1.1 whose longest
+        tenth is unseen, the mean is then 20 % too small, and the mean of the squares, which
+        determines the cost of reading the KV, 67 %.
 
         The tail starts where fewer than 10 responses are at risk and less than half of those that
         would be if all had ended; ends beyond that are left out. The tail is that of a log normal
-        law with the same mass beyond this length. Candidates for its deviation are least-squares
-        fits of the normal quantiles to the logs, in several last parts of the estimate. The
-        smallest candidate is used, because a gap before the last part, as of two modes, would make
-        any tail longer. The guessed lengths have 0 at risk, and the variance of the last known one.
+        distribution with the same mass beyond this length. Candidates for its deviation are
+        least-squares fits of the normal quantiles to the logs, in several last parts of the
+        estimate. The smallest candidate is used, because a gap before the last part, as of two
+        modes, would make any tail longer. The guessed lengths have 0 at risk, and the variance of
+        the last known one.
 
         Args:
             most: the largest possible number of tokens of a response.
@@ -158,7 +159,7 @@ class KaplanMeier:
         )
 
     def distance(self, lengths: NDArray[np.int64]) -> float:
-        """Return Kolmogorov's distance of a sample from this law, 0 to 1.
+        """Return Kolmogorov's distance of a sample from this distribution, 0 to 1.
 
         It is the largest difference of the two distribution functions.
 
