@@ -92,6 +92,7 @@ async def run_through_deltas(
         # With "keep" a new request may find the prefix of another one under older weights.
         kv_after_refit="apart" if rule == "in_place" else "recompute",
         batch_groups=BATCH_GROUPS,
+        max_staleness=None,  # Responses outlive many updates.
     ) as rollouts:
         tokens, version, seen = 0, 0, set[int]()
         while tokens < TOKENS or len(seen) < VERSIONS:

@@ -331,7 +331,7 @@ async def test_no_client_notices_three_updates_and_the_death_of_a_server(
     prove(everything, models, tmp_path)
 
 
-@pytest.mark.shows("gateway", engine="SGLang", adapter="slime")
+@pytest.mark.shows("gateway", engine="SGLang")
 @pytest.mark.skipif(ROOTS["slime"] is None, reason="set SLIME_ROOT to a checkout of slime")
 async def test_slimes_own_rollout_with_its_own_abort(
     clean_pair: tuple[CpuServer, CpuServer],

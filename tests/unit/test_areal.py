@@ -723,7 +723,7 @@ def test_parameters_of_sampling_reach_the_engine(parts: SimpleNamespace, opened:
     }
 
 
-@pytest.mark.refuses("LoRA adapters", adapter="AReaL", why="Requests would not name the adapter.")
+@pytest.mark.lacks("LoRA adapters", adapter="AReaL", why="Requests would not name the adapter.")
 @each_row(
     ("areals", "settings", "error"),
     [

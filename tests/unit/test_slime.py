@@ -990,7 +990,7 @@ def test_engines_come_from_the_router_and_may_be_replaced(
     once(taken)
 
 
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "prefill and decode apart",
     adapter=("slime", "miles"),
     why="Every engine of the scheduler does both.",
@@ -1287,13 +1287,13 @@ def test_an_evaluation_may_have_a_function_of_its_own(started: Callable[..., Loo
     train(loop, 1, low=1)
 
 
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "retract",
     "in_place",
     adapter="slime",
     why="Its pause for an update has no mode, so SGLang aborts all requests.",
 )
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "retract",
     "in_place",
     adapter="miles",

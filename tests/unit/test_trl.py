@@ -767,9 +767,7 @@ def test_streamed_batches_that_cannot_be_are_refused(
 SEEN = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
 
 
-@pytest.mark.refuses(
-    "images", adapter="TRL", why="AsyncGRPOTrainer gives its model token ids alone."
-)
+@pytest.mark.lacks("images", adapter="TRL", why="AsyncGRPOTrainer gives its model token ids alone.")
 @each_row("row", [{"prompt": "What is it?", "images": ["a.png"]}, {"prompt": SEEN, "image": None}])
 def test_a_dataset_with_images_is_refused(cpu: Any, tmp_path: Path, row: dict[str, Any]):
     """TRL would train on the text without them."""
@@ -779,7 +777,7 @@ def test_a_dataset_with_images_is_refused(cpu: Any, tmp_path: Path, row: dict[st
         made.get()
 
 
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "routed experts",
     adapter="TRL",
     why="AsyncGRPOTrainer packs token ids into a tree, with no place for other columns.",

@@ -16,12 +16,12 @@ from aprilsched.trainers.verl import AgentLoopManager, _settings, open_control_c
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
 
 
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "LoRA adapters",
     adapter="verl",
     why="Requests would not name the adapter, unless model.lora.merge=True.",
 )
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "prefill and decode apart",
     adapter="verl",
     why="The prefill server of SGLang 0.5.23 keeps KV of old weights in a pause.",
@@ -82,7 +82,7 @@ def test_rewards_computed_after_sampling_are_refused_with_samples(configure: Cal
         manager.create(config=configure(*SINGLE), llm_client=None)
 
 
-@pytest.mark.refuses("rolling refits", adapter="verl", why="verl loads all servers at once.")
+@pytest.mark.lacks("rolling refits", adapter="verl", why="verl loads all servers at once.")
 def test_settings_that_need_batches_of_the_scheduler(configure: Callable[..., Any]):
     for own in (
         SchedulerConfig(max_staleness=2),
@@ -118,7 +118,7 @@ def test_the_bound_on_staleness_is_that_of_verl_or_stricter(configure: Callable[
     assert free.policies.staleness.bound is None
 
 
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "in_place",
     engine="SGLang",
     adapter="verl",

@@ -133,9 +133,9 @@ def _fill(path: Path) -> None:
         (path / name).write_text("{}")
 
 
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "draft refits",
-    engine="SGLang",
+    engine="embedded",
     why="A draft model with a checkpoint of its own is left alone; updates from disk are refused.",
 )
 @each_row(("algorithm", "selector"), [(None, "all"), ("EAGLE", "all"), ("EAGLE3", "target")])

@@ -82,7 +82,7 @@ async def test_every_token_is_of_the_version_that_it_was_given(
     await run_and_check(site, rule, batches=3)
 
 
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "linear attention",
     engine="vLLM",
     why="On a CPU vLLM 0.32 has wrong weights after a refit, which doctor's proof finds.",

@@ -35,7 +35,7 @@ def storing_server(models: tuple[Path, Path], tmp_path: Path) -> Iterator[VLLMSe
         yield server
 
 
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "KV stores outside",
     engine="vLLM",
     why="A store that ignores cache keys keeps KV of older weights.",

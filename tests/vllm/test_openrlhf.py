@@ -146,8 +146,8 @@ def test_settings_that_change_a_samples_advantage_are_refused(
         adapter._check(nested({**usual, **changes}), "samples")
 
 
-@pytest.mark.refuses("LoRA adapters", adapter="OpenRLHF", why="The servers load whole models.")
-@pytest.mark.refuses("sleep", adapter="OpenRLHF", why="The servers have GPUs of their own.")
+@pytest.mark.lacks("LoRA adapters", adapter="OpenRLHF", why="The servers load whole models.")
+@pytest.mark.lacks("sleep", adapter="OpenRLHF", why="The servers have GPUs of their own.")
 @each_row(
     ("changes", "error"),
     [

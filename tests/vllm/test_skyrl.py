@@ -248,9 +248,9 @@ def test_five_steps_of_skyrls_trainer(
     assert crossing(rollouts)
 
 
-@pytest.mark.refuses("LoRA adapters", adapter="SkyRL", why="The servers load whole models.")
-@pytest.mark.refuses("images", adapter="SkyRL", why="Only text is scheduled.")
-@pytest.mark.refuses(
+@pytest.mark.lacks("LoRA adapters", adapter="SkyRL", why="The servers load whole models.")
+@pytest.mark.lacks("images", adapter="SkyRL", why="Only text is scheduled.")
+@pytest.mark.lacks(
     "routed experts", adapter="SkyRL", why="vLLM's routed experts are not passed on."
 )
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_what_cannot_be_served_is_refused(
         made.get_inference_client()
 
 
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "single samples",
     adapter="SkyRL",
     why="SkyRL's queue takes all trajectories of a prompt at once.",

@@ -140,7 +140,7 @@ async def test_a_response_ends_in_the_middle_of_a_step(
     assert kind == "ngram" or accepted > 3 * drafts
 
 
-@pytest.mark.refuses(
+@pytest.mark.lacks(
     "draft refits", engine="vLLM", why="vLLM 0.32 loads an update into the target alone."
 )
 async def test_a_drafter_that_is_not_refitted_is_seldom_right(

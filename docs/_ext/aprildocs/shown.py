@@ -1,9 +1,10 @@
 """The table of features by engine and adapter, from the marks of the tests that show each.
 
 A test function has ``@pytest.mark.shows("retract", engine="vLLM", adapter="verl")`` for what it
-shows, and ``@pytest.mark.refuses("LoRA adapters", adapter="verl", why="...")`` for what it shows to
-be refused. Several features, or a tuple of adapters, may be in one mark. The marks are read from
-the files, so no trainer must be installed, and a value that no column or row has is an error.
+shows, and ``@pytest.mark.lacks("LoRA adapters", adapter="verl", why="...")`` for what it shows to
+be refused or not to work. Several features, or a tuple of adapters, may be in one mark. The marks
+are read from the files, so no trainer must be installed, and a value that no column or row has is
+an error.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ ADAPTERS: tuple[str, ...] = (
     "own loop",
 )
 
-_MARKS = {"pytest.mark.shows": False, "pytest.mark.refuses": True}
-"""Whether a mark is about a refusal."""
+_MARKS = {"pytest.mark.shows": False, "pytest.mark.lacks": True}
+"""Whether a mark is about something that does not work."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +74,9 @@ class Shown:
 
     Attributes:
         feature: the row.
-        engine: the kind of engine that runs; empty if a refusal needs none.
+        engine: the kind of engine that runs; empty if a missing feature needs none.
         adapter: the adapter that runs; empty for the scheduler alone.
-        why: why the feature is refused; empty if it works.
+        why: why the feature is refused or does not work; empty if it works.
         path: the file, from the root of the repository.
         test: the name of the test.
     """
@@ -93,7 +94,7 @@ def shown_in(source: str, path: str) -> Iterator[Shown]:
 
     Raises:
         ValueError: if a mark names an unknown feature, engine or adapter, has no engine, or
-            refuses without a reason.
+            is about a missing feature without a reason.
     """
     for function in ast.walk(ast.parse(source)):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -104,19 +105,19 @@ def shown_in(source: str, path: str) -> Iterator[Shown]:
                         yield from _marked(decorator, _MARKS[name], path, function.name)
 
 
-def _marked(mark: ast.Call, refuses: bool, path: str, test: str) -> Iterator[Shown]:
+def _marked(mark: ast.Call, is_missing: bool, path: str, test: str) -> Iterator[Shown]:
     where = f"{path}:{mark.lineno}"
     features = [ast.literal_eval(each) for each in mark.args]
     keys: dict[str, Any] = {str(k.arg): ast.literal_eval(k.value) for k in mark.keywords}
     engines, adapters = _several(keys.pop("engine", "")), _several(keys.pop("adapter", ""))
     why = keys.pop("why", "")
-    if keys or bool(why) != refuses or not features or not test.startswith("test_"):
+    if keys or bool(why) != is_missing or not features or not test.startswith("test_"):
         raise ValueError(
-            f"{where}: a mark of a test must have features and an engine, and a refusal `why`."
+            f"{where}: a mark of a test must have features and an engine, or `why` one is missing."
         )
     for what, found, known in (
         ("feature", features, FEATURES),
-        ("engine", engines, ENGINES if not refuses else ("", *ENGINES)),
+        ("engine", engines, ENGINES if not is_missing else ("", *ENGINES)),
         ("adapter", adapters, ("", *ADAPTERS)),
     ):
         for each in found:
@@ -161,7 +162,7 @@ def _row(cells: list[str]) -> str:
 
 
 def _cell(own: list[Shown], engine: str, adapter: str, anchor: str) -> str:
-    """Return the numbers of tests, or that the feature is refused, with a link to the list."""
+    """Return the numbers of tests, or that the feature is missing, with a link to the list."""
     here = [each for each in own if each.adapter == adapter]
     if engine:
         here = [each for each in here if each.engine in (engine, "")]
@@ -170,11 +171,11 @@ def _cell(own: list[Shown], engine: str, adapter: str, anchor: str) -> str:
         count = sum(one.engine == each and not one.why for one in here)
         if count:
             parts.append(str(count) if engine else f"{count} {ENGINES[each]}")
-    refused = [each for each in here if each.why]
-    if refused:
-        letters = sorted({ENGINES.get(each.engine, "") for each in refused})
+    missing = [each for each in here if each.why]
+    if missing:
+        letters = sorted({ENGINES.get(each.engine, "") for each in missing})
         on = "" if engine or "" in letters else f" {' '.join(letters)}"
-        parts.append(f"refused{on}")
+        parts.append(f"no{on}")
     return f"[{', '.join(parts)}](#{anchor})" if parts else "—"
 
 
@@ -197,5 +198,5 @@ def _list(own: list[Shown]) -> Iterator[str]:
     for (path, test, why), who in whose.items():
         tests.setdefault((", ".join(who), path, why), []).append(f"`{test}`")
     for (who, path, why), names in tests.items():
-        refused = f" refused. {why}" if why else ""
-        yield f"- {who}:{refused} [{path}](../{path}): {', '.join(names)}"
+        reason = f" no. {why}" if why else ""
+        yield f"- {who}:{reason} [{path}](../{path}): {', '.join(names)}"
