@@ -17,6 +17,7 @@ from typing import get_args
 import pytest
 from aprildocs.command_line import help_of
 from aprildocs.generated import GENERATORS, pages, with_generated_parts
+from aprildocs.shown import ADAPTERS, FEATURES, Shown, shown, shown_in
 from aprildocs.state_diagram import PLACES, draw, moves_table
 from aprildocs.support import support
 from aprildocs.tables import (
@@ -144,6 +145,65 @@ def test_everything_that_is_generated_is_used_on_a_page():
 def test_the_supported_versions_match_the_pins():
     page = (ROOT / "docs/compatibility.md").read_text(encoding="utf-8")
     assert support() in page, f"put this table into docs/compatibility.md:\n{support()}"
+
+
+def test_a_mark_has_a_place_for_each_engine_and_adapter():
+    marked = """
+@pytest.mark.parametrize("rule", ["abort"])
+@pytest.mark.shows("abort", "sleep", engine="SGLang", adapter=("slime", "miles"))
+@pytest.mark.lacks("LoRA adapters", adapter="miles", why="One model.")
+async def test_this(rule): ...
+"""
+    found = [(e.feature, e.engine, e.adapter, e.why) for e in shown_in(marked, "test_it.py")]
+    assert found == [
+        ("abort", "SGLang", "slime", ""),
+        ("abort", "SGLang", "miles", ""),
+        ("sleep", "SGLang", "slime", ""),
+        ("sleep", "SGLang", "miles", ""),
+        ("LoRA adapters", "", "miles", "One model."),
+    ]
+
+
+@each_row(
+    ("mark", "error"),
+    [
+        ('shows("abroad", engine="vLLM")', "3: feature must be one of .* got 'abroad'"),
+        ('shows("abort", engine="vllm")', "3: engine must be one of .* got 'vllm'"),
+        ('shows("abort", engine="vLLM", adapter="Verl")', "adapter must be one of .* got 'Verl'"),
+        ('shows("abort")', "engine must be one of .* got ''"),
+        ('shows("abort", engine="vLLM", why="It works.")', "or `why` one is missing"),
+        ('lacks("abort", engine="vLLM")', "or `why` one is missing"),
+        ('shows(engine="vLLM")', "must have features"),
+        ('shows("abort", engines="vLLM")', "must have features"),
+    ],
+)
+def test_a_mark_without_a_place_in_the_table_is_refused(mark: str, error: str):
+    with pytest.raises(ValueError, match=error):
+        list(shown_in(f"import pytest\n\n@pytest.mark.{mark}\ndef test_this(): ...", "test_it.py"))
+
+
+def test_a_mark_of_a_helper_is_refused():
+    source = '@pytest.mark.shows("abort", engine="vLLM")\ndef helper(): ...'
+    with pytest.raises(ValueError, match="a mark of a test"):
+        list(shown_in(source, "test_it.py"))
+
+
+def test_every_trainer_with_checkpoints_resumes_its_partials():
+    (row,) = re.findall(r"^\| checkpoints with partials \|(.*)\|$", shown(), re.MULTILINE)
+    cells = dict(zip(("SGLang", "vLLM", *ADAPTERS), row.split(" | "), strict=True))
+    # TorchRL has no trainer, so its user has a store.
+    assert {name for name, text in cells.items() if "—" in text} == {"vLLM", "TorchRL"}
+
+
+def test_every_marked_test_is_linked_from_its_feature():
+    table, _, lists = shown().partition("## The tests")
+    parts = dict(zip(FEATURES, lists.split("### ")[1:], strict=True))
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        each: Shown
+        for each in shown_in(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix()):
+            assert f"| {each.feature} |" in table
+            assert f"`{each.test}`" in parts[each.feature]
+            assert f"](../{each.path})" in parts[each.feature]
 
 
 def rows(table: str) -> set[str]:

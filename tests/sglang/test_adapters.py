@@ -96,6 +96,7 @@ async def test_sim(embedded: Adapting, check: AdapterCheck) -> None:
     await check(embedded)
 
 
+@pytest.mark.shows("LoRA adapters", engine="SGLang")
 @pytest.mark.long
 async def test_logprobs_are_those_of_the_merged_weights(
     real: Adapting, adapters: tuple[object, tuple[Path, Path]], tmp_path: Path
@@ -117,6 +118,7 @@ def _write(model: Path, adapter: Path, merged: Path, seed: int) -> tuple[Path, P
     return adapter, merged
 
 
+@pytest.mark.shows("LoRA adapters", engine="SGLang")
 @pytest.mark.long
 async def test_rollouts_are_of_the_adapters_they_were_sent_under(
     lora_server: CpuServer,

@@ -93,6 +93,15 @@ class Recording:
         }
 
 
+@pytest.mark.shows(
+    "abort",
+    "retract",
+    "weights from disk",
+    "weights by broadcast",
+    "single samples",
+    engine="SGLang",
+    adapter="AReaL",
+)
 @pytest.mark.parametrize(
     ("weights", "delivery"), [("disk", "groups"), ("xccl", "groups"), ("disk", "samples")]
 )

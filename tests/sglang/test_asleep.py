@@ -32,6 +32,7 @@ pytestmark = pytest.mark.long
 STEPS = 5
 
 
+@pytest.mark.shows("abort", "retract", "sleep", engine="SGLang")
 @pytest.mark.parametrize("straggler", ["retract", "abort"])
 async def test_stragglers_sleep_through_a_training_step_and_end_on_the_new_weights(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path, straggler: StragglerRule
@@ -74,6 +75,7 @@ async def run_asleep(
     return delivered
 
 
+@pytest.mark.shows("sleep", engine="SGLang")
 async def test_a_server_that_leaves_asleep_is_handed_back_when_the_trainer_wakes_the_others(
     clean_pair: tuple[CpuServer, CpuServer],
 ):

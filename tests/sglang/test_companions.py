@@ -118,6 +118,7 @@ def truth(models: Sequence[Path], rollouts: Sequence[Rollout], folder: Path) -> 
     return found
 
 
+@pytest.mark.shows("routed experts", engine="SGLang")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in RULES]
 )
@@ -305,6 +306,7 @@ def _first_life(urls: Sequence[str], second: Path, store: Path, updated: Path) -
     asyncio.run(live())
 
 
+@pytest.mark.shows("routed experts", "checkpoints with partials", engine="SGLang")
 @pytest.mark.long
 async def test_a_killed_trainer_goes_on_with_the_rows_of_both_versions(
     servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path], tmp_path: Path
@@ -333,6 +335,7 @@ async def test_a_killed_trainer_goes_on_with_the_rows_of_both_versions(
     _check(resumed, mixtures, tmp_path)
 
 
+@pytest.mark.shows("lost engines", "routed experts", engine="SGLang")
 @pytest.mark.long
 async def test_what_a_killed_server_had_is_routed_again_by_another_one(
     servers: tuple[CpuServer, CpuServer], mixtures: tuple[Path, Path], tmp_path: Path

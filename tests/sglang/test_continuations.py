@@ -49,6 +49,7 @@ pytestmark = pytest.mark.long
 RULES = ["retract", "in_place", "abort"]
 
 
+@pytest.mark.shows("abort", "retract", "in_place", engine="SGLang")
 @pytest.mark.parametrize("rule", RULES)
 async def test_greedy_tokens_survive_interruptions_unchanged(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule
@@ -58,6 +59,7 @@ async def test_greedy_tokens_survive_interruptions_unchanged(
     await _equal_to_uninterrupted(clean_pair[0].url, crossing(run))
 
 
+@pytest.mark.shows("lost engines", engine="SGLang")
 @pytest.mark.parametrize("rule", RULES)
 async def test_a_continuation_on_the_other_server_gives_the_same_greedy_tokens(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], rule: StragglerRule

@@ -53,6 +53,7 @@ def killed_and_resumed(url: str, weights: Path, tmp_path: Path) -> dict[str, Any
     return json.loads(done.stdout)
 
 
+@pytest.mark.shows("checkpoints with partials", engine="SGLang")
 async def test_the_command_line_goes_on_after_kill_9(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
 ):

@@ -6,7 +6,6 @@ its own, and its host misses two versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,35 +14,15 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from aprilsched import Batch, DeltaPublisher, Rollout, SGLangFleet
 from aprilsched.kernel.weights.delta_file import apply_delta
 from tests.sglang.conftest import ADMIN_KEY
 from tests.sglang.recorded import TOLERANCE, Recorder, check_whole, scheduled, sequence_scores
 from tests.sglang.server import CpuServer
-from tests.sglang.trained import tensors
+from tests.sglang.trained import ChangingWeights, tensors
 
 SHARES = (0.5, 0.01, 0.03, 0.3, 0.01, 0.03, 0.01)
-
-
-class Trainer:
-    """Weights that change by shares, and the checkpoint of each version as a host has it."""
-
-    def __init__(self, models: tuple[Path, Path], folder: Path) -> None:
-        self._first, self._second = (dict(tensors(model)) for model in models)
-        self.weights = {name: tensor.clone() for name, tensor in self._first.items()}
-        self.folder = folder
-        self._random = torch.Generator().manual_seed(0)
-
-    def step(self, version: int) -> None:
-        source = self._second if version % 2 else self._first
-        for name, tensor in self.weights.items():
-            chosen = torch.rand(tensor.shape, generator=self._random) < SHARES[version - 1]
-            tensor[chosen] = source[name][chosen]
-
-    def named(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.weights.items()
 
 
 async def load_from(load: Any, folder: Path, path: Path, version: int) -> None:
@@ -70,11 +49,12 @@ def mislabelled(rollout: Rollout, scores: NDArray[np.float64], lost: str) -> lis
     return wrong
 
 
+@pytest.mark.shows("deltas on disk", engine="SGLang")
 @pytest.mark.long
 async def test_every_token_is_of_its_version_also_after_missed_deltas(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
-    trainer = Trainer(models, tmp_path)
+    trainer = ChangingWeights(models, SHARES)
     fleet = SGLangFleet([each.url for each in clean_pair], admin_key=ADMIN_KEY, stream_interval=16)
     folders = {engine.name: tmp_path / f"host-{i}" for i, engine in enumerate(fleet.engines)}
     second = fleet.engines[1].name

@@ -81,6 +81,7 @@ async def assert_has(
     assert np.median(np.abs(stream.logprobs - wrong[0])) > 0.5
 
 
+@pytest.mark.shows("weights by broadcast", engine="SGLang")
 async def test_a_server_takes_weights_again_and_again_over_one_group(
     engine: SGLangEngine, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -100,6 +101,7 @@ async def test_a_server_takes_weights_again_and_again_over_one_group(
     await made.aclose()
 
 
+@pytest.mark.shows("weights by broadcast", engine="SGLang")
 async def test_two_servers_take_weights_at_once_in_one_bucket(
     pair: tuple[SGLangEngine, SGLangEngine], models: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -110,6 +112,7 @@ async def test_two_servers_take_weights_at_once_in_one_bucket(
     await made.aclose()
 
 
+@pytest.mark.shows("weights by broadcast", "gateway", engine="SGLang")
 @pytest.mark.long
 async def test_a_broadcast_through_a_gateway_reaches_all_servers_behind_it(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from aprilsched import SamplingParams
+from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import whole
+from tests.sglang.changing import run_through_deltas
 from tests.sglang.held import Site, run_and_check
 from tests.sglang.helpers import reset
 from tests.sglang.server import CpuServer
@@ -39,6 +41,7 @@ def ranked(
         yield server
 
 
+@pytest.mark.shows("data-parallel ranks", engine="SGLang")
 async def test_the_requests_of_a_group_share_a_rank(ranked: RankServer) -> None:
     """Two groups of four, each on its own rank; a body has requests of one rank."""
     engine = SGLangEngine(ranked.url, stream_interval=16)
@@ -64,6 +67,7 @@ async def test_the_requests_of_a_group_share_a_rank(ranked: RankServer) -> None:
     await engine.close()
 
 
+@pytest.mark.shows("abort", "retract", "data-parallel ranks", engine="SGLang")
 @pytest.mark.long
 @pytest.mark.parametrize("rule", ["retract", "abort"])
 async def test_every_token_is_of_the_version_that_it_was_given(
@@ -71,3 +75,18 @@ async def test_every_token_is_of_the_version_that_it_was_given(
 ) -> None:
     site = Site([ranked.url], models, tmp_path, lambda url: reset(url, models[0]))
     await run_and_check(site, rule, batches=3)
+
+
+@pytest.mark.shows(
+    "abort", "retract", "in_place", "deltas on disk", "data-parallel ranks", engine="SGLang"
+)
+@pytest.mark.long
+@pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
+async def test_tokens_of_two_ranks_are_exact_through_deltas(
+    ranked: RankServer, models: tuple[Path, Path], tmp_path: Path, rule: StragglerRule
+) -> None:
+    """Together with the test of speculation, at least 100,000 tokens."""
+    site = Site([ranked.url], models, tmp_path, lambda url: reset(url, models[0]))
+    checked = await run_through_deltas(site, rule, keep=("dp_rank",))
+    ranks = {answer.values["dp_rank"] for rollout in checked.rollouts for answer in rollout.answers}
+    assert ranks == set(range(RANKS))

@@ -129,6 +129,7 @@ async def halfway(rollouts: RolloutScheduler, batches: list[Batch]) -> int:
                 batches.append(await rollouts.next_batch())
 
 
+@pytest.mark.shows("weights that the trainer moves", engine="SGLang")
 async def test_the_trainer_says_afterwards_what_it_has_loaded(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
@@ -153,6 +154,7 @@ async def test_the_trainer_says_afterwards_what_it_has_loaded(
         check(rollouts, batches, models, tmp_path, stood_by=stood_by)
 
 
+@pytest.mark.shows("weights that the trainer moves", engine="SGLang")
 async def test_a_trainer_whose_labels_are_no_numbers_has_its_weights_labelled(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path]
 ):
@@ -169,6 +171,7 @@ async def test_a_trainer_whose_labels_are_no_numbers_has_its_weights_labelled(
         assert {int(v) for rollout in batch.rollouts for v in rollout.versions} == {1}
 
 
+@pytest.mark.shows("weights that the trainer moves", engine="SGLang")
 async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
@@ -199,6 +202,7 @@ async def test_the_trainer_loads_while_the_scheduler_holds_the_servers(
         assert rollouts.state.in_flight.ledger.total == 0
 
 
+@pytest.mark.shows("weights that the trainer moves", engine="SGLang")
 async def test_the_trainer_pauses_and_continues_the_servers_itself_while_the_scheduler_holds_them(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
@@ -218,6 +222,7 @@ async def test_the_trainer_pauses_and_continues_the_servers_itself_while_the_sch
         check(rollouts, batches, models, tmp_path)
 
 
+@pytest.mark.shows("weights that the trainer moves", engine="SGLang")
 @pytest.mark.parametrize(
     ("mode", "straggler"),
     [

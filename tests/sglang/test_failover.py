@@ -67,6 +67,7 @@ async def rest(rollouts: RolloutScheduler) -> list[Batch]:
             return batches
 
 
+@pytest.mark.shows("lost engines", engine="SGLang")
 @pytest.mark.long
 async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_back(
     clean_pair: Pair, models: tuple[Path, Path], tmp_path: Path
@@ -109,6 +110,7 @@ async def test_what_a_hanging_server_had_is_finished_by_the_other_until_it_is_ba
         assert len(losses(recorder)) == 1
 
 
+@pytest.mark.shows("lost engines", engine="SGLang")
 @pytest.mark.long
 async def test_the_only_server_is_killed_and_started_again_and_the_run_goes_on(
     clean_pair: Pair,

@@ -114,6 +114,7 @@ async def test_what_is_no_sglang_is_refused_in_one_sentence(body: str | None) ->
     await runner.cleanup()
 
 
+@pytest.mark.shows("weights from disk", engine="SGLang")
 async def test_the_disk_publisher_refits_every_engine_and_keeps_few_versions(
     fleet: SGLangFleet, models: tuple[Path, Path], tmp_path: Path
 ) -> None:

@@ -258,6 +258,7 @@ def prove(received: Sequence[Received], models: tuple[Path, Path], folder: Path)
         assert np.median(both[1 - of, at]) > 0.5
 
 
+@pytest.mark.shows("lost engines", "gateway", engine="SGLang")
 @pytest.mark.long
 async def test_no_client_notices_three_updates_and_the_death_of_a_server(
     clean_pair: tuple[CpuServer, CpuServer],
@@ -330,6 +331,7 @@ async def test_no_client_notices_three_updates_and_the_death_of_a_server(
     prove(everything, models, tmp_path)
 
 
+@pytest.mark.shows("gateway", engine="SGLang")
 @pytest.mark.skipif(ROOTS["slime"] is None, reason="set SLIME_ROOT to a checkout of slime")
 async def test_slimes_own_rollout_with_its_own_abort(
     clean_pair: tuple[CpuServer, CpuServer],

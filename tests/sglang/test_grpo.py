@@ -34,6 +34,9 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.shows(
+    "weights from disk", "checkpoints with partials", engine="SGLang", adapter="own loop"
+)
 @pytest.mark.long
 def test_a_run_that_is_killed_twice_goes_on_with_the_same_batches(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
@@ -68,6 +71,7 @@ def test_a_run_that_is_killed_twice_goes_on_with_the_same_batches(
     assert (out / "curve.png").stat().st_size > 10_000
 
 
+@pytest.mark.shows("weights from disk", engine="SGLang", adapter="own loop")
 @pytest.mark.long
 def test_it_learns(tmp_path: Path) -> None:
     out = tmp_path / "run"
@@ -82,6 +86,7 @@ def test_it_learns(tmp_path: Path) -> None:
     assert all(line["mismatch"] < 1e-5 for line in log if "mismatch" in line)
 
 
+@pytest.mark.shows("routed experts", engine="SGLang", adapter="own loop")
 @pytest.mark.long
 def test_with_the_routing_of_the_engine_the_ratio_is_one(tmp_path: Path) -> None:
     assert ran(REPLAY, "--out", tmp_path) == 0
@@ -98,6 +103,7 @@ def test_with_the_routing_of_the_engine_the_ratio_is_one(tmp_path: Path) -> None
     assert (tmp_path / "ratios.png").stat().st_size > 10_000
 
 
+@pytest.mark.shows("sessions and agents", engine="SGLang", adapter="own loop")
 @pytest.mark.long
 def test_an_agent_learns_through_the_urls_of_its_sessions(tmp_path: Path) -> None:
     assert ran(AGENT, "--out", tmp_path) == 0

@@ -73,6 +73,7 @@ def vision_server(
         yield server
 
 
+@pytest.mark.shows("abort", "retract", "images", engine="SGLang")
 @pytest.mark.long
 @pytest.mark.parametrize("rule", ["abort", "retract"])
 async def test_each_token_sees_the_image_under_its_weights(
@@ -115,6 +116,7 @@ async def by_anthropic(session: Session, pictures: Sequence[str]) -> None:
             messages.append({"role": "assistant", "content": answer.content})
 
 
+@pytest.mark.shows("sessions and agents", "images", engine="SGLang")
 @pytest.mark.long
 async def test_the_pictures_of_a_harness_are_seen_across_updates(
     vision_server: VisionServer, seeing: tuple[Path, Path], tmp_path: Path

@@ -17,6 +17,7 @@ from tests.support import in_a_process
 TOLERANCE = 1e-4
 
 
+@pytest.mark.shows("weights by broadcast", engine="SGLang", adapter="own loop")
 @pytest.mark.long
 def test_broadcasts_from_the_trainers_process(
     clean_server: CpuServer, models: tuple[Path, Path]

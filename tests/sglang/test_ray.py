@@ -99,6 +99,13 @@ class Training:
         return ray.get(self._call)
 
 
+@pytest.mark.shows(
+    "weights by broadcast",
+    "lost engines",
+    "checkpoints with partials",
+    engine="SGLang",
+    adapter="own loop",
+)
 @pytest.mark.long
 def test_everybody_dies_and_nothing_is_lost_or_doubled(
     cluster: None, models: tuple[Path, Path], tmp_path: Path

@@ -73,6 +73,7 @@ async def check_running(url: str, version: int) -> None:
     await engine.close()
 
 
+@pytest.mark.shows("retract", "weights by broadcast", engine="SGLang")
 @pytest.mark.long
 async def test_distributed_refits_with_stragglers_in_the_pause(
     clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
@@ -164,6 +165,7 @@ def decoding(rollouts: RolloutScheduler, engine: str) -> bool:
     )
 
 
+@pytest.mark.shows("weights by broadcast", "lost engines", engine="SGLang")
 @pytest.mark.long
 @pytest.mark.parametrize("moments", [AMID_THE_BROADCAST, MOMENTS], ids=["one", "all"])
 async def test_a_server_killed_at_any_moment_of_a_refit_costs_nothing_and_rejoins(

@@ -52,6 +52,7 @@ def versions(batch: Batch) -> set[int]:
     return {int(version) for rollout in batch.rollouts for version in rollout.versions}
 
 
+@pytest.mark.shows("lost engines", engine="SGLang")
 @pytest.mark.long
 @pytest.mark.parametrize("held", [True, False], ids=["with stragglers", "without"])
 async def test_a_server_restarted_in_the_trainers_pause_samples_nothing_under_its_first_weights(

@@ -77,6 +77,7 @@ def check(
     return delivered
 
 
+@pytest.mark.shows("rolling refits", engine="SGLang")
 @pytest.mark.long
 @pytest.mark.parametrize("way", ["disk", "relay"])
 async def test_every_token_is_of_its_version_and_no_rollout_of_two(
@@ -102,6 +103,7 @@ async def test_every_token_is_of_its_version_and_no_rollout_of_two(
     assert mixed, "the servers always had one version"
 
 
+@pytest.mark.shows("rolling refits", "lost engines", engine="SGLang")
 @pytest.mark.long
 async def test_a_server_killed_while_the_servers_have_different_versions_costs_nothing(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path

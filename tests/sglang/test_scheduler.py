@@ -22,6 +22,9 @@ def kinds(*names: str) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.long] * (name != "retract")) for name in names]
 
 
+@pytest.mark.shows(
+    "abort", "retract", "in_place", "single samples", "weights from disk", engine="SGLang"
+)
 @pytest.mark.parametrize("kind", kinds("retract", "samples", "in_place", "abort", "buckets"))
 async def test_every_token_is_of_the_version_that_it_was_given(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path, kind: str

@@ -68,6 +68,7 @@ async def agent(session: Session, prompt: Prompt) -> float:
     return float(session.tokens)
 
 
+@pytest.mark.shows("sessions and agents", engine="SGLang")
 async def test_an_agent_s_tokens_are_those_of_their_versions(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
 ):
@@ -134,6 +135,7 @@ def proven_versions(
     return versions
 
 
+@pytest.mark.shows("sessions and agents", engine="SGLang")
 async def test_frameworks_call_the_tools_of_a_random_policy(
     clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
 ):

@@ -185,6 +185,14 @@ def run(
         slime.close()
 
 
+@pytest.mark.shows(
+    "abort",
+    "weights that the trainer moves",
+    "checkpoints with partials",
+    engine="SGLang",
+    adapter=("slime", "miles"),
+)
+@pytest.mark.shows("single samples", engine="SGLang", adapter="slime")
 def test_responses_are_carried_over_the_trainers_own_updates_and_over_a_restart(run: Run):
     run.launch()
     while not run.crossed(3):

@@ -70,6 +70,7 @@ def worst(run: Run, models: tuple[Path, Path], folder: Path) -> float:
     )
 
 
+@pytest.mark.shows("KV stores outside", engine="SGLang")
 @pytest.mark.parametrize("rule", ["retract", "abort", "run"])
 async def test_no_token_attends_to_stored_keys_of_older_weights(
     tiered: TieredServer, models: tuple[Path, Path], tmp_path: Path, rule: StragglerRule

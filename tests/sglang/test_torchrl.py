@@ -73,6 +73,7 @@ def logprobs(torch: Any, model: Any, ids: Any) -> Any:
     return torch.cat([scores[:1, 0] * 0, scores.gather(1, ids[1:, None])[:, 0]])
 
 
+@pytest.mark.shows("retract", "weights by broadcast", engine="SGLang", adapter="TorchRL")
 @pytest.mark.long
 def test_rollouts_losses_and_updates_in_a_loop(
     torch: Any, clean_server: CpuServer, folder: Path

@@ -60,6 +60,9 @@ def model(torch: Any, models: tuple[Path, Path], tmp_path: Path) -> Path:
     return with_tokenizer(models[0], tmp_path / "model")
 
 
+@pytest.mark.shows(
+    "retract", "weights by broadcast", "checkpoints with partials", engine="SGLang", adapter="TRL"
+)
 @pytest.mark.long
 def test_twenty_steps_on_a_real_server_with_a_resume_between(
     torch: Any, clean_server: CpuServer, model: Path, tmp_path: Path
@@ -74,6 +77,7 @@ def test_twenty_steps_on_a_real_server_with_a_resume_between(
     train_and_resume(torch, model, folder, train, saved=10, ended=12, last=20)
 
 
+@pytest.mark.shows("single samples", "checkpoints with partials", engine="SGLang", adapter="TRL")
 @pytest.mark.long
 def test_single_samples_on_a_real_server_with_a_resume_between(
     torch: Any, clean_server: CpuServer, model: Path, tmp_path: Path
@@ -112,6 +116,7 @@ async def look(where: str, days: int) -> str:
     return "w9"
 
 
+@pytest.mark.shows("sessions and agents", engine="SGLang", adapter="TRL")
 @pytest.mark.long
 def test_a_trainer_with_tools_gets_the_tokens_of_its_sessions(
     torch: Any, clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
@@ -126,6 +131,7 @@ def test_a_trainer_with_tools_gets_the_tokens_of_its_sessions(
     check_versions(torch, model, run)
 
 
+@pytest.mark.shows("weights by broadcast", "lost engines", engine="SGLang", adapter="TRL")
 @pytest.mark.long
 def test_a_server_that_dies_in_a_broadcast_does_not_end_the_training(
     torch: Any, clean_pair: tuple[CpuServer, CpuServer], model: Path, tmp_path: Path

@@ -27,6 +27,7 @@ def windowed(
         yield server, (first, second)
 
 
+@pytest.mark.shows("abort", "retract", "in_place", "sliding windows", engine="SGLang")
 @pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
 async def test_every_token_is_of_the_version_that_it_was_given(
     windowed: tuple[CpuServer, tuple[Path, Path]], tmp_path: Path, rule: str

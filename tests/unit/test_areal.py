@@ -413,6 +413,7 @@ def sampling_engine(parts: Any, trainer: Any, **settings: Any) -> RolloutEngine:
     )
 
 
+@pytest.mark.shows("single samples", engine="embedded", adapter="AReaL")
 @pytest.mark.parametrize("kind", [Varied, VariedTurns, Forgetful])
 def test_areals_advantage_of_a_sample_is_from_its_siblings(
     parts: SimpleNamespace, tmp_path: Path, kind: Any
@@ -495,6 +496,7 @@ def test_a_filter_of_groups_is_refused_with_samples(parts: SimpleNamespace):
         made.prepare_batch(Loader(), SingleTurn(parts), should_accept_fn=any, group_size=SIZE)
 
 
+@pytest.mark.shows("routed experts", engine="embedded", adapter="AReaL")
 def test_routed_experts_and_what_a_workflow_adds_reach_the_trainer(
     parts: SimpleNamespace, tmp_path: Path
 ):
@@ -549,6 +551,7 @@ def reward_of_images(completion_ids: list[int], **_: Any) -> float:
     return float(len(completion_ids) % 7)
 
 
+@pytest.mark.shows("images", engine="embedded", adapter="AReaL")
 def test_images_reach_the_engine_once_and_the_trainer_expanded(parts: SimpleNamespace):
     """The engine expands one placeholder for each image, and the trainer's tokens have three."""
     from areal.infra import check_trajectory_format
@@ -615,6 +618,7 @@ class Agent:
         return rewards if self.by_response else 1.25
 
 
+@pytest.mark.shows("sessions and agents", engine="embedded", adapter="AReaL")
 @pytest.mark.parametrize("by_response", [False, True])
 def test_an_agent_gets_the_url_of_a_session(
     parts: SimpleNamespace, tmp_path: Path, by_response: bool
@@ -719,6 +723,7 @@ def test_parameters_of_sampling_reach_the_engine(parts: SimpleNamespace, opened:
     }
 
 
+@pytest.mark.lacks("LoRA adapters", adapter="AReaL", why="Requests would not name the adapter.")
 @each_row(
     ("areals", "settings", "error"),
     [

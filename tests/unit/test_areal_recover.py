@@ -51,6 +51,9 @@ def done(ended: subprocess.CompletedProcess[str]) -> None:
     assert ended.returncode == 0, ended.stderr[-4000:]
 
 
+@pytest.mark.shows(
+    "single samples", "checkpoints with partials", engine="embedded", adapter="AReaL"
+)
 @pytest.mark.parametrize(
     ("place", "delivery"),
     [("step", "groups"), ("pickle", "groups"), ("info", "groups"), ("step", "samples")],

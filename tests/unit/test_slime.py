@@ -208,6 +208,9 @@ def train(loop: Loop, steps: int, low: int = 0) -> list[list[list[Any]]]:
     return [step(loop, rollout_id).samples for rollout_id in range(low, low + steps)]
 
 
+@pytest.mark.shows(
+    "abort", "weights that the trainer moves", engine="embedded", adapter=("slime", "miles")
+)
 @pytest.mark.parametrize(
     ("trainer", "masks"), [("slime", True), ("miles", False)], indirect=["trainer"]
 )
@@ -234,6 +237,7 @@ def test_steps_in_the_trainers_order_lose_nothing_and_carry_partial_responses(
     assert len(slime._current._samples) <= 4 + 2 + len(list(flying.training_groups()))
 
 
+@pytest.mark.shows("checkpoints with partials", engine="embedded", adapter=("slime", "miles"))
 def test_a_saved_training_resumes_everything_in_flight(
     started: Callable[..., Loop], servers: list[ThreadedServer]
 ):
@@ -548,6 +552,7 @@ def split_groups(taken: list[list[Any]]) -> set[int]:
     return found
 
 
+@pytest.mark.shows("single samples", engine="embedded", adapter=("slime", "miles"))
 @both
 def test_single_samples_have_the_advantages_of_their_siblings(
     started: Callable[..., Loop], trainer: SimpleNamespace, batches: list[Batch], folder: Path
@@ -902,6 +907,7 @@ def test_weights_that_go_back_are_refused(
         loop.generate(3)
 
 
+@pytest.mark.shows("lost engines", engine="embedded", adapter=("slime", "miles"))
 def test_an_engine_that_dies_in_a_step_is_let_go_and_looked_for_again(
     started: Callable[..., Loop], servers: list[ThreadedServer]
 ):
@@ -984,6 +990,11 @@ def test_engines_come_from_the_router_and_may_be_replaced(
     once(taken)
 
 
+@pytest.mark.lacks(
+    "prefill and decode apart",
+    adapter=("slime", "miles"),
+    why="Every engine of the scheduler does both.",
+)
 def test_a_router_without_engines_or_with_half_engines_is_refused(
     trainer: SimpleNamespace, folder: Path, router: Router
 ):
@@ -1084,6 +1095,7 @@ def check_made(groups: list[list[Any]]) -> None:
         assert sample.weight_versions
 
 
+@pytest.mark.shows("sessions and agents", engine="embedded", adapter=("slime", "miles"))
 @pytest.mark.parametrize(
     ("trainer", "form"),
     [
@@ -1142,6 +1154,7 @@ async def reward_of_metadata(args: Any, sample: Any, **_: Any) -> float:
     return sample.metadata.get("reward", -1.0)
 
 
+@pytest.mark.shows("sessions and agents", engine="embedded", adapter="miles")
 @miles_alone
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_agent_of_miles_gets_the_url_of_a_session(started: Callable[..., Loop], fails: bool):
@@ -1274,6 +1287,25 @@ def test_an_evaluation_may_have_a_function_of_its_own(started: Callable[..., Loo
     train(loop, 1, low=1)
 
 
+@pytest.mark.lacks(
+    "retract",
+    "in_place",
+    adapter="slime",
+    why="Its pause for an update has no mode, so SGLang aborts all requests.",
+)
+@pytest.mark.lacks(
+    "retract",
+    "in_place",
+    adapter="miles",
+    why="It continues the engines before a rollout function learns of the new weights.",
+)
+@both
+def test_other_rules_for_stragglers_are_refused(started: Callable[..., Loop]):
+    for rule in ("retract", "in_place", "run"):
+        with pytest.raises(ConfigError, match=f"aprilsched.straggler is '{rule}'"):
+            started(aprilsched={"straggler": rule}).generate(0)
+
+
 @slime_alone
 @each_row(
     ("changes", "why"),
@@ -1287,7 +1319,6 @@ def test_an_evaluation_may_have_a_function_of_its_own(started: Callable[..., Loo
         ),
         ({"custom_agent_function_path": "a.b", "max_seq_len": 99}, "--max-seq-len is set"),
         ({"use_rollout_indexer_replay": True}, "does not know the shape of the rows"),
-        ({"aprilsched": {"straggler": "retract"}}, "aprilsched.straggler is 'retract'"),
         ({"rollout_top_p": 0.9}, "set --rollout-top-k, at most 4096"),
         ({"aprilsched": {"batch_groups": 3}}, "--rollout-batch-size sets it"),
         ({"aprilsched": {"over_provison": 3}}, "nearest known one is aprilsched.over_provision"),
@@ -1342,6 +1373,7 @@ def test_samples_have_the_kept_tokens_of_top_p(started: Callable[..., Loop]):
         assert all(token in own for token, own in zip(response, kept, strict=True))
 
 
+@pytest.mark.shows("routed experts", engine="embedded", adapter=("slime", "miles"))
 def test_samples_have_the_rows_of_every_token_that_the_trainer_replays(
     started: Callable[..., Loop],
 ):
@@ -1379,6 +1411,7 @@ class Processor:
         }
 
 
+@pytest.mark.shows("images", engine="embedded", adapter=("slime", "miles"))
 def test_images_reach_the_engine_once_and_the_trainer_expanded(
     started: Callable[..., Loop], trainer: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ):

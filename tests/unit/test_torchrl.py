@@ -157,6 +157,7 @@ def test_every_entry_is_that_of_the_rollout(torch: Any):
 EXPERTS, MASK = Companion("routed_experts", "uint8", (2, 3)), Companion("sampling_mask")
 
 
+@pytest.mark.shows("routed experts", "images", engine="embedded", adapter="TorchRL")
 def test_companions_and_media_arrive_through_a_buffer(torch: Any):
     """Rows stay with their tokens, whatever the lengths."""
     from torchrl.data import LazyStackStorage, ReplayBuffer
@@ -331,6 +332,7 @@ def single(units: Batch, *rewards: float) -> Batch:
     )
 
 
+@pytest.mark.shows("single samples", engine="embedded", adapter="TorchRL")
 def test_samples_have_the_advantages_that_the_loss_reads(torch: Any, actor: Any):
     """The loss is that of the same advantages by hand. MCAdvantage would wait for whole groups."""
     from torchrl.data import LazyStackStorage, ReplayBuffer

@@ -207,6 +207,7 @@ def test_the_trainer_trains_and_what_it_trains_on_is_not_older_than_promised(
     assert logged(trainer, "completions/mean_length")
 
 
+@pytest.mark.shows("checkpoints with partials", engine="embedded", adapter="TRL")
 def test_a_resumed_trainer_gets_everything_that_was_in_flight(
     cpu: Any, model: Path, tmp_path: Path
 ):
@@ -466,6 +467,7 @@ class Units(Spy):
                 assert sample.advantage == pytest.approx(own - sum(rewards) / 2)
 
 
+@pytest.mark.shows("single samples", engine="embedded", adapter="TRL")
 @pytest.mark.parametrize("streamed", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_samples_are_trained_on_with_the_advantages_of_their_siblings(
     cpu: Any, model: Path, tmp_path: Path, streamed: bool
@@ -765,6 +767,7 @@ def test_streamed_batches_that_cannot_be_are_refused(
 SEEN = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}]
 
 
+@pytest.mark.lacks("images", adapter="TRL", why="AsyncGRPOTrainer gives its model token ids alone.")
 @each_row("row", [{"prompt": "What is it?", "images": ["a.png"]}, {"prompt": SEEN, "image": None}])
 def test_a_dataset_with_images_is_refused(cpu: Any, tmp_path: Path, row: dict[str, Any]):
     """TRL would train on the text without them."""
@@ -774,6 +777,11 @@ def test_a_dataset_with_images_is_refused(cpu: Any, tmp_path: Path, row: dict[st
         made.get()
 
 
+@pytest.mark.lacks(
+    "routed experts",
+    adapter="TRL",
+    why="AsyncGRPOTrainer packs token ids into a tree, with no place for other columns.",
+)
 @each_row(
     ("args", "changes", "error"),
     [
@@ -882,6 +890,7 @@ def calling(tmp_path: Path) -> Any:
     return AutoTokenizer.from_pretrained(calling_tokenizer(tmp_path / "calling", every=9))
 
 
+@pytest.mark.shows("sessions and agents", engine="embedded", adapter="TRL")
 @pytest.mark.parametrize("named", [False, True], ids=["groups", "named-samples"])
 def test_tools_and_environments_are_called_in_trls_own_loop(
     cpu: Any, calling: Any, tmp_path: Path, named: bool

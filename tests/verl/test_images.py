@@ -20,6 +20,7 @@ IMAGE = 31_999
 ROLLOUT = SimpleNamespace(prompt_length=64, response_length=64, max_model_len=None)
 
 
+@pytest.mark.shows("images", engine="embedded", adapter="verl")
 async def test_each_turn_sends_the_images_that_it_shows() -> None:
     """As verl's ToolAgentLoop does it: a tool answers with a second image."""
     from PIL import Image

@@ -26,6 +26,9 @@ STEPS = 4
 KINDS = {"sglang": (CpuServer, SGLangServer), "vllm": (of_vllm.VLLMServer, VLLMServer)}
 
 
+@pytest.mark.shows(
+    "retract", "weights that the trainer moves", engine=("SGLang", "vLLM"), adapter="verl"
+)
 @pytest.mark.parametrize("name", list(KINDS))
 def test_each_token_is_of_its_version(
     run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

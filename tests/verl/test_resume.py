@@ -74,6 +74,7 @@ def train(
     return trains
 
 
+@pytest.mark.shows("single samples", "checkpoints with partials", engine="embedded", adapter="verl")
 @pytest.mark.parametrize(
     ("manager", "changes"),
     [

@@ -16,6 +16,16 @@ from aprilsched.trainers.verl import AgentLoopManager, _settings, open_control_c
 pytest.importorskip("verl", reason="verl is not installed; use make test-verl")
 
 
+@pytest.mark.lacks(
+    "LoRA adapters",
+    adapter="verl",
+    why="Requests would not name the adapter, unless model.lora.merge=True.",
+)
+@pytest.mark.lacks(
+    "prefill and decode apart",
+    adapter="verl",
+    why="The prefill server of SGLang 0.5.23 keeps KV of old weights in a pause.",
+)
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -72,6 +82,7 @@ def test_rewards_computed_after_sampling_are_refused_with_samples(configure: Cal
         manager.create(config=configure(*SINGLE), llm_client=None)
 
 
+@pytest.mark.lacks("rolling refits", adapter="verl", why="verl loads all servers at once.")
 def test_settings_that_need_batches_of_the_scheduler(configure: Callable[..., Any]):
     for own in (
         SchedulerConfig(max_staleness=2),
@@ -84,8 +95,12 @@ def test_settings_that_need_batches_of_the_scheduler(configure: Callable[..., An
         assert settings.batch_groups == 4
         assert settings.over_provision == own.over_provision
         assert settings.pace == own.pace
-    with pytest.raises(ConfigError, match="verl decides it"):
-        _settings(configure(*SAMPLER), SchedulerConfig(batch_groups=3))
+    for own in (
+        SchedulerConfig(batch_groups=3),
+        SchedulerConfig(refit="rolling", pace="asynchronous", straggler="run"),
+    ):
+        with pytest.raises(ConfigError, match="verl decides it"):
+            _settings(configure(*SAMPLER), own, held=True)
 
 
 def test_the_bound_on_staleness_is_that_of_verl_or_stricter(configure: Callable[..., Any]):
@@ -103,6 +118,12 @@ def test_the_bound_on_staleness_is_that_of_verl_or_stricter(configure: Callable[
     assert free.policies.staleness.bound is None
 
 
+@pytest.mark.lacks(
+    "in_place",
+    engine="SGLang",
+    adapter="verl",
+    why="verl flushes after the load, and SGLang refuses to flush under running requests.",
+)
 def test_requests_wait_in_servers_that_verl_leaves_alone(configure: Callable[..., Any]):
     """`free_cache_engine` releases the cache in every update, also under requests."""
     kept = "actor_rollout_ref.rollout.free_cache_engine=False"

@@ -68,6 +68,7 @@ def test_training_with_updates_that_wait_for_the_scheduler(run: Callable[..., An
     assert labels == [str(STEPS)] * 2
 
 
+@pytest.mark.shows("single samples", engine="embedded", adapter="verl")
 @pytest.mark.parametrize(("loop", "threshold"), [("single_turn_agent", 8), ("two_outputs", 2)])
 def test_single_samples_with_the_advantage_of_their_siblings(
     run: Callable[..., Any], weights: Path, loop: str, threshold: int
@@ -146,6 +147,13 @@ def test_batches_that_the_scheduler_forms(run: Callable[..., Any], weights: Path
     assert labels == [str(STEPS)] * 2
 
 
+@pytest.mark.shows(
+    "abort",
+    "weights that the trainer moves",
+    "sessions and agents",
+    engine="embedded",
+    adapter="verl",
+)
 def test_training_with_updates_that_the_next_prompts_tell_of(
     run: Callable[..., Any], weights: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -171,6 +179,7 @@ def test_training_with_updates_that_the_next_prompts_tell_of(
     assert {metrics["training/num_turns/mean"] for metrics in trainer.logged} == {4}
 
 
+@pytest.mark.shows("routed experts", engine="embedded", adapter="verl")
 def test_the_experts_of_each_token_are_of_the_pass_that_sampled_it(
     run: Callable[..., Any], weights: Path
 ):

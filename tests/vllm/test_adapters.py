@@ -54,6 +54,7 @@ async def test_vllm(adapting: Adapting, check: AdapterCheck) -> None:
     await check(adapting)
 
 
+@pytest.mark.shows("LoRA adapters", engine="vLLM")
 async def test_logprobs_are_those_of_the_merged_weights(
     adapting: Adapting,
     adapters: tuple[object, tuple[Path, Path]],

@@ -136,6 +136,7 @@ async def generated(
     return ids, logprobs, spans
 
 
+@pytest.mark.shows("gateway", engine="vLLM")
 async def test_a_request_through_the_gateway_outlives_new_weights(
     clean_server: VLLMServer, models: tuple[Path, Path], tmp_path: Path, vllm_python: Path
 ) -> None:
@@ -163,6 +164,7 @@ async def test_a_request_through_the_gateway_outlives_new_weights(
     assert np.abs(np.array(logprobs) - expected).max() < TOLERANCE
 
 
+@pytest.mark.shows("gateway", engine="vLLM")
 async def test_a_client_of_openai_gets_the_text_of_the_servers_tokens(
     clean_server: VLLMServer, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def server(
         yield server
 
 
+@pytest.mark.shows("abort", "retract", "in_place", "sliding windows", "Mamba layers", engine="vLLM")
 @pytest.mark.parametrize("rule", ["retract", "in_place", "abort"])
 async def test_every_token_is_of_the_version_that_it_was_given(
     server: VLLMServer,
@@ -81,6 +82,11 @@ async def test_every_token_is_of_the_version_that_it_was_given(
     await run_and_check(site, rule, batches=3)
 
 
+@pytest.mark.lacks(
+    "linear attention",
+    engine="vLLM",
+    why="On a CPU vLLM 0.32 has wrong weights after a refit, which doctor's proof finds.",
+)
 async def test_doctor_proves_a_refit(
     server: VLLMServer, checkpoints: tuple[Path, Path], kind: str
 ) -> None:

@@ -39,6 +39,7 @@ def vision_server(
         yield server
 
 
+@pytest.mark.shows("abort", "retract", "images", engine="vLLM")
 @pytest.mark.long
 @pytest.mark.parametrize("rule", ["abort", "retract"])
 async def test_each_token_sees_the_image_under_its_weights(

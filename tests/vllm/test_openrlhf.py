@@ -45,6 +45,9 @@ def reward_func(queries, prompts, labels):
 """A file from which OpenRLHF takes a reward that differs within a group."""
 
 
+@pytest.mark.shows(
+    "retract", "weights from disk", "single samples", engine="vLLM", adapter="OpenRLHF"
+)
 @pytest.mark.parametrize("delivery", ["groups", "samples"])
 def test_an_episode_of_openrlhfs_trainer(
     clean_server: VLLMServer,
@@ -141,6 +144,22 @@ def test_settings_that_change_a_samples_advantage_are_refused(
     adapter._check(nested(usual), "samples")
     with pytest.raises(ConfigError, match=error):
         adapter._check(nested({**usual, **changes}), "samples")
+
+
+@pytest.mark.lacks("LoRA adapters", adapter="OpenRLHF", why="The servers load whole models.")
+@pytest.mark.lacks("sleep", adapter="OpenRLHF", why="The servers have GPUs of their own.")
+@each_row(
+    ("changes", "error"),
+    [
+        ({"ds.lora.rank": 8}, "the servers load whole models"),
+        ({"vllm.enable_sleep": True}, "the servers have GPUs of their own"),
+    ],
+)
+def test_settings_of_other_servers_are_refused(changes: dict[str, Any], error: str) -> None:
+    usual = {"vllm.enable_sleep": False, "ds.lora.rank": 0}
+    adapter._check(nested(usual), "groups")
+    with pytest.raises(ConfigError, match=error):
+        adapter._check(nested({**usual, **changes}), "groups")
 
 
 def nested(values: dict[str, Any]) -> Any:

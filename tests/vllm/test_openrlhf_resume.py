@@ -94,6 +94,9 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.shows(
+    "single samples", "checkpoints with partials", engine="embedded", adapter="OpenRLHF"
+)
 @pytest.mark.parametrize(
     ("at", "place", "resumed", "delivery"),
     [(5, "step", 4, "groups"), (4, "save", 2, "groups"), (5, "step", 4, "samples")],

@@ -187,6 +187,9 @@ def crossing(rollouts: list[Any]) -> bool:
     return any(len(set(each.versions[each.loss_mask].tolist())) > 1 for each in rollouts)
 
 
+@pytest.mark.shows(
+    "retract", "weights from disk", "sessions and agents", engine="vLLM", adapter="SkyRL"
+)
 def test_five_steps_of_skyrls_trainer(
     clean_server: VLLMServer,
     models: tuple[Path, Path],
@@ -245,12 +248,22 @@ def test_five_steps_of_skyrls_trainer(
     assert crossing(rollouts)
 
 
+@pytest.mark.lacks("LoRA adapters", adapter="SkyRL", why="The servers load whole models.")
+@pytest.mark.lacks("images", adapter="SkyRL", why="Only text is scheduled.")
+@pytest.mark.lacks(
+    "routed experts", adapter="SkyRL", why="vLLM's routed experts are not passed on."
+)
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
         ({"trainer.fully_async.enabled": False}, "asks for a whole batch"),
         ({"generator.inference_engine.external_server_urls": None}, "older vLLM"),
         ({"trainer.policy.model.lora.rank": 8}, "the servers load whole models"),
+        ({"generator.vision_language_generator": True}, "only text is scheduled"),
+        (
+            {"generator.inference_engine.enable_return_routed_experts": True},
+            "routed experts are not passed on",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(
@@ -263,6 +276,11 @@ def test_what_cannot_be_served_is_refused(
         made.get_inference_client()
 
 
+@pytest.mark.lacks(
+    "single samples",
+    adapter="SkyRL",
+    why="SkyRL's queue takes all trajectories of a prompt at once.",
+)
 @pytest.mark.parametrize(
     ("settings", "error"),
     [

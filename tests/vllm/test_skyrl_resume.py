@@ -54,6 +54,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.shows("checkpoints with partials", engine="embedded", adapter="SkyRL")
 @pytest.mark.parametrize(("at", "place", "resumed"), [(8, "step", 6), (9, "pickle", 9)])
 def test_killed_trainer_resumes_with_what_was_in_flight(
     url: str, tmp_path: Path, at: int, place: str, resumed: int

@@ -47,6 +47,7 @@ async def trained(python: Path, script: str, *arguments: object) -> list[dict[st
     return [json.loads(line) for line in out.splitlines() if line.startswith(b"{")]
 
 
+@pytest.mark.shows("vLLM's transfer", engine="vLLM")
 @pytest.mark.long
 async def test_weights_arrive_exactly_and_the_group_lasts(
     clean_server: VLLMServer, models: tuple[Path, Path], tmp_path: Path, vllm_python: Path
@@ -65,6 +66,7 @@ async def test_weights_arrive_exactly_and_the_group_lasts(
     assert np.abs(np.array(received[0]["logprobs"]) - other).max() > 1.0
 
 
+@pytest.mark.shows("sparse transfer", engine="vLLM")
 @pytest.mark.long
 async def test_changes_alone_arrive_exactly_also_after_missed_versions(
     models: tuple[Path, Path], tmp_path: Path, vllm_python: Path

@@ -26,6 +26,9 @@ def torch() -> Iterator[Any]:
         yield torch
 
 
+@pytest.mark.shows(
+    "retract", "weights from disk", "checkpoints with partials", engine="vLLM", adapter="TRL"
+)
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("saved", "ended", "last"),

@@ -24,6 +24,15 @@ from tests.vllm.server import VLLMServer
 pytestmark = pytest.mark.long
 
 
+@pytest.mark.shows(
+    "abort",
+    "retract",
+    "in_place",
+    "rolling refits",
+    "weights from disk",
+    "single samples",
+    engine="vLLM",
+)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "buckets"])
 async def test_every_token_is_of_the_version_that_it_was_given(
     clean_pair: tuple[VLLMServer, VLLMServer],
@@ -53,6 +62,7 @@ class Killer(Recorder):
             self.victim.kill()
 
 
+@pytest.mark.shows("lost engines", engine="vLLM")
 async def test_a_server_that_is_killed_three_times_costs_nothing(
     clean_server: VLLMServer,
     models: tuple[Path, Path],

@@ -25,6 +25,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from aprildocs import command_line, tables
+from aprildocs.shown import shown
 from aprildocs.state_diagram import draw, moves_table
 from aprilsched.kernel.core.state.records import MOVES
 
@@ -41,6 +42,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "setting_parts": tables.setting_parts,
     "setting_policies": tables.setting_policies,
     "settings": tables.settings,
+    "shown": shown,
     "summary": tables.summary_figures,
     "tracked": tables.tracked_figures,
     "usage-parts": tables.usage_parts,
