@@ -30,9 +30,9 @@ NAMES = {
     "sync": "synchronous", "april": "APRIL, recompute", "april-kept": "APRIL, KV kept",
     "april-kept-own": "APRIL, KV kept, own routing", "areal": "AReaL, recompute",
     "auto": "auto, recompute", "auto-kept": "auto, KV kept",
-    "auto-kept-own": "auto, KV kept, own routing", "auto-kept-clip": "auto, KV kept, clip",
-    "auto-kept-half": "auto, KV kept, half the rate",
+    "auto-kept-own": "auto, KV kept, own routing",
     "auto-kept-4": "auto, KV kept, staleness up to 4",
+    "auto-kept-half": "auto, KV kept, half the rate", "auto-kept-clip": "auto, KV kept, clip",
 }  # fmt: skip
 COLOURS = {
     "sync": GREY, "april": "#999933", "april-kept": PALETTE[1], "april-kept-own": PALETTE[3],

@@ -40,7 +40,7 @@ SENTENCES = {
     "run --over-provision x": "argument --over-provision: invalid float or auto value: 'x'; ",
     "run --sampling.stop-token-ids 1 x": "--sampling.stop-token-ids: invalid int value: 'x'; ",
     "run --sampling.extra x": "argument --sampling.extra: invalid dict value: 'x'; ",
-    "run --max-staleness=1.5": "argument --max-staleness: invalid int value: '1.5'; ",
+    "run --max-staleness=1.5": "argument --max-staleness: invalid int or auto value: '1.5'; ",
     "run --resume x --seed 1": "--seed cannot be used with --resume, ",
     "run --cap 8 --sampling.max-new-tokens 9": "cap is 8 and sampling.max_new_tokens is 9, ",
     "frontier --arms wvae@2": "delivery must be groups, samples or samples:SIBLINGS, got 'wvae'.",
