@@ -58,7 +58,7 @@ class RunFacts:
     Attributes:
         title: the first words of the view.
         where: location of the run, such as its folder.
-        batches: number of batches that the run will deliver; 0 for a gateway, which shows none.
+        batches: number of batches that the run will deliver; 0 if unknown, or for a gateway.
         batch_units: number of groups, or of single samples, per batch: ``batch_units`` of the
             scheduler's configuration.
         modelled: whether the run uses a virtual clock.
@@ -175,6 +175,8 @@ class LiveView:
             ready, noun = min(state.units_ready, facts.batch_units), f"{state.delivers} ready"
             table.add_row("batches", _bar(self._batches, facts.batches, "delivered"))
             table.add_row("this batch", _bar(ready, facts.batch_units, noun))
+        elif self._batches:
+            table.add_row("batches", f"{self._batches:,} delivered")
         found = phases(self._figures)
         texts = "; ".join(f"{count:,} {phase}" for phase, count in found.items())
         total = plural(sum(found.values()), "rollout")

@@ -18,7 +18,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact, Order
 from aprilsched.observe.log import EventLog, writing
-from aprilsched.observe.log.line_format import KINDS, LogBegun, LogResumed
+from aprilsched.observe.log.line_format import KINDS, LogBegun, LogEnded, LogResumed
 from aprilsched.observe.log.reading import read_facts
 from aprilsched.types import Batch, Group, Prompt, Rollout, Segment
 from tests.support.driver import Driver
@@ -145,9 +145,9 @@ def test_sets_of_an_engine_are_written_in_order(tmp_path: Path):
 
 
 def test_every_fact_of_the_core_can_be_read():
-    kinds = {kind for kind in KINDS.values() if kind not in (LogBegun, LogResumed)}
+    kinds = {kind for kind in KINDS.values() if kind not in (LogBegun, LogResumed, LogEnded)}
     received = {*Fact.__subclasses__(), *Order.__subclasses__()} - {Order}
-    assert kinds == received - {LogBegun, LogResumed}
+    assert kinds == received - {LogBegun, LogResumed, LogEnded}
 
 
 def test_a_fact_of_a_later_version_is_passed_over(tmp_path: Path):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 
@@ -15,7 +14,6 @@ from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.cli.runs.tables import run_table
 from aprilsched.errors import RunFolderError
 from aprilsched.kernel.core.messages.facts import Fact
-from aprilsched.kernel.values.files import read_text
 from aprilsched.observe.figures.batch_figures import BatchMeter
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.live import LiveView, RunFacts, clock_time
@@ -24,7 +22,8 @@ from aprilsched.observe.log.follow import Follower
 from aprilsched.observe.log.reading import LogReader
 from aprilsched.observe.log.rebuild import summary_of_run
 from aprilsched.observe.log.run import readable
-from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY
+from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY, config_in
+from aprilsched.observe.log.tail import log_end
 
 _POLL_SECONDS = 0.25
 
@@ -46,9 +45,9 @@ def main(arguments: Sequence[str]) -> int:
         AprilschedError: if the folder has no run, or if its files cannot be understood.
     """
     command = parsed(WatchCommand, arguments, "aprilsched watch")
-    if not (command.run / CONFIG).is_file():
+    if not any((command.run / name).is_file() for name in (CONFIG, EVENTS)):
         raise RunFolderError(
-            f"{command.run} has no run (it has no {CONFIG}); name the folder of a run that has "
+            f"{command.run} has no run (it has no {EVENTS}); name the folder of a run that has "
             "started."
         )
     console = Console()
@@ -67,7 +66,7 @@ def _follow(folder: Path, console: Console) -> None:
     watched = Watched(folder, console)
     with watched.view:
         # A run writes its summary after everything else.
-        while not (folder / SUMMARY).exists():
+        while not _has_ended(folder):
             watched.read()
             time.sleep(_POLL_SECONDS)
         watched.read()
@@ -80,6 +79,11 @@ def _follow(folder: Path, console: Console) -> None:
         outcome = f"The run ended early: {summary.error}"
     console.print(run_table(summary))
     console.print(f"{outcome}; it is in {folder}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _has_ended(folder: Path) -> bool:
+    """Return whether the run in `folder` has written its last line."""
+    return (folder / SUMMARY).exists() or log_end(folder / EVENTS) is not None
 
 
 _MAX_LINES = 10_000
@@ -139,14 +143,14 @@ class Watched:
                 listener.on_facts(facts, at)
 
     def _configured(self) -> tuple[RunFacts, BatchMeter, LiveFigures]:
-        config: dict[str, Any] = tomllib.loads(read_text(self._folder / CONFIG))
-        basis = basis_of(config)
+        config = config_in(self._folder)
+        basis, units = basis_of(config), batch_units_of(config)
         facts = RunFacts(
             title="run",
             where=str(self._folder),
-            batches=config["batches"],
-            batch_units=batch_units_of(config) or 0,
+            batches=config.get("batches", 0),
+            batch_units=units or 0,
             modelled=basis.clock == "virtual",
         )
         meter = BatchMeter(trainer_waits=basis.trainer_waits, bound=basis.bound)
-        return facts, meter, LiveFigures(meter=meter, batch_units=facts.batch_units, clock=None)
+        return facts, meter, LiveFigures(meter=meter, batch_units=units, clock=None)

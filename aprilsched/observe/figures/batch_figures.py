@@ -188,7 +188,8 @@ class BatchTime(DispatchingListener):
             of.ScheduleChanged: self._schedule_changed,
         }
 
-    def _opened(self, _: of.RunOpened) -> None:
+    def _opened(self, fact: of.RunOpened) -> None:
+        self._trainer_waits &= fact.pace == "synchronous"
         if self._began:
             self._stop_idling()
         else:

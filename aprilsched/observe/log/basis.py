@@ -39,11 +39,13 @@ class Basis:
 
 
 def basis_of(config: dict[str, Any]) -> Basis:
-    """Return the basis of a run with this resolved configuration.
+    """Return the basis of a run with this resolved configuration, which is empty if unknown.
 
     Raises:
         ValueError: if the configuration is not one of a run.
     """
+    if not config:
+        return Basis(clock="wall", trainer_waits=True, bound=None, workload_mean=None, burn_in=None)
     try:
         return Basis(
             clock="virtual" if config["engine"] == _SIMULATED else "wall",

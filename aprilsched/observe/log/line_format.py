@@ -68,9 +68,17 @@ class LogResumed(Fact, frozen=True):
     batches: int
 
 
+class LogEnded(Fact, frozen=True):
+    """The last line of a log whose ``with`` block has ended. `error`: the exception that ended it,
+    or None. `interrupted`: whether it was Ctrl-C or a cancellation."""
+
+    error: str | None = None
+    interrupted: bool = False
+
+
 KINDS: dict[str, type[Fact]] = {
     kind.__name__: kind
-    for kind in (*vars(facts).values(), LogBegun, LogResumed)
+    for kind in (*vars(facts).values(), LogBegun, LogResumed, LogEnded)
     if isinstance(kind, type) and issubclass(kind, Fact) and kind not in (Fact, facts.Order)
 }
 """Every kind of line by its name."""

@@ -10,7 +10,7 @@ import msgspec
 
 from aprilsched.kernel.core.messages.facts import Fact, by_delivery
 from aprilsched.kernel.shell.listener import Listener
-from aprilsched.observe.log.line_format import ANY_FACT, KINDS, LogBegun, LogResumed
+from aprilsched.observe.log.line_format import ANY_FACT, KINDS, LogBegun, LogEnded, LogResumed
 from aprilsched.observe.log.tail import whole_lines
 
 _TOKENS = b'"fact":"TokensReceived"'
@@ -57,7 +57,7 @@ class LogReader:
             if self._as_kind.decode(raw).fact in KINDS:
                 raise
         else:
-            if isinstance(fact, LogBegun | LogResumed):
+            if isinstance(fact, LogBegun | LogResumed | LogEnded):
                 self._end_moment()
             else:
                 self._facts.append(fact)

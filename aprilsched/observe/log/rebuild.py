@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from aprilsched.kernel.shell.listener import Listener
-from aprilsched.kernel.values.files import read_regular, read_text
+from aprilsched.kernel.values.files import read_regular
 from aprilsched.observe.figures.run_figures import SUMMARY_VERSION, RunSummary
 from aprilsched.observe.figures.run_state import RunState
 from aprilsched.observe.figures.summary import Remainder
 from aprilsched.observe.log.basis import basis_of
-from aprilsched.observe.log.line_format import Versioned, refuse_newer
+from aprilsched.observe.log.line_format import LogEnded, Versioned, refuse_newer
 from aprilsched.observe.log.reading import replay
-from aprilsched.observe.log.run_folder import CONFIG, EVENTS, SUMMARY
+from aprilsched.observe.log.run_folder import EVENTS, SUMMARY, config_in
+from aprilsched.observe.log.tail import log_end
 
 NOT_ENDED = "The run was killed or has not ended; the figures are those of its event log so far."
 
@@ -52,10 +52,10 @@ def rebuilt_summary(folder: Path) -> RunSummary:
     Raises:
         OSError, ValueError, MsgspecError, RunFolderError: as for :func:`replay`.
     """
-    config = tomllib.loads(read_text(folder / CONFIG))
+    config = config_in(folder)
     rebuilding = Rebuilding(config)
     replay(folder / EVENTS, rebuilding.listeners)
-    return rebuilding.result()
+    return rebuilding.result(log_end(folder / EVENTS))
 
 
 class Rebuilding:
@@ -70,10 +70,13 @@ class Rebuilding:
         self._summary = self._basis.summary()
         self.listeners: tuple[Listener, ...] = (self._state, self._summary)
 
-    def result(self) -> RunSummary:
-        """Return the summary up to now."""
+    def result(self, end: LogEnded | None) -> RunSummary:
+        """Return the summary up to now; `end` is the last line of a log that has ended."""
         return self._summary.result(
-            remainder_of(self._state), clock=self._basis.clock, error=NOT_ENDED
+            remainder_of(self._state),
+            clock=self._basis.clock,
+            interrupted=end is not None and end.interrupted,
+            error=NOT_ENDED if end is None else end.error,
         )
 
 

@@ -6,7 +6,6 @@ read as long as the names in it are known.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,11 +26,10 @@ from aprilsched.kernel.core.messages.facts import (
     RunOpened,
     UpdateFinished,
 )
-from aprilsched.kernel.values.files import read_text
 from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.rebuild import summary_of_run
-from aprilsched.observe.log.run_folder import CONFIG, EVENTS
+from aprilsched.observe.log.run_folder import EVENTS, config_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +75,8 @@ class Delivery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """The content of a run folder. Times are seconds since the start of the run."""
+    """The content of a run folder. Times are seconds since the start of the run. `config` is empty
+    if the folder has only the log of a training loop."""
 
     config: dict[str, Any]
     summary: RunSummary
@@ -95,7 +94,7 @@ def read_run(folder: Path) -> Run:
         RunFolderError: if a file is missing or cannot be understood.
     """
     with readable(folder):
-        config = tomllib.loads(read_text(folder / CONFIG))
+        config = config_in(folder)
         summary = summary_of_run(folder)
         history = History()
         end = replay(folder / EVENTS, [history], tokens=False)
@@ -114,7 +113,7 @@ def readable(folder: Path) -> Generator[None]:
     except OSError as error:
         raise RunFolderError(
             f"{folder} is no whole run folder ({error.filename}: {error.strerror}); name one that "
-            "aprilsched run has written."
+            "aprilsched run or an EventLog has written."
         ) from error
     except (ValueError, msgspec.MsgspecError) as error:
         raise RunFolderError(

@@ -9,6 +9,7 @@ leaves nothing behind.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -21,7 +22,7 @@ import msgspec
 
 from aprilsched.errors import RunFolderError
 from aprilsched.kernel.values.extras import extra
-from aprilsched.kernel.values.files import PRIVATE_FOLDER, SHARED, written_whole
+from aprilsched.kernel.values.files import PRIVATE_FOLDER, SHARED, read_text, written_whole
 from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.log.tail import read_tail
 
@@ -135,6 +136,16 @@ class RunFolder:
             RunFolderError: if it cannot be written.
         """
         write_json(self.path / SUMMARY, summary)
+
+
+def config_in(folder: Path) -> dict[str, Any]:
+    """Return the settings in config.toml; none for a folder with only the log of a training loop.
+
+    Raises:
+        OSError, ValueError: if the file cannot be read.
+    """
+    path = folder / CONFIG
+    return tomllib.loads(read_text(path)) if path.exists() else {}
 
 
 def default_path(seed: int, runs: Path = RUNS, now: datetime | None = None) -> Path:

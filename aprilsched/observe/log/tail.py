@@ -15,7 +15,9 @@ and its line is returned without the mark.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from os import SEEK_END
 from pathlib import Path
 
 import msgspec
@@ -25,11 +27,14 @@ from aprilsched.kernel.values.files import open_regular
 from aprilsched.observe.log.line_format import (
     FORMAT_VERSION,
     LogBegun,
+    LogEnded,
     LogResumed,
     Versioned,
     refuse_newer,
 )
 
+_LAST_BYTES = 1 << 14
+"""More than the length of a LogEnded."""
 _AGAIN = b',"again":true'
 """The mark of a repeated delivery in a line."""
 
@@ -137,6 +142,14 @@ def whole_lines(
                 return
             if number not in tail.void:
                 yield raw.replace(_AGAIN, b"", 1) if number in tail.first else raw
+
+
+def log_end(path: Path) -> LogEnded | None:
+    """Return the last line of the log at `path` if its run has ended; None otherwise."""
+    with suppress(OSError, msgspec.MsgspecError), open_regular(path) as file:
+        file.seek(max(0, file.seek(0, SEEK_END) - _LAST_BYTES))
+        return msgspec.json.decode((file.read().splitlines() or [b""])[-1], type=LogEnded)
+    return None
 
 
 def _decoded(decoder: msgspec.json.Decoder[_Line], raw: bytes) -> _Line | None:

@@ -5,15 +5,12 @@ Invariant: the parts of each engine add up to the time since it opened or joined
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.values.files import read_text
 from aprilsched.observe.figures.engine_time import (
     BUSY,
     PART_INDEX,
@@ -27,7 +24,7 @@ from aprilsched.observe.figures.run_state import RunState
 from aprilsched.observe.log.basis import batch_units_of
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.run import readable
-from aprilsched.observe.log.run_folder import CONFIG, EVENTS
+from aprilsched.observe.log.run_folder import EVENTS, config_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -95,7 +92,7 @@ def usage_of(folder: Path) -> RunUsage:
         RunFolderError: if a file is missing or cannot be understood.
     """
     with readable(folder):
-        config: dict[str, Any] = tomllib.loads(read_text(folder / CONFIG))
+        config = config_in(folder)
         recorder = UsageRecorder(batch_units=batch_units_of(config))
         end = replay(folder / EVENTS, [recorder])
     return recorder.usage(end)

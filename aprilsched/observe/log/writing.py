@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import math
 import time
+from asyncio import CancelledError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 import numpy as np
@@ -26,12 +27,13 @@ from aprilsched.kernel.core.messages.facts import (
     BatchDelivered,
     EvaluationDelivered,
     Fact,
+    RunOpened,
     UpdateFinished,
 )
 from aprilsched.kernel.shell.listener import TokenChunks
-from aprilsched.kernel.values.files import cut_off
+from aprilsched.kernel.values.files import PRIVATE_FOLDER, cut_off
 from aprilsched.observe.file_writer import FileWriter
-from aprilsched.observe.log.line_format import FORMAT_VERSION, LogBegun, LogResumed
+from aprilsched.observe.log.line_format import FORMAT_VERSION, LogBegun, LogEnded, LogResumed
 from aprilsched.observe.log.tail import Tail, read_tail
 
 _FLUSH_SECONDS = 1.0
@@ -45,6 +47,8 @@ between other work of the coordinator takes three times as long."""
 _PENDING_BYTES = 1 << 26
 """Largest number of bytes pending on a hung disk: some minutes of a busy fleet's lines."""
 _CLOSE_SECONDS = 10.0
+_MAX_ERROR = 1000
+"""Characters of an exception in the log."""
 _NEW: Literal["xb", "wb"] = "xb"
 _THERE: Literal["ab"] = "ab"
 
@@ -59,24 +63,29 @@ _FLUSHED_AT_ONCE = frozenset({BatchDelivered, EvaluationDelivered, UpdateFinishe
 class EventLog:
     """Writes a run's facts to the file at `path`.
 
+    In a training loop use ``with EventLog(folder / "events.jsonl") as log:`` around the scheduler,
+    and pass `log` in its `listeners`. The block creates the folder, starts the log when the
+    scheduler is open, and writes how the run ended. :func:`~aprilsched.observe.log.run.read_run`,
+    ``aprilsched report`` and ``watch`` read the folder.
+
     The file is not created or changed before :meth:`start`, so a refused run leaves no trace.
 
     Args:
         path: the file.
-        append: continue the file of a run that is resumed; otherwise the file must not exist.
+        append: continue the file if the run is resumed; otherwise the file must not exist.
         patient: wait for a slow disk instead of dropping lines, as a run on a virtual clock should.
         log_tokens: write the tokens of prompts and responses; otherwise only their number.
     """
 
     def __init__(
         self,
-        path: Path,
+        path: Path | str,
         *,
         append: bool = False,
         patient: bool = False,
         log_tokens: bool = False,
     ) -> None:
-        self._path = path
+        self._path = path = Path(path)
         self.wants_tokens = log_tokens
         """Whether its facts should contain the tokens, and not only their number."""
         self._held: list[Fact] = []
@@ -90,7 +99,11 @@ class EventLog:
         self._encoder = msgspec.json.Encoder(enc_hook=_unknown, order="deterministic")
         self._buffer = bytearray()
         self._began: float | None = None
+        self._last = 0.0
+        """Time of the last fact on the run's clock."""
         self._started = False
+        self._starts_itself = False
+        """Whether the next RunOpened starts the log, inside the ``with`` block."""
         self._flushed_at = time.monotonic()
         self._look_at = -math.inf
         """Time on the run's clock of the next read of the wall clock."""
@@ -102,6 +115,31 @@ class EventLog:
             patient=patient,
         )
 
+    def __enter__(self) -> Self:
+        """Create the folder, and wait for the scheduler to open.
+
+        Raises:
+            RunFolderError: if the file exists and is not continued.
+            OSError: if the folder cannot be created.
+        """
+        if not self._append and self._path.exists():
+            raise RunFolderError(
+                f"{self._path} must not exist; name another file, or continue the log of a resumed "
+                "run with append=True."
+            )
+        self._path.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+        self._starts_itself = True
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Write how the run ended, and close the file."""
+        interrupted = isinstance(error, KeyboardInterrupt | CancelledError)
+        text = None if error is None or interrupted else f"{error.__class__.__name__}: {error}"
+        if self._started:
+            ended = LogEnded(error=text and text[:_MAX_ERROR], interrupted=interrupted)
+            self.on_facts([ended], self._last)
+        self.close()
+
     @property
     def error(self) -> str | None:
         """Why the log is incomplete; None if it is complete."""
@@ -110,6 +148,9 @@ class EventLog:
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         self._held += facts
         self._times += [now] * len(facts)
+        self._last = now
+        if self._starts_itself:
+            self._start_with(facts)
         if any(fact.__class__ in _FLUSHED_AT_ONCE for fact in facts):
             self._flush()
         elif now >= self._look_at or len(self._held) >= _HOLD_LINES:
@@ -118,6 +159,7 @@ class EventLog:
     def on_tokens(self, chunks: TokenChunks, now: float) -> None:
         self._held += [fact for fact, _ in chunks]
         self._times += [at for _, at in chunks]
+        self._last = now
         if now >= self._look_at or len(self._held) >= _HOLD_LINES:
             self._look(now)
 
@@ -141,6 +183,17 @@ class EventLog:
         elif not self._append:
             self._begin_with(LogBegun(version=FORMAT_VERSION), 0.0)
         self._flush()
+
+    def _start_with(self, facts: Sequence[Fact]) -> None:
+        """Start if the scheduler has opened."""
+        for fact in facts:
+            if isinstance(fact, RunOpened):
+                self._starts_itself = False
+                if not self._path.exists():
+                    self._append = False
+                elif not fact.resumed:
+                    self._writer.fail(RunFolderError("the file has another run; name a new one."))
+                self.start(batches=fact.batches)
 
     def _go_on(self, batches: int) -> None:
         try:

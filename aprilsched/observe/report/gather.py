@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -11,7 +10,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from aprilsched.kernel.values.files import read_text
 from aprilsched.observe.figures.engine_time import PART_INDEX, PART_LABELS, PARTS
 from aprilsched.observe.figures.faults import Faults
 from aprilsched.observe.figures.run_figures import RunSummary
@@ -19,8 +17,9 @@ from aprilsched.observe.log.basis import batch_units_of
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.rebuild import Rebuilding, written_summary
 from aprilsched.observe.log.run import History, readable
-from aprilsched.observe.log.run_folder import CONFIG, EVENTS
+from aprilsched.observe.log.run_folder import EVENTS, config_in
 from aprilsched.observe.log.samples import read_samples
+from aprilsched.observe.log.tail import log_end
 from aprilsched.observe.log.usage import RunUsage, UsageRecorder, busy_share
 from aprilsched.observe.report.report_data import EngineTime, PartTime, ReportData, RunReport
 from aprilsched.observe.report.words import headlines, ran
@@ -34,14 +33,14 @@ def run_report(folder: Path) -> RunReport:
         RunFolderError: if a file is missing or cannot be understood.
     """
     with readable(folder):
-        config = tomllib.loads(read_text(folder / CONFIG))
+        config = config_in(folder)
         written = written_summary(folder)
         rebuilding = Rebuilding(config) if written is None else None
         history, faults = History(), Faults()
         recorder = UsageRecorder(batch_units=batch_units_of(config))
         summing = () if rebuilding is None else rebuilding.listeners
         end = replay(folder / EVENTS, [recorder, faults, history, *summing])
-    summary = written if rebuilding is None else rebuilding.result()
+    summary = written if rebuilding is None else rebuilding.result(log_end(folder / EVENTS))
     assert summary is not None  # noqa: S101 - it is written or rebuilt
     usage = recorder.usage(end)
     gpu, gpu_label = gpu_lines(folder)

@@ -67,6 +67,8 @@ _SHOWN = (
 
 def ran(config: Mapping[str, Any], summary: RunSummary) -> list[str]:
     """Return what ran, in sentences, without settings that `config` lacks."""
+    if not config:
+        return [f"Engines: {summary.engines:,}.", f"Batches: {summary.batches:,} delivered."]
     scheduler, names = config.get("scheduler", {}), config.get("engine", [])
     engines = ", ".join(map(str, names[:4])) + ("" if len(names) <= 4 else ", …")
     if names == ["sim"]:

@@ -51,12 +51,15 @@ class Order(Fact, Command, frozen=True):
 class RunOpened(Fact, frozen=True):
     """The fleet is up, and `version` is the run's policy version. In a `resumed` run everything in
     flight is gone, except the restored groups that are launched next. `siblings`: number of
-    siblings of a delivered sample; None if whole groups are delivered."""
+    siblings of a delivered sample; None if whole groups are delivered. `pace`: the pace at the
+    start. `batches`: number of batches delivered before a resumption."""
 
     engines: tuple[EngineInfo, ...]
     version: int
     resumed: bool = False
     siblings: int | None = None
+    pace: Pace = "synchronous"
+    batches: int = 0
 
 
 class BatchRequested(Fact, frozen=True):

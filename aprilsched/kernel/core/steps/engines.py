@@ -36,6 +36,8 @@ def on_opened(state: SchedulerState, event: ev.Opened) -> None:
             version=state.weights.versions.trainer,
             resumed=state.resumed,
             siblings=state.in_flight.siblings,
+            pace=state.config.first_pace,
+            batches=state.in_flight.counters.batches,
         )
     )
     if state.resumed and state.config.pace == "auto":
