@@ -330,6 +330,27 @@ async def test_a_run_restored_to_a_step_repeats_what_followed(tmp_path: Path):
         assert {g.prompt.key for g in one.groups} == {g.prompt.key for g in other.groups}
 
 
+@pytest.mark.parametrize("trains_first", [False, True])
+async def test_weights_trained_before_a_checkpoint_need_a_new_number(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, trains_first: bool
+):
+    async with scheduler(None) as rollouts:
+        await rollouts.next_batch()
+        if not trains_first:
+            await rollouts.update_weights(SimPublisher())
+        await rollouts.checkpoint(tmp_path / "one")
+    async with restored(tmp_path / "one") as rollouts:
+        await rollouts.update_weights(SimPublisher(), version=rollouts.version)
+    assert ("call checkpoint() after update_weights()" in caplog.text) == trains_first
+    caplog.clear()
+    async with restored(tmp_path / "one") as rollouts:
+        await rollouts.update_weights(SimPublisher())
+        await rollouts.next_batch()
+        with pytest.raises(ConfigError, match="is not newer"):
+            await rollouts.update_weights(SimPublisher(), version=rollouts.version)
+    assert "checkpoint()" not in caplog.text
+
+
 async def test_a_checkpoint_takes_the_place_of_what_the_store_has(tmp_path: Path):
     checkpoint, store = tmp_path / "one", SqliteStore(tmp_path / "store", inline=True)
     async with scheduler(store) as rollouts:

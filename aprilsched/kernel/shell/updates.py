@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps.outage import stranded
 from aprilsched.kernel.engines.refit import SleepingEngine
 from aprilsched.kernel.shell.callbacks import called, called_now
@@ -33,6 +34,18 @@ log = logging.getLogger("aprilsched")
 
 _PUBLISHER = "the publisher"
 _TAGS = ("kv_cache", "weights", "cuda_graph")
+
+
+def _warn_of_trained(state: SchedulerState) -> None:
+    """Log that a restored run may get weights of a later version under its own number."""
+    delivery = state.delivery
+    if state.resumed and delivery.batches_since_update > len(delivery.unacknowledged):
+        log.warning(
+            "update_weights() loads version %d, of which a batch was trained on before the run was "
+            "saved; publish weights trained on it without version=, and call checkpoint() after "
+            "update_weights()",
+            state.weights.versions.trainer,
+        )
 
 
 class Updates:
@@ -83,6 +96,8 @@ class Updates:
             new = session.state.weights.versions.trainer + 1 if version is None else version
             self._check(publisher, new)
             again = new == session.state.weights.versions.trainer
+            if again:
+                _warn_of_trained(session.state)
             await called(_PUBLISHER, publisher.prepare, new)
             await session.waits.until_handed_over()
             session.check_open()
@@ -109,7 +124,10 @@ class Updates:
 
     def _check(self, publisher: WeightPublisher, new: int) -> None:
         state = self._session.state
-        again = new == state.weights.versions.trainer and not state.fleet.control.engines
+        again = new == state.weights.versions.trainer and (
+            # A trainer that restores publishes its version, which live engines may still have.
+            not state.fleet.control.engines or (state.resumed and self.last is None)
+        )
         if self._is_followed(publisher, new):
             return
         if new <= state.weights.versions.trainer and not again:
