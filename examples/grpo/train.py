@@ -6,7 +6,8 @@
 
 It trains the policy in this folder on the task of countdown.py, evaluates it on problems that are
 held out, and draws the curve. A run that was killed continues when it is started again with the
-same ``--out``. `make example` does all this on a CPU.
+same ``--out``. `make example` does all this on a CPU, where tests/sglang/with_server.py starts the
+server.
 """
 
 from __future__ import annotations
