@@ -207,7 +207,7 @@ def test_a_folder_that_is_not_a_run_is_refused(
         assert printed.count("\n") == 1
         return printed
 
-    assert "has no run (it has no config.toml)" in refusal(tmp_path / "nowhere")
+    assert "has no run (it has no events.jsonl)" in refusal(tmp_path / "nowhere")
     assert "has no run" in refusal(tmp_path)
     folder = part_of(ended, tmp_path / "run", 1_000)
     (folder / CONFIG).write_text("engine = [")
