@@ -34,7 +34,7 @@ from aprilsched.trainers.corrections import clipped_loss, importance_weights, in
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--engine", nargs="+", required=True)
+    parser.add_argument("--engine", action="extend", nargs="+", required=True)
     parser.add_argument("--updates", type=int, default=16)
     options = parser.parse_args()
     gpu = torch.cuda.is_available()
