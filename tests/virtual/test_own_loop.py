@@ -74,10 +74,17 @@ def test_a_log_alone_gives_every_figure_and_the_report(
     assert "The run has ended" in capsys.readouterr().out
 
 
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
 @each_row(
     ("error", "note"),
     [
         (ValueError("no\nreward" + "x" * 100_000), "ValueError: no"),
+        (OSError(2, "gone", "\udcff"), "FileNotFoundError"),
+        (Unspeakable(), "Unspeakable"),
         (KeyboardInterrupt(), "Ctrl-C"),
         (asyncio.CancelledError(), "Ctrl-C"),
     ],

@@ -65,8 +65,8 @@ def main(arguments: Sequence[str]) -> int:
 def _follow(folder: Path, console: Console) -> None:
     watched = Watched(folder, console)
     with watched.view:
-        # A run writes its summary after everything else.
-        while not _has_ended(folder):
+        # A run writes its summary, or the last line of its log, after everything else.
+        while not (folder / SUMMARY).exists() and log_end(folder / EVENTS) is None:
             watched.read()
             time.sleep(_POLL_SECONDS)
         watched.read()
@@ -79,11 +79,6 @@ def _follow(folder: Path, console: Console) -> None:
         outcome = f"The run ended early: {summary.error}"
     console.print(run_table(summary))
     console.print(f"{outcome}; it is in {folder}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _has_ended(folder: Path) -> bool:
-    """Return whether the run in `folder` has written its last line."""
-    return (folder / SUMMARY).exists() or log_end(folder / EVENTS) is not None
 
 
 _MAX_LINES = 10_000

@@ -17,6 +17,7 @@ import time
 from asyncio import CancelledError
 from collections.abc import Sequence
 from pathlib import Path
+from traceback import format_exception_only
 from typing import Literal, Self
 
 import msgspec
@@ -134,10 +135,13 @@ class EventLog:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Write how the run ended, and close the file."""
         interrupted = isinstance(error, KeyboardInterrupt | CancelledError)
-        text = None if error is None or interrupted else f"{error.__class__.__name__}: {error}"
+        text = None
+        if error is not None and not interrupted:
+            # Robust against exceptions whose str() fails. Lone surrogates have no JSON.
+            text = "".join(format_exception_only(error)).strip()[:_MAX_ERROR]
+            text = text.encode(errors="backslashreplace").decode()
         if self._started:
-            ended = LogEnded(error=text and text[:_MAX_ERROR], interrupted=interrupted)
-            self.on_facts([ended], self._last)
+            self.on_facts([LogEnded(error=text, interrupted=interrupted)], self._last)
         self.close()
 
     @property
