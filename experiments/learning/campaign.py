@@ -399,7 +399,6 @@ def run(
         store=SqliteStore(folder / "rollouts.sqlite"),
         listeners=[events],
     ) as rollouts:
-        events.start(batches=rollouts.state.in_flight.counters.batches)
         taken: Any = Gathering(rollouts, given.micro) if arm in GATHERED else rollouts
         train.train(taken, trainer, publisher, log)
     events.close()

@@ -20,7 +20,7 @@ from aprilsched.observe.log.usage import usage_of
 from aprilsched.observe.report.gather import run_report
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
-from tests.support.small import config, workload
+from tests.support.small import config, driven, workload
 from tests.support.table import each_row
 from tests.virtual.test_rebuild import differences
 
@@ -120,6 +120,13 @@ def test_a_resumed_loop_continues_its_log(tmp_path: Path):
     other = tmp_path / "other" / "events.jsonl"
     run_virtual(train(other, store=store, batches=1))
     assert json.loads(other.read_bytes().splitlines()[0])["fact"] == "LogBegun"
+
+
+def test_a_log_without_its_block_is_written(tmp_path: Path):
+    log = EventLog(tmp_path / "events.jsonl", patient=True)
+    driven([log])
+    log.close()
+    assert read_run(tmp_path).summary.batches == 4
 
 
 def test_a_log_of_another_run_is_left_alone(tmp_path: Path):

@@ -62,6 +62,7 @@ class Run:
             append=folder.resumed,
             patient=setup.clock == "virtual",
             log_tokens=setup.settings.log_tokens,
+            waits=True,
         )
         self._sampler = _sampler(setup, folder, self._log)
         self._summary = summary_of(setup)

@@ -65,17 +65,18 @@ class EventLog:
     """Writes a run's facts to the file at `path`.
 
     In a training loop use ``with EventLog(folder / "events.jsonl") as log:`` around the scheduler,
-    and pass `log` in its `listeners`. The block creates the folder, starts the log when the
-    scheduler is open, and writes how the run ended. :func:`~aprilsched.observe.log.run.read_run`,
+    and pass `log` in its `listeners`. The block creates the folder, and writes how the run ended.
+    The log starts when the scheduler is open. :func:`~aprilsched.observe.log.run.read_run`,
     ``aprilsched report`` and ``watch`` read the folder.
 
-    The file is not created or changed before :meth:`start`, so a refused run leaves no trace.
+    The file is not created or changed before that, so a refused run leaves no trace.
 
     Args:
         path: the file.
         append: continue the file if the run is resumed; otherwise the file must not exist.
         patient: wait for a slow disk instead of dropping lines, as a run on a virtual clock should.
         log_tokens: write the tokens of prompts and responses; otherwise only their number.
+        waits: start only with :meth:`start`, and not when the scheduler opens.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class EventLog:
         append: bool = False,
         patient: bool = False,
         log_tokens: bool = False,
+        waits: bool = False,
     ) -> None:
         self._path = path = Path(path)
         self.wants_tokens = log_tokens
@@ -103,8 +105,8 @@ class EventLog:
         self._last = 0.0
         """Time of the last fact on the run's clock."""
         self._started = False
-        self._starts_itself = False
-        """Whether the next RunOpened starts the log, inside the ``with`` block."""
+        self._starts_itself = not waits
+        """Whether the next RunOpened starts the log."""
         self._flushed_at = time.monotonic()
         self._look_at = -math.inf
         """Time on the run's clock of the next read of the wall clock."""
@@ -129,7 +131,6 @@ class EventLog:
                 "run with append=True."
             )
         self._path.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
-        self._starts_itself = True
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -181,7 +182,7 @@ class EventLog:
             batches: number of batches that a resumed run has saved. Later deliveries in the log
                 were not saved, and are void.
         """
-        self._started = True
+        self._started, self._starts_itself = True, False
         if self._append and not self._writer.failed:
             self._go_on(batches)
         elif not self._append:
@@ -192,7 +193,6 @@ class EventLog:
         """Start if the scheduler has opened."""
         for fact in facts:
             if isinstance(fact, RunOpened):
-                self._starts_itself = False
                 if not self._path.exists():
                     self._append = False
                 elif not fact.resumed:
