@@ -41,6 +41,7 @@ def test_the_program_in_the_readme_runs(monkeypatch: pytest.MonkeyPatch, tmp_pat
     pytest.importorskip("torch")
     (program,) = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.DOTALL)
     assert len([line for line in program.splitlines() if line.strip()]) <= 20
+    assert ("KV is kept" in README.read_text()) == ('straggler="in_place"' in program)
     monkeypatch.setattr(aprilsched, "SGLangFleet", embedded)
     trainer = Trainer()
     program = program.replace("/shared/weights", str(tmp_path))
