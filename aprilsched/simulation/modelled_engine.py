@@ -15,9 +15,11 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.shell.chunk_buffer import ending, progress
+from aprilsched.kernel.shell.watches import load_seen
 from aprilsched.simulation.agenda import Agenda
 from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.sim_engine import load_of
 
 
 class ModelledEngine:
@@ -38,6 +40,7 @@ class ModelledEngine:
         self._feed = feed
         self._pause_seconds = pause_seconds
         self._attempts: dict[str, tuple[int, int]] = {}
+        self._names: dict[tuple[int, int], str] = {}
         self._armed: float | None = None
 
     def send(self, command: do.Send) -> None:
@@ -47,8 +50,9 @@ class ModelledEngine:
             ConfigError: if the KV pool is smaller than its context and its limit.
         """
         key = (command.request_id, command.attempt)
-        name = f"{key[0]}-{key[1]}"
+        name = f"{command.rollout_id}-{key[0]}.{key[1]}"
         self._attempts[name] = key
+        self._names[key] = name
         request = GenerationRequest(
             request_id=name,
             input_ids=command.input_ids,
@@ -62,7 +66,8 @@ class ModelledEngine:
         self._arm()
 
     def abort(self, command: do.Abort) -> None:
-        self.batcher.abort(f"{command.request_id}-{command.attempt}", self._agenda.now)
+        name = self._names.get((command.request_id, command.attempt), "")
+        self.batcher.abort(name, self._agenda.now)
         # An attempt in the queue ends at once; the others end with the step in progress.
         self._agenda.at(self._agenda.now, self._look)
         self._arm()
@@ -89,6 +94,12 @@ class ModelledEngine:
 
     def verify(self) -> None:
         self._feed(ev.Verified(engine=self.name, version=self.batcher.version))
+
+    def report_load(self) -> None:
+        """Report the load, as a watched server does."""
+        load = load_of(self.batcher, self._agenda.now, 1.0)
+        if (seen := load_seen(self.name, load)) is not None:
+            self._feed(seen)
 
     def refit(self, version: int, *, catch_up: bool = False) -> None:
         took = self.batcher.refit(version)
@@ -124,5 +135,5 @@ class ModelledEngine:
         if (news := progress(chunk, request_id, attempt)) is not None:
             self._feed(news)
         if (end := ending(chunk, request_id, attempt)) is not None:
-            del self._attempts[name]
+            del self._names[self._attempts.pop(name)]
             self._feed(end)

@@ -32,6 +32,7 @@ from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.loop import EventLoop
+from aprilsched.kernel.shell.watches import INTERVAL_S
 from aprilsched.kernel.values.checks import checked, typed
 from aprilsched.planning import Planner
 from aprilsched.simulation.agenda import Agenda
@@ -128,6 +129,7 @@ class Simulation:
         pauses: gives the seconds of each gap between the turns of a response, by its prompt and
             its index in the group. Each response is an episode then, whose tokens are divided
             evenly among its turns; None for responses of one turn.
+        tool_tokens: number of tokens that each gap appends to the context.
         planner: chooses schedules for ``over_provision="auto"``; by default one that knows the
             first engine's own model.
         listeners: objects that see every event and command.
@@ -150,6 +152,7 @@ class Simulation:
         streamed: bool = False,
         accept: Callable[[Group], bool] | None = None,
         pauses: Callable[[Prompt, int], Sequence[float]] | None = None,
+        tool_tokens: int = 0,
         planner: Planner | None = None,
         listeners: Sequence[AnyListener] = (),
     ) -> None:
@@ -157,6 +160,8 @@ class Simulation:
         for name, value in (("engines", engines), ("batches", batches)):
             checked_count(name, value, least=1)
         checked_count("update_every", update_every, least=0)
+        checked_count("tool_tokens", tool_tokens, least=0)
+        self._answer = np.zeros(tool_tokens, dtype=np.int32)
         self.agenda = Agenda()
         self._costs = Costs() if costs is None else costs
         self._prompts: Iterator[Prompt] = iter(prompts)
@@ -211,12 +216,21 @@ class Simulation:
             for name, each in self.engines.items()
         )
         feed(ev.Opened(engines=tuple(infos)))
+        if self.state.limits_sessions:
+            self._report_loads()
         self.trainer.start()
         while not self.trainer.done and self._failure is None:
             if not self.agenda.step():
                 raise AssertionError("nothing is due and the trainer still waits")
         if self._failure is not None:
             raise self._failure
+
+    def _report_loads(self) -> None:
+        """Report loads once a second, as the coordinator's watch does."""
+        for each in self.engines.values():
+            if each.batcher.config.capabilities.caches_contexts:
+                each.report_load()
+        self.agenda.after(INTERVAL_S, self._report_loads)
 
     def _wire(self) -> None:
         engines, trainer = self.engines, self.trainer
@@ -305,7 +319,7 @@ class Simulation:
 
     def _end_turn(self, command: do.ResolveTurn) -> None:
         rollout_id, episode = command.rollout_id, self._episodes[command.rollout_id]
-        episode.context = np.concatenate([episode.context, command.token_ids])
+        episode.context = np.concatenate([episode.context, command.token_ids, self._answer])
         if episode.pauses:
             self.agenda.after(episode.pauses.pop(0), lambda: self._ask(rollout_id, episode))
         else:

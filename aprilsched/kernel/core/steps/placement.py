@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.placement import (
+    EngineLoads,
     Preference,
     choose_engine,
     preference_of,
@@ -20,6 +21,7 @@ from aprilsched.kernel.core.state.records import RequestRecord
 from aprilsched.kernel.core.state.state import Fleet, SchedulerState
 from aprilsched.kernel.core.state.weights import Weights
 from aprilsched.kernel.core.steps.batch import training_runs
+from aprilsched.kernel.core.steps.sessions import admits, start_session_turn
 from aprilsched.kernel.core.steps.steering import goal
 from aprilsched.kernel.core.steps.verification import awaits_answers, verify
 
@@ -42,15 +44,20 @@ def place(state: SchedulerState) -> None:
         return
     fleet.verifying_since = None
     index.leave_out(unverified | full)
-    limit = state.config.dispatch.max_in_flight
+    limit, cold = state.config.dispatch.max_in_flight, True
     while limit is None or state.in_flight.open_attempts < limit:
-        request = queue.first(training=training, versions=versions)
+        request = queue.first(training=training, versions=versions, cold=cold)
         if request is None:
             return
         waits_for = queue.version_of(request)
         version = state.weights.versions.trainer if waits_for is None else waits_for
         loads = index.accepting(version)
         engine = choose_engine(loads, _preference(state, request), avoid=request.avoid)
+        if engine is not None and queue.is_cold(request) and not admits(state, request, engine):
+            engine = _least_admitting(state, request, loads)
+            if engine is None:
+                cold = False
+                continue
         if engine is not None:
             loads.add_request(engine)
             _send(state, request, engine)
@@ -60,6 +67,14 @@ def place(state: SchedulerState) -> None:
             return
         else:
             versions.discard(waits_for)
+
+
+def _least_admitting(
+    state: SchedulerState, request: RequestRecord, loads: EngineLoads
+) -> str | None:
+    """Return the least loaded engine that admits a turn without KV, or None."""
+    admitting = [name for name in loads.loads if admits(state, request, name)]
+    return min(admitting, key=lambda name: (loads.loads[name], name), default=None)
 
 
 def _served_versions(fleet: Fleet, weights: Weights, rolling: bool) -> set[int | None] | None:
@@ -108,6 +123,8 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
         training=request.rollout.group.evaluation_id is None, carried=request.rollout.carried
     )
     state.note_work(engine)
+    if state.caller.episodes:
+        start_session_turn(state, request)
     state.in_flight.open_attempt(request, engine, version=version, adapter=state.weights.adapter)
     state.fleet.attempts_sent += 1
     request.sent = state.fleet.attempts_sent
