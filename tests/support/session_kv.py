@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,6 +10,7 @@ from aprilsched import Prompt, RolloutScheduler, SamplingParams, SchedulerConfig
 from aprilsched.kernel.core.messages.facts import Fact, TokensReceived
 from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.engines.load import EngineLoad, ReportsLoad
+from aprilsched.testing.contract import until
 
 SESSIONS, TURN = 8, 300
 """Sessions that start together, and tokens of each of their two turns."""
@@ -61,8 +61,7 @@ async def fall_and_recover(fleet: Fleet) -> tuple[EngineLoad, float, float]:
         batch = await anext(rollouts)
         assert all(len(rollout) == 2 * TURN + 4 for rollout in batch.rollouts)
         # The server idles, so each report without a preemption raises the share.
-        while shares.share() <= shares.lowest:
-            await asyncio.sleep(0.2)
+        await until(lambda: shares.share() > shares.lowest, 600.0)
         (engine,) = fleet.engines
         assert isinstance(engine, ReportsLoad)
         load = await engine.load(metrics=True)

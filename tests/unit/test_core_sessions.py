@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -233,8 +234,8 @@ def test_evaluations_do_not_wait():
 
 def test_the_rule_by_its_formula():
     prices = Prices(step_seconds=0.004, prefill_tokens_per_s=50_000)
-    free = {"context": 8000, "turn_tokens": 400.0, "prices": prices}
-    assert may_start(**free, room=8000, running=500)
-    assert may_start(**free, room=-1, running=10), "400 * 0.004 * 50,000 / 8,000"
-    assert not may_start(**free, room=7999, running=11)
+    rule = partial(may_start, context=8000, turn_tokens=400.0, prices=prices)
+    assert rule(room=8000, running=500)
+    assert rule(room=-1, running=10), "400 * 0.004 * 50,000 / 8,000"
+    assert not rule(room=7999, running=11)
     assert keep_s(1_000_000, prices) == 20.0

@@ -25,8 +25,8 @@ from __future__ import annotations
 from aprilsched.kernel.core.policies.repack import Prices
 
 TURNS_AHEAD = 5
-"""Number of turns of every session in the pool for which room is left. In simulations 3 and 8 differ
-by 5 % at most, and without this room short tools cost a quarter of the throughput."""
+"""Number of turns of every session in the pool for which room is left. In simulations 3 and 8
+differ by 5 % at most, and without this room short tools cost a quarter of the throughput."""
 LEAST_SHARE = 0.5
 """Share of the pool that may be used however many requests are preempted."""
 _FALL, _RISE = 0.9, 0.01
