@@ -158,11 +158,14 @@ def test_flushed_sessions_wait_for_room():
     driver, ids = agents(4)
     for each in ids[:2]:
         driver.end_turn(each)
+    driver.report(40, preemptions=0)
+    driver.report(40, preemptions=1)
     driver.update()
     for each in ids[:2]:
         driver.ask(each)
     driver.settle()
     assert not driver.pool.contexts
+    assert driver.pool.share == 0.9, "the engine is the same"
     assert len(driver.running()) < len(ids), "all four prefill again, which needs more room"
 
 

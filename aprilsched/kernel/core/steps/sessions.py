@@ -77,9 +77,9 @@ def admits(state: SchedulerState, request: RequestRecord, engine: str) -> bool:
 
 def forget_sessions(state: SchedulerState, engine: str) -> None:
     """Note that an engine has no KV that turns may use any longer."""
-    pool = state.fleet.session_kv.pools.pop(engine, None)
-    queue = state.in_flight.queue
-    for rollout_id in () if pool is None else pool.contexts:
+    pool, queue = state.fleet.session_kv.of(engine), state.in_flight.queue
+    for rollout_id in list(pool.contexts):
+        pool.drop(rollout_id)
         rollout = state.in_flight.rollouts.get(rollout_id)
         request = None if rollout is None else rollout.request
         if request is not None and request.request_id in queue:
