@@ -12,7 +12,7 @@ from tests.vllm.server import VLLMServer
 
 pytestmark = pytest.mark.long
 
-BLOCK, BLOCKS = 16, 65
+BLOCK, BLOCKS = 32, 33
 """Tokens of a block of KV, and number of blocks, one of which is never used."""
 
 
