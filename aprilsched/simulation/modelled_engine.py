@@ -15,11 +15,9 @@ from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.shell.chunk_buffer import ending, progress
-from aprilsched.kernel.shell.watches import load_seen
 from aprilsched.simulation.agenda import Agenda
 from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.simulation.engine.sim_engine import load_of
 
 
 class ModelledEngine:
@@ -94,12 +92,6 @@ class ModelledEngine:
 
     def verify(self) -> None:
         self._feed(ev.Verified(engine=self.name, version=self.batcher.version))
-
-    def report_load(self) -> None:
-        """Report the load, as a watched server does."""
-        load = load_of(self.batcher, self._agenda.now, 1.0)
-        if (seen := load_seen(self.name, load)) is not None:
-            self._feed(seen)
 
     def refit(self, version: int, *, catch_up: bool = False) -> None:
         took = self.batcher.refit(version)

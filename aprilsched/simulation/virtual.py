@@ -32,12 +32,13 @@ from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.loop import EventLoop
-from aprilsched.kernel.shell.watches import INTERVAL_S
+from aprilsched.kernel.shell.watches import INTERVAL_S, load_seen
 from aprilsched.kernel.values.checks import checked, typed
 from aprilsched.planning import Planner
 from aprilsched.simulation.agenda import Agenda
 from aprilsched.simulation.engine.sequence import drawn_length, with_length
 from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.sim_engine import load_of
 from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.modelled_trainer import Costs, ModelledTrainer
 from aprilsched.types import Group, Int32Array, Prompt, SamplingParams, Score
@@ -211,12 +212,12 @@ class Simulation:
                 failed.
         """
         feed = self._loop.feed
-        infos = (
+        infos = tuple(
             ev.EngineInfo(name=name, version=0, able=each.batcher.config.capabilities)
             for name, each in self.engines.items()
         )
-        feed(ev.Opened(engines=tuple(infos)))
-        if self.state.limits_sessions:
+        feed(ev.Opened(engines=infos))
+        if self.state.limits_sessions and any(info.able.caches_contexts for info in infos):
             self._report_loads()
         self.trainer.start()
         while not self.trainer.done and self._failure is None:
@@ -228,8 +229,9 @@ class Simulation:
     def _report_loads(self) -> None:
         """Report loads once a second, as the coordinator's watch does."""
         for each in self.engines.values():
-            if each.batcher.config.capabilities.caches_contexts:
-                each.report_load()
+            load = load_of(each.batcher, self.agenda.now, 1.0)
+            if (seen := load_seen(each.name, load)) is not None:
+                self._loop.feed(seen)
         self.agenda.after(INTERVAL_S, self._report_loads)
 
     def _wire(self) -> None:

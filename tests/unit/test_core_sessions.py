@@ -11,7 +11,7 @@ import pytest
 
 from aprilsched.config import Dispatch, Prices, SchedulerConfig
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.policies.sessions import LEAST_SHARE, keep_s, may_start, share_after
+from aprilsched.kernel.core.policies.sessions import LEAST_SHARE, may_start, share_after
 from aprilsched.kernel.core.state.session_kv import SessionPool
 from aprilsched.types import Score
 from tests.support.driver import Driver, Key
@@ -63,6 +63,7 @@ def agents(
     max_sessions: int | Literal["auto"] | None = "auto",
     prices: Prices = EXPENSIVE,
     prompt: int = PROMPT,
+    engines: tuple[str, ...] = ("a",),
 ) -> tuple[Agents, list[int]]:
     """Start sessions that have requested their first turns; returns their ids too."""
     config = SchedulerConfig(
@@ -75,7 +76,7 @@ def agents(
         dispatch=Dispatch(max_sessions=max_sessions),
     )
     driver = Agents(
-        config, episodes=True, engines=("a",), kv_tokens=kv_tokens, caches_contexts=caches
+        config, episodes=True, engines=engines, kv_tokens=kv_tokens, caches_contexts=caches
     )
     driver.request_batch()
     ids = [started.rollout_id for started in driver.episodes_started]
@@ -235,10 +236,21 @@ def test_evaluations_do_not_wait():
     assert evaluated in driver.running()
 
 
+def test_a_session_starts_on_the_engine_that_has_room():
+    """The engine with fewer requests keeps the KV of three sessions at their tools."""
+    driver, ids = agents(9, engines=("a", "b"))
+    on = {name: [driver.sends[key].rollout_id for key in driver.on(name)] for name in "ab"}
+    for each in on["a"][:3]:
+        driver.end_turn(each)
+    assert driver.running() == sorted(on["a"][3:] + on["b"])
+    for each in on["b"][:2]:
+        driver.end_session(each)
+    assert driver.sends[driver.key(ids[8])].engine == "b"
+
+
 def test_the_rule_by_its_formula():
     prices = Prices(step_seconds=0.004, prefill_tokens_per_s=50_000)
     rule = partial(may_start, context=8000, turn_tokens=400.0, prices=prices)
     assert rule(room=8000, running=500)
     assert rule(room=-1, running=10), "400 * 0.004 * 50,000 / 8,000"
     assert not rule(room=7999, running=11)
-    assert keep_s(1_000_000, prices) == 20.0

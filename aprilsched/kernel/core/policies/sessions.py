@@ -32,11 +32,6 @@ LEAST_SHARE = 0.5
 _FALL, _RISE = 0.9, 0.01
 
 
-def keep_s(capacity: int, prices: Prices) -> float:
-    """Return the seconds for which a pool of `capacity` tokens keeps the KV of a session."""
-    return capacity / prices.prefill_tokens_per_s
-
-
 def may_start(
     *, context: float, room: float, running: int, turn_tokens: float, prices: Prices
 ) -> bool:

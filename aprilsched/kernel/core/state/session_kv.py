@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 _LAST_TURNS = 500
 """Number of turns over which means are taken."""
-_NEW = 0.2
-"""Weight of the latest report."""
 
 
 @dataclass(slots=True)
@@ -36,11 +34,6 @@ class SessionPool:
     def drop(self, rollout_id: int) -> None:
         """Remove a session: it runs again, or its KV is gone."""
         self.tokens -= self.contexts.pop(rollout_id, 0)
-
-    def note_use(self, used: int, expected: int) -> None:
-        """Compare the tokens in the pool with those of the contexts that run."""
-        if expected:
-            self.unique += _NEW * (min(1.0, used / expected) - self.unique)
 
 
 @dataclass(slots=True)

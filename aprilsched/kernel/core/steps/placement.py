@@ -6,12 +6,12 @@ among those that are running, verified and not full.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.policies.placement import (
-    EngineLoads,
     Preference,
     choose_engine,
     preference_of,
@@ -24,6 +24,10 @@ from aprilsched.kernel.core.steps.batch import training_runs
 from aprilsched.kernel.core.steps.sessions import admits, start_session_turn
 from aprilsched.kernel.core.steps.steering import goal
 from aprilsched.kernel.core.steps.verification import awaits_answers, verify
+
+_CANDIDATES = 8
+"""Number of the least loaded engines that are asked for room for a session. All engines of a large
+fleet would take milliseconds after each event."""
 
 
 def place(state: SchedulerState) -> None:
@@ -54,7 +58,9 @@ def place(state: SchedulerState) -> None:
         loads = index.accepting(version)
         engine = choose_engine(loads, _preference(state, request), avoid=request.avoid)
         if engine is not None and queue.is_cold(request) and not admits(state, request, engine):
-            engine = _least_admitting(state, request, loads)
+            rest = ((load, name) for name, load in loads.loads.items() if name not in request.avoid)
+            least = (name for _, name in heapq.nsmallest(_CANDIDATES, rest))
+            engine = next((name for name in least if admits(state, request, name)), None)
             if engine is None:
                 cold = False
                 continue
@@ -67,14 +73,6 @@ def place(state: SchedulerState) -> None:
             return
         else:
             versions.discard(waits_for)
-
-
-def _least_admitting(
-    state: SchedulerState, request: RequestRecord, loads: EngineLoads
-) -> str | None:
-    """Return the least loaded engine that admits a turn without KV, or None."""
-    admitting = [name for name in loads.loads if admits(state, request, name)]
-    return min(admitting, key=lambda name: (loads.loads[name], name), default=None)
 
 
 def _served_versions(fleet: Fleet, weights: Weights, rolling: bool) -> set[int | None] | None:

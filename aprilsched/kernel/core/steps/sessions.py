@@ -7,12 +7,15 @@ engine to keep KV as its cache does, and corrects this by the engine's reports.
 from __future__ import annotations
 
 from aprilsched.kernel.core.messages import events as ev
-from aprilsched.kernel.core.policies.sessions import TURNS_AHEAD, keep_s, may_start, share_after
+from aprilsched.kernel.core.policies.sessions import TURNS_AHEAD, may_start, share_after
 from aprilsched.kernel.core.state.records import GENERATING, RequestRecord, RolloutRecord
 from aprilsched.kernel.core.state.session_kv import SessionPool
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.core.steps import migration
 from aprilsched.kernel.core.steps.migration import filled, report_of
+
+_NEW = 0.2
+"""Weight of the latest report in the share of tokens that contexts do not have in common."""
 
 
 def on_load_seen(state: SchedulerState, event: ev.LoadSeen) -> None:
@@ -21,8 +24,9 @@ def on_load_seen(state: SchedulerState, event: ev.LoadSeen) -> None:
     if not state.limits_sessions or _capacity(state, event.engine) is None:
         return
     pool, count = state.fleet.session_kv.of(event.engine), event.preemptions
-    if not event.queued:
-        pool.note_use(event.used, state.in_flight.held_on[event.engine])
+    # What an engine queues is not in its pool yet.
+    if not event.queued and (held := state.in_flight.held_on[event.engine]):
+        pool.unique += _NEW * (min(1.0, event.used / held) - pool.unique)
     if count is not None:
         preempted = pool.preemptions is not None and count > pool.preemptions
         pool.share = share_after(pool.share, preempted=preempted)
@@ -60,11 +64,10 @@ def admits(state: SchedulerState, request: RequestRecord, engine: str) -> bool:
     if capacity is None:
         return True
     pool, report = kv.of(engine), report_of(state.fleet, state.now, engine)
-    _evict(state, pool, keep_s(capacity, state.config.prices))
+    _evict(state, pool, capacity / state.config.prices.prefill_tokens_per_s)
     running = state.in_flight.open[engine]
     used = filled(state.in_flight, state.fleet, state.now, engine) + pool.tokens * pool.unique
     ahead = TURNS_AHEAD * kv.growth * (running + len(pool.contexts) + 1)
-    # Requests that the engine queues are not in its pool yet.
     full = report is not None and report.queued > 0
     return may_start(
         context=request.rollout.computed_tokens * pool.unique,
