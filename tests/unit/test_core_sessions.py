@@ -226,7 +226,14 @@ def test_a_fixed_limit_counts_sessions_that_have_not_ended():
     assert driver.running() == ids[1:3]
 
 
-def test_evaluations_do_not_wait():
+def test_evaluations_do_not_wait_and_fill_no_fixed_limit():
+    driver, ids = agents(2, max_sessions=1)
+    driver.end_turn(ids[0])
+    driver.evaluate(1)
+    driver.ask(evaluated := driver.episodes_started[-1].rollout_id)
+    assert driver.running() == [evaluated]
+    driver.feed(ev.EpisodeFinished(rollout_id=ids[0], score=Score(reward=0.0)))
+    assert driver.running() == [ids[1], evaluated], "the evaluation does not count"
     driver, ids = agents(6)
     driver.evaluate(1)
     evaluated = driver.episodes_started[-1].rollout_id

@@ -49,7 +49,8 @@ def start_session_turn(state: SchedulerState, request: RequestRecord) -> None:
     kv, rollout = state.fleet.session_kv, request.rollout
     if rollout.engine in kv.pools:
         kv.pools[rollout.engine].drop(rollout.rollout_id)
-    if isinstance(state.config.dispatch.max_sessions, int):
+    training = rollout.group.evaluation_id is None
+    if training and isinstance(state.config.dispatch.max_sessions, int):
         kv.started.add(rollout.rollout_id)
 
 
