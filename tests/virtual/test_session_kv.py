@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -14,11 +15,11 @@ import pytest
 from numpy.random import Generator, Philox
 from numpy.typing import NDArray
 
-from aprilsched.config import Dispatch, SchedulerConfig
+from aprilsched import Prompt, RolloutScheduler, SamplingParams, SimFleet, Turn
+from aprilsched.config import Dispatch, Prices, SchedulerConfig
 from aprilsched.kernel.core.messages.facts import BatchDelivered, Fact
 from aprilsched.simulation import NEVER, Costs, Simulation
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.types import Prompt, SamplingParams
 
 PROMPT, TURNS, TURN, TOOL = 2000, 10, 300, 700
 """Tokens of a prompt, mean number of turns, and mean tokens of a turn and of a tool's answer."""
@@ -137,6 +138,32 @@ def test_the_automatic_limit_gains_where_sessions_need_twice_the_pool():
     tool = TOOLS["short"]
     today = useful_work(tool, 2.0, None, batches=6)
     assert useful_work(tool, 2.0, "auto", batches=6) > 1.2 * today
+
+
+@pytest.mark.virtual_time
+async def test_the_coordinator_limits_sessions_by_the_engine_s_reports():
+    """Eight sessions of up to 1,000 tokens share a pool of 2,500 tokens."""
+    in_pool: list[int] = []
+
+    async def agent(turn: Turn, prompt: Prompt) -> None:
+        context = prompt.input_ids
+        for _ in range(4):
+            reply = await turn.generate(context, SamplingParams(max_new_tokens=100))
+            context = np.concatenate([context, reply.token_ids, np.ones(50, dtype=np.int32)])
+            pool = rollouts.state.fleet.session_kv.of("sim-0")
+            in_pool.append(pool.tokens + rollouts.state.in_flight.held_on["sim-0"])
+            await asyncio.sleep(5.0)
+
+    prompts = [Prompt(input_ids=np.arange(1, 401, dtype=np.int32))] * 8
+    config = SchedulerConfig(
+        batch_groups=8, group_size=1, over_provision=1.0, prices=Prices(step_seconds=0.0)
+    )
+    fleet = SimFleet(engines=1, kv_tokens=2_500, prefix_cache=True)
+    async with RolloutScheduler(fleet, prompts, episode=agent, config=config) as rollouts:
+        batch = await anext(rollouts)
+        assert rollouts.state.fleet.session_kv.of("sim-0").preemptions is not None
+    assert [rollout.turns for rollout in batch.rollouts] == [4] * 8
+    assert max(in_pool) <= 2_500
 
 
 @pytest.mark.long
