@@ -38,6 +38,7 @@ class ModelledEngine:
         self._feed = feed
         self._pause_seconds = pause_seconds
         self._attempts: dict[str, tuple[int, int]] = {}
+        self._names: dict[tuple[int, int], str] = {}
         self._armed: float | None = None
 
     def send(self, command: do.Send) -> None:
@@ -47,8 +48,9 @@ class ModelledEngine:
             ConfigError: if the KV pool is smaller than its context and its limit.
         """
         key = (command.request_id, command.attempt)
-        name = f"{key[0]}-{key[1]}"
+        name = f"{command.rollout_id}-{key[0]}.{key[1]}"
         self._attempts[name] = key
+        self._names[key] = name
         request = GenerationRequest(
             request_id=name,
             input_ids=command.input_ids,
@@ -62,7 +64,8 @@ class ModelledEngine:
         self._arm()
 
     def abort(self, command: do.Abort) -> None:
-        self.batcher.abort(f"{command.request_id}-{command.attempt}", self._agenda.now)
+        name = self._names.get((command.request_id, command.attempt), "")
+        self.batcher.abort(name, self._agenda.now)
         # An attempt in the queue ends at once; the others end with the step in progress.
         self._agenda.at(self._agenda.now, self._look)
         self._arm()
@@ -124,5 +127,5 @@ class ModelledEngine:
         if (news := progress(chunk, request_id, attempt)) is not None:
             self._feed(news)
         if (end := ending(chunk, request_id, attempt)) is not None:
-            del self._attempts[name]
+            del self._names[self._attempts.pop(name)]
             self._feed(end)

@@ -155,6 +155,7 @@ def simulate(
     streamed: bool = False,
     accept: Callable[[Group], bool] | None = None,
     pauses: Callable[[Prompt, int], Sequence[float]] | None = None,
+    tool_tokens: int = 0,
     planner: Planner | None = None,
     seed: int | None = None,
     burn_in: int | None = None,
@@ -183,6 +184,7 @@ def simulate(
         accept: filters groups, as in RolloutScheduler.
         pauses: makes episodes: the seconds of each gap between the turns of a response, by its
             prompt and its index in the group.
+        tool_tokens: number of tokens that each gap appends to the context.
         planner: chooses schedules for ``over_provision="auto"``.
         seed: of the workload, if it is a LongTailWorkload.
         burn_in: batches that are left out of the steady state; a quarter by default.
@@ -229,6 +231,7 @@ def simulate(
         streamed=streamed,
         accept=accept,
         pauses=pauses,
+        tool_tokens=tool_tokens,
         planner=planner,
         listeners=[*measuring.listeners, *listeners],
     )

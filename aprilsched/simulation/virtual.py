@@ -32,11 +32,13 @@ from aprilsched.kernel.core.scheduler import Scheduler
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.loop import EventLoop
+from aprilsched.kernel.shell.watches import INTERVAL_S, load_seen
 from aprilsched.kernel.values.checks import checked, typed
 from aprilsched.planning import Planner
 from aprilsched.simulation.agenda import Agenda
 from aprilsched.simulation.engine.sequence import drawn_length, with_length
 from aprilsched.simulation.engine.settings import SimConfig
+from aprilsched.simulation.engine.sim_engine import load_of
 from aprilsched.simulation.modelled_engine import ModelledEngine
 from aprilsched.simulation.modelled_trainer import Costs, ModelledTrainer
 from aprilsched.types import Group, Int32Array, Prompt, SamplingParams, Score
@@ -128,6 +130,7 @@ class Simulation:
         pauses: gives the seconds of each gap between the turns of a response, by its prompt and
             its index in the group. Each response is an episode then, whose tokens are divided
             evenly among its turns; None for responses of one turn.
+        tool_tokens: number of tokens that each gap appends to the context.
         planner: chooses schedules for ``over_provision="auto"``; by default one that knows the
             first engine's own model.
         listeners: objects that see every event and command.
@@ -150,6 +153,7 @@ class Simulation:
         streamed: bool = False,
         accept: Callable[[Group], bool] | None = None,
         pauses: Callable[[Prompt, int], Sequence[float]] | None = None,
+        tool_tokens: int = 0,
         planner: Planner | None = None,
         listeners: Sequence[AnyListener] = (),
     ) -> None:
@@ -157,6 +161,8 @@ class Simulation:
         for name, value in (("engines", engines), ("batches", batches)):
             checked_count(name, value, least=1)
         checked_count("update_every", update_every, least=0)
+        checked_count("tool_tokens", tool_tokens, least=0)
+        self._answer = np.zeros(tool_tokens, dtype=np.int32)
         self.agenda = Agenda()
         self._costs = Costs() if costs is None else costs
         self._prompts: Iterator[Prompt] = iter(prompts)
@@ -206,17 +212,27 @@ class Simulation:
                 failed.
         """
         feed = self._loop.feed
-        infos = (
+        infos = tuple(
             ev.EngineInfo(name=name, version=0, able=each.batcher.config.capabilities)
             for name, each in self.engines.items()
         )
-        feed(ev.Opened(engines=tuple(infos)))
+        feed(ev.Opened(engines=infos))
+        if self.state.limits_sessions and any(info.able.caches_contexts for info in infos):
+            self._report_loads()
         self.trainer.start()
         while not self.trainer.done and self._failure is None:
             if not self.agenda.step():
                 raise AssertionError("nothing is due and the trainer still waits")
         if self._failure is not None:
             raise self._failure
+
+    def _report_loads(self) -> None:
+        """Report loads once a second, as the coordinator's watch does."""
+        for each in self.engines.values():
+            load = load_of(each.batcher, self.agenda.now, 1.0)
+            if (seen := load_seen(each.name, load)) is not None:
+                self._loop.feed(seen)
+        self.agenda.after(INTERVAL_S, self._report_loads)
 
     def _wire(self) -> None:
         engines, trainer = self.engines, self.trainer
@@ -305,7 +321,7 @@ class Simulation:
 
     def _end_turn(self, command: do.ResolveTurn) -> None:
         rollout_id, episode = command.rollout_id, self._episodes[command.rollout_id]
-        episode.context = np.concatenate([episode.context, command.token_ids])
+        episode.context = np.concatenate([episode.context, command.token_ids, self._answer])
         if episode.pauses:
             self.agenda.after(episode.pauses.pop(0), lambda: self._ask(rollout_id, episode))
         else:

@@ -218,7 +218,7 @@ class ServedEngine:
         return {
             "skip_tokenizer_init": True,
             "stream_interval": config.stream_interval,
-            "disable_radix_cache": True,
+            "disable_radix_cache": not config.prefix_cache,
             "tp_size": 1,
             "enable_lora": True,
             "enable_return_routed_experts": True,

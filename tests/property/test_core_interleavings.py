@@ -206,6 +206,7 @@ class Interleavings(RuleBasedStateMachine):
             sizes=sizes,
             keys=keys,
             kv_tokens=pool,
+            caches_contexts=pool is not None,
             # What is dry then is not dry at the same place after a restart.
             dries=dries and not self.saves,
             engines=("a", "b", "c"),

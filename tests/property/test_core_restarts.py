@@ -287,7 +287,13 @@ class Branches(Restarts):
             sampling=SamplingParams(max_new_tokens=1_000_000),
         )
         self.driver = Driver(
-            config, episodes=True, supply=17, engines=("a", "b", "c"), store=MemoryStore()
+            config,
+            episodes=True,
+            supply=17,
+            engines=("a", "b", "c"),
+            store=MemoryStore(),
+            kv_tokens=40,
+            caches_contexts=True,
         )
         self.driver.auto_verify = False
         self.driver.unique = SAMPLED

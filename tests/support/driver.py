@@ -174,6 +174,8 @@ class Driver:
     """Keys of the source's prompts, in turn."""
     kv_tokens: int | None = None
     """Size of each engine's KV pool."""
+    caches_contexts: bool = False
+    """Whether engines keep the KV of sessions at their tools."""
     stores_kv: bool = False
     """Whether cached KV may survive the engines' flush."""
     bad: bool = False
@@ -216,6 +218,7 @@ class Driver:
                 release_while_paused=self.holds_stragglers,
                 keeps_released_weights=self.keeps_weights,
                 kv_tokens=self.kv_tokens,
+                caches_contexts=self.caches_contexts,
                 kv_tier="keyed" if self.stores_kv else "none",
             ),
         )

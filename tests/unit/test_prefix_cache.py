@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from aprilsched.config import SchedulerConfig
+from aprilsched.config import Dispatch, SchedulerConfig
 from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.simulation import Simulation
 from aprilsched.simulation.engine import SimConfig
 from aprilsched.simulation.engine.cache import PrefixCache
 from aprilsched.simulation.workload import LongTailWorkload
-from aprilsched.types import SamplingParams
+from aprilsched.types import Prompt, SamplingParams
 
 
 def request(name: str, context: int, group: int = 7) -> GenerationRequest:
@@ -23,7 +23,7 @@ def request(name: str, context: int, group: int = 7) -> GenerationRequest:
 
 
 def test_a_request_finds_what_it_had_and_its_group_s_prompt_until_a_flush():
-    cache = PrefixCache(10_000)
+    cache = PrefixCache()
     assert cache.attach(request("1-1", 100)) == 0
     assert cache.attach(request("2-1", 100)) == 99, "all of the prompt but its last token"
     assert cache.attach(request("3-1", 100, group=8)) == 0
@@ -35,11 +35,42 @@ def test_a_request_finds_what_it_had_and_its_group_s_prompt_until_a_flush():
 
 
 def test_no_more_is_remembered_than_fits():
-    cache = PrefixCache(150)
-    cache.attach(request("1-1", 100, group=0))
-    cache.attach(request("2-1", 100, group=0))
-    assert cache.attach(request("1-2", 100, group=0)) == 0
-    assert cache.attach(request("1-3", 100, group=0)) == 99
+    cache = PrefixCache()
+    for name in ("1-1", "2-1"):
+        cache.attach(request(name, 100, group=0))
+        cache.end(request(name, 100, group=0), 100)
+    cache.trim(150)
+    assert cache.attach(request("1-2", 100, group=0)) == 0, "the least recently used goes first"
+    assert cache.attach(request("2-2", 100, group=0)) == 99
+    assert cache.attach(request("2-3", 100, group=0)) == 0, "what runs is not in the cache"
+
+
+def test_turns_find_their_context_while_running_requests_leave_room():
+    """Two sessions of 1,000 tokens fit into the pool one after the other, not together."""
+
+    def cached_share(kv_tokens: int) -> float:
+        sampling = SamplingParams(max_new_tokens=400, ignore_eos=True)
+        prompt = Prompt(input_ids=np.zeros(100, dtype=np.int32), sampling=sampling)
+        simulation = Simulation(
+            SchedulerConfig(
+                batch_groups=2,
+                group_size=1,
+                over_provision=1.0,
+                dispatch=Dispatch(max_sessions=None),
+            ),
+            [prompt] * 2,
+            engine=SimConfig(make_tokens=False, prefix_cache=True, kv_tokens=kv_tokens),
+            batches=1,
+            pauses=lambda _, index: [1.0] * 3,
+            tool_tokens=100,
+        )
+        simulation.run()
+        counters = simulation.engines["sim-0"].batcher.counters
+        assert counters.prefilled >= 2 * (100 + 300 + 500 + 700)
+        return counters.cached / counters.prefilled
+
+    assert cached_share(10_000) > 0.5
+    assert cached_share(1_000) < cached_share(10_000)
 
 
 def cached(**changes: object) -> tuple[int, float]:

@@ -82,6 +82,11 @@ class Dispatch:
     """Largest number of requests in flight on all engines; None leaves the queueing to the engines.
     Further requests wait, so a number below the rollouts of a batch only makes the batch take
     longer."""
+    max_sessions: Annotated[int, AT_LEAST_1] | Literal["auto"] | None = "auto"
+    """Largest number of training sessions (episodes) that have started and not ended, on all
+    engines. "auto" limits them by what each engine's KV pool can hold: a turn that would prefill
+    its whole context waits for room. It has no effect on engines that keep no KV between turns, or
+    keep it outside the pool. None sends every turn at once."""
     rate: Annotated[int, AT_LEAST_1] = 2_000
     """Largest number of requests sent per second."""
     migrate: bool = False

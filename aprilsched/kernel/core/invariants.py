@@ -110,6 +110,11 @@ def _counts(state: SchedulerState) -> Iterator[str]:
             {name: held for name, held in in_flight.held_on.items() if held},
             _held_on(state),
         ),
+        (
+            "tokens of sessions at their tools",
+            [pool.tokens for pool in state.fleet.session_kv.pools.values()],
+            [sum(pool.contexts.values()) for pool in state.fleet.session_kv.pools.values()],
+        ),
     ):
         if counted != there:
             yield f"{what} are counted as {counted} and are {there}"

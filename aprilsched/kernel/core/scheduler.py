@@ -40,6 +40,7 @@ from aprilsched.kernel.core.steps import (
     rolling,
     samples,
     scoring,
+    sessions,
     sleep,
     steering,
     stragglers,
@@ -123,7 +124,7 @@ HANDLERS: dict[type, Callable[[SchedulerState, Any], None]] = {
     ev.Flushed: engines.on_flushed,
     ev.Refitted: refit.on_refitted,
     ev.Verified: wrong_versions.on_verified,
-    ev.LoadSeen: migration.on_load_seen,
+    ev.LoadSeen: sessions.on_load_seen,
     ev.VersionSeen: follow.on_version_seen,
     ev.Released: sleep.on_released,
     ev.Woken: sleep.on_woken,
@@ -257,7 +258,10 @@ def _decides(state: SchedulerState, event: ev.Event) -> bool:
     if kind is ev.VersionSeen:
         return bool(state.out.facts)
     if kind is ev.LoadSeen:
-        return bool(state.fleet.crowded_engines)
+        # A report may show room for a turn that waits.
+        return bool(
+            state.fleet.crowded_engines or (state.limits_sessions and state.in_flight.queue)
+        )
     # A tick matters if it shows that an engine is lost, during an outage, and if it may end the
     # backoff of a busy engine.
     fleet = state.fleet

@@ -1,5 +1,6 @@
-"""An engine's report of its own load, for displays and logs. Only one decision depends on it: to
-move requests from a full KV pool (``dispatch.migrate``).
+"""An engine's report of its own load, for displays and logs. Two decisions depend on it: to move
+requests from a full KV pool (``dispatch.migrate``), and to start turns of sessions
+(``dispatch.max_sessions``).
 
 A figure that an engine does not report is None; no figure is estimated.
 """
@@ -21,6 +22,8 @@ class EngineLoad:
         max_running: largest number of requests that decode together.
         kv_tokens: number of tokens in the KV pool.
         kv_capacity: number of tokens that fit in the KV pool.
+        preemptions: number of requests that were put back into the queue because the KV pool was
+            full, since the engine was started.
         generated: number of tokens that decoding steps made since the engine was started.
         decode_seconds: seconds of such steps since the engine was started; the mean over the ranks.
         prefill_seconds: seconds of steps that read prompts, in the same way.
@@ -35,6 +38,7 @@ class EngineLoad:
     max_running: int | None = None
     kv_tokens: int | None = None
     kv_capacity: int | None = None
+    preemptions: int | None = None
     generated: int | None = None
     decode_seconds: float | None = None
     prefill_seconds: float | None = None

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -99,7 +100,7 @@ class Session:
         knows = self.state.fleet.control.of
         self._claims = Claims(shell, knows=knows, taken=self._end_taken)
         self._version_watch = Watch(shell, self._ask_version)
-        self._load_watch = Watch(shell, ask_load)
+        self._load_watch = Watch(shell, partial(ask_load, every=config.dispatch.migrate))
         self._planning = Planning(shell, planner)
         self.weights_unknown = False
         """Whether an update was under way when the process before this one died, so that engines
@@ -294,7 +295,7 @@ class Session:
         self._tasks.start("pause watch", self._controls.watch_pauses(self._judges_pauses))
         if self.config.follow_weights:
             self._tasks.start("version watch", self._version_watch.run())
-        if self.config.dispatch.migrate:
+        if self.config.dispatch.migrate or self.state.limits_sessions:
             self._tasks.start("load watch", self._load_watch.run())
         self._work.start(self._tasks, self.durability.saved)
         self.durability.start()

@@ -11,10 +11,11 @@ from contextlib import suppress
 from aprilsched.errors import EngineError, InconsistentWeights
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.engines.base import CLAIM_INTERVAL_S, Claimable, Engine, TellsPause
-from aprilsched.kernel.engines.load import ReportsLoad
+from aprilsched.kernel.engines.load import EngineLoad, ReportsLoad
 from aprilsched.kernel.shell.tasks import Part, Shell
 
-_INTERVAL_S = 1.0
+INTERVAL_S = 1.0
+"""Seconds between two queries of an engine."""
 _ANSWER_S = 10.0
 """Seconds that an engine has for an answer. This watch ignores an engine that does not answer."""
 _AT_ONCE = 32
@@ -30,7 +31,7 @@ class Watch(Part):
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(_INTERVAL_S)
+            await asyncio.sleep(INTERVAL_S)
             async with asyncio.TaskGroup() as group:
                 for engine in list(self._engines.values()):
                     group.create_task(self._look(engine))
@@ -59,14 +60,27 @@ async def ask_version(engine: Engine, *, silent: bool) -> ev.VersionSeen:
     return ev.VersionSeen(engine=engine.name, version=version, paused=paused)
 
 
-async def ask_load(engine: Engine) -> ev.LoadSeen | None:
-    """Ask an engine that reports its load how full its KV pool is."""
-    if not isinstance(engine, ReportsLoad):
+async def ask_load(engine: Engine, *, every: bool) -> ev.LoadSeen | None:
+    """Ask an engine how full its KV pool is, if it reports its load.
+
+    Unless `every` engine is asked, only one that keeps the KV of sessions is.
+    """
+    wanted = every or engine.capabilities.caches_contexts
+    if not wanted or not isinstance(engine, ReportsLoad):
         return None
-    load = await engine.load()
-    if load.kv_tokens is None or load.age_s > _INTERVAL_S:
+    return load_seen(engine.name, await engine.load(metrics=True))
+
+
+def load_seen(engine: str, load: EngineLoad) -> ev.LoadSeen | None:
+    """Return the event of a report, or None without a recent one."""
+    if load.kv_tokens is None or load.age_s > INTERVAL_S:
         return None
-    return ev.LoadSeen(engine=engine.name, used=load.kv_tokens, queued=load.queued)
+    return ev.LoadSeen(
+        engine=engine,
+        used=load.kv_tokens,
+        queued=load.queued,
+        preemptions=load.preemptions,
+    )
 
 
 class Claims(Part):

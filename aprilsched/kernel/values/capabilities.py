@@ -36,6 +36,8 @@ class Capabilities:
     """The KV cache can be flushed between pause(retract) and continue."""
     max_running_requests: int | None = None
     kv_tokens: int | None = None
+    caches_contexts: bool = False
+    """The KV of an ended request stays in the pool until others need the room, and only there."""
     reservation: Reservation | None = None
     """Room that its admission leaves for tokens to come; None if it leaves none, as vLLM."""
     ranks: int = 1

@@ -17,8 +17,8 @@ Invariants:
 - Every submitted request ends with exactly one chunk that has ``finish``.
 
 Differences from SGLang: ticks of ``stream_interval`` steps are common to all requests; a prefix
-cache saves time but no memory, and ignores cache keys; KV stays after a retract until it is
-flushed.
+cache ignores cache keys, and what siblings share counts for each of them; KV stays after a retract
+until it is flushed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Batcher:
         self.version = version
         self.weights_key = weights_key_of_version(version)
         self._pool = KvPool(config)
-        self._prefixes = PrefixCache(config.kv_tokens) if config.prefix_cache else None
+        self._prefixes = PrefixCache() if config.prefix_cache else None
         self.adapters: dict[str, int] = {}
         """The weights key of each adapter that requests may name."""
         self._output = Output(config)
@@ -314,6 +314,8 @@ class Batcher:
     def _plan_prefill(self, now: float) -> _Prefill | None:
         if not self._pool.waiting:
             return None
+        if self._prefixes is not None:
+            self._prefixes.trim(self._pool.free)
         places = self.config.max_running - len(self._batch)
         picks = self._pool.pick(places, self._batch.members, self._batch.steps)
         if not picks:
@@ -333,6 +335,7 @@ class Batcher:
             hit = min(take, sequence.shared)
             sequence.shared -= hit
             found += hit
+        self._prefixes.trim(self._pool.free)
         self.counters.cached += found
         return found
 
@@ -383,6 +386,7 @@ class Batcher:
             self._pool.share.idle(self._batch.steps)
         if self._prefixes is not None:
             self._prefixes.end(sequence.request, sequence.context)
+            self._prefixes.trim(self._pool.free)
         self._output.end(sequence, ending, self.version)
 
     def _apply_pause(self, mode: PauseMode, now: float) -> None:

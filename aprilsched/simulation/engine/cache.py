@@ -156,10 +156,13 @@ class KvPool:
 
 
 class PrefixCache:
-    """Counts the computed tokens that may still be cached, by request and by group."""
+    """Counts the tokens of ended requests and of groups' prompts whose KV is cached.
 
-    def __init__(self, kv_tokens: int) -> None:
-        self._room = kv_tokens
+    They use the part of the pool that running requests leave free; the least recently used ones
+    are evicted first.
+    """
+
+    def __init__(self) -> None:
         self._held = 0
         self._tokens: dict[str | int, int] = {}
 
@@ -167,17 +170,23 @@ class PrefixCache:
         """Start a prefill; return how many tokens of the context need not be computed.
 
         The last token is always computed. From now on the request's siblings find what they share
-        with it, which is at most the shortest context of any of them.
+        with it, which is at most the shortest context of any of them. The request's own entry
+        becomes KV of a running request.
         """
         own, group = _name(request), request.affinity
         context = len(request.input_ids)
-        known = self._tokens.get(own, 0)
+        known = self._tokens.pop(own, 0)
+        self._held -= known
         if group:
             shared = self._tokens.get(group)
             known = max(known, shared or 0)
             self._put(group, context if shared is None else min(shared, context))
-        self._put(own, max(context, self._tokens.get(own, 0)))
         return min(known, context - 1)
+
+    def trim(self, room: int) -> None:
+        """Evict what exceeds `room` tokens, the least recently used entries first."""
+        while self._held > max(0, room):
+            self._held -= self._tokens.pop(next(iter(self._tokens)))
 
     def end(self, request: GenerationRequest, tokens: int) -> None:
         """Record that a request has ended or was aborted with `tokens` context tokens computed."""
@@ -191,11 +200,11 @@ class PrefixCache:
     def _put(self, key: str | int, tokens: int) -> None:
         self._held += tokens - self._tokens.pop(key, 0)
         self._tokens[key] = tokens
-        while self._held > self._room:
-            oldest = next(iter(self._tokens))
-            self._held -= self._tokens.pop(oldest)
 
 
 def _name(request: GenerationRequest) -> str:
-    """Return the id without its attempt number: all attempts start with the same tokens."""
+    """Return the id without its attempt number: all attempts start with the same tokens.
+
+    In virtual time it is the id of the rollout, whose turns start with the same tokens.
+    """
     return request.request_id.rpartition("-")[0] or request.request_id

@@ -101,6 +101,7 @@ class SimConfig:
             flush_while_paused=True,
             max_running_requests=self.max_running,
             kv_tokens=self.kv_tokens,
+            caches_contexts=self.prefix_cache and self.tier is None,
             reservation=self.reservation,
             release_while_paused=True,
             keeps_released_weights=True,

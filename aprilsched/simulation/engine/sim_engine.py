@@ -472,6 +472,7 @@ def load_of(batcher: Batcher, now: float, scale: float) -> EngineLoad:
         max_running=config.max_running,
         kv_tokens=batcher.kv_in_use + tokens,
         kv_capacity=config.kv_tokens,
+        preemptions=counters.preemptions,
         generated=counters.decoded + tokens,
         decode_seconds=(counters.decode_seconds + decoding) * scale,
         prefill_seconds=(counters.prefill_seconds + prefilling) * scale,

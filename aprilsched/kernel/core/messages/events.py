@@ -456,17 +456,19 @@ class Verified(Event, frozen=True):
 
 
 class LoadSeen(Event, frozen=True):
-    """An engine's report about its KV pool, once a second if requests move from full pools. No
-    listener sees this event.
+    """An engine's report about its KV pool, once a second if requests move from full pools or
+    sessions share them. No listener sees this event.
 
     Attributes:
         used: number of tokens in the pool, including other clients' tokens.
         queued: number of requests that wait for room.
+        preemptions: number of requests preempted since the engine was started; None if unknown.
     """
 
     engine: str
     used: int
     queued: int
+    preemptions: int | None = None
 
 
 class VersionSeen(Event, frozen=True):

@@ -48,6 +48,7 @@ class InFlight:
     Args:
         place: the sort key of a waiting request.
         version: the version whose engines alone may take a request; None for the newest.
+        cold: whether a request needs room in a KV pool.
         changed: gets the names of engines whose number of open attempts changes.
         companions: data that engines return in addition to the tokens.
         siblings: number of siblings of a delivered sample; None if whole groups are delivered.
@@ -57,6 +58,7 @@ class InFlight:
         self,
         place: Callable[[RequestRecord], Place],
         version: Callable[[RequestRecord], int | None],
+        cold: Callable[[RequestRecord], bool],
         changed: dict[str, None],
         companions: Sequence[Companion] = (),
         siblings: int | None = None,
@@ -68,7 +70,7 @@ class InFlight:
         self.rollouts: dict[int, RolloutRecord] = {}
         self.requests: dict[int, RequestRecord] = {}
         """Current requests, and the requests of dropped rollouts until their attempt ends."""
-        self.queue = Waiting(place, version)
+        self.queue = Waiting(place, version, cold)
         """Waiting requests."""
         self.ready = Ready()
         """Complete training groups, or single samples with their siblings, in the order of their

@@ -19,8 +19,9 @@ from aprilsched.kernel.core.state.records import GroupRecord, RequestRecord
 
 T = TypeVar("T")
 
-_QueueKey: TypeAlias = tuple[bool, int | None]
-"""Whether a request belongs to training, and the version whose engines may take it."""
+_QueueKey: TypeAlias = tuple[bool, int | None, bool]
+"""Whether a request belongs to training, the version whose engines may take it, and whether it
+waits for room."""
 
 
 class Unmet(Generic[T]):
@@ -109,22 +110,26 @@ class Waiting:
     Args:
         place: the sort key of a request, when it starts to wait.
         version: the version whose engines alone may take a request; None for the newest version.
+        cold: whether a request needs room in a KV pool, when it starts to wait.
     """
 
     def __init__(
         self,
         place: Callable[[RequestRecord], Place],
         version: Callable[[RequestRecord], int | None],
+        cold: Callable[[RequestRecord], bool],
     ) -> None:
         self._place = place
         self._version = version
+        self._cold = cold
         self._waiting: dict[int, tuple[RequestRecord, _QueueKey]] = {}
         self._heaps: dict[_QueueKey, list[tuple[Place, int]]] = {}
         self._of: Counter[int | None] = Counter()
         """Number of waiting requests of each version."""
 
     def add(self, request: RequestRecord) -> None:
-        key = (request.rollout.group.evaluation_id is None, self._version(request))
+        trains = request.rollout.group.evaluation_id is None
+        key = (trains, self._version(request), trains and self._cold(request))
         self.discard(request)
         self._waiting[request.request_id] = (request, key)
         self._of[key[1]] += 1
@@ -146,26 +151,37 @@ class Waiting:
             del self._of[key[1]]
 
     def first(
-        self, *, training: bool, versions: Collection[int | None] | None = None
+        self,
+        *,
+        training: bool,
+        versions: Collection[int | None] | None = None,
+        cold: bool = True,
     ) -> RequestRecord | None:
         """Return the next request to send; None without one.
 
-        Without `training` it is one of an evaluation; with `versions`, one of these versions.
+        Without `training` it is one of an evaluation; with `versions`, one of these versions;
+        without `cold`, one that needs no room.
         """
         tops = [
             heap[0]
-            for (trains, version), heap in self._heaps.items()
-            if (training or not trains) and (versions is None or version in versions)
+            for (trains, version, is_cold), heap in self._heaps.items()
+            if (training or not trains)
+            and (versions is None or version in versions)
+            and (cold or not is_cold)
         ]
         return self._waiting[min(tops)[1]][0] if tops else None
 
     def versions(self) -> set[int | None]:
         """Return the versions whose engines have waiting requests."""
-        return {version for _, version in self._heaps}
+        return {version for _, version, _ in self._heaps}
 
     def version_of(self, request: RequestRecord) -> int | None:
         """Return the version whose engines alone may take this waiting request."""
         return self._waiting[request.request_id][1][1]
+
+    def is_cold(self, request: RequestRecord) -> bool:
+        """Return whether this waiting request needs room."""
+        return self._waiting[request.request_id][1][2]
 
     def count_of(self, version: int | None) -> int:
         """Return the number of requests that only engines of this version may take."""
@@ -175,7 +191,7 @@ class Waiting:
         """Return the requests that only engines of this version may take, in order of id."""
         if version not in self.versions():
             return []
-        found = [request for request, (_, of) in self._waiting.values() if of == version]
+        found = [request for request, (_, of, _) in self._waiting.values() if of == version]
         return sorted(found, key=lambda request: request.request_id)
 
     def __len__(self) -> int:

@@ -30,6 +30,7 @@ from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.ledger import Outcome
 from aprilsched.kernel.core.state.queues import MustDeliver
 from aprilsched.kernel.core.state.records import GroupRecord, RequestRecord, group_lengths
+from aprilsched.kernel.core.state.session_kv import SessionKv
 from aprilsched.kernel.core.state.weights import PolicyVersionTracker, Weights
 from aprilsched.types import NO_VERSION, Prompt, RefusedPrompt
 
@@ -237,6 +238,8 @@ class Fleet:
     admissions: dict[str, Admission] = field(default_factory=dict[str, Admission])
     """Admission limits of engines that have refused a request because they were busy. Steps:
     ``requests``, ``placement``."""
+    session_kv: SessionKv = field(default_factory=SessionKv)
+    """What engines cache for sessions at their tools."""
     lost: dict[str, str] = field(default_factory=dict[str, str])
     """Causes by engine, for lost engines that have not rejoined."""
     rejoin_expected_until: float = 0.0
@@ -299,6 +302,7 @@ class SchedulerState:
         self.in_flight = InFlight(
             self._place,
             self.pinned_version,
+            self._is_cold,
             changed,
             policies.companions,
             policies.siblings,
@@ -348,6 +352,21 @@ class SchedulerState:
             group_id=rollout.group.group_id,
             index=rollout.index,
         )
+
+    def _is_cold(self, request: RequestRecord) -> bool:
+        """Return whether a turn would prefill its whole context, which needs room."""
+        limit, rollout = self.config.dispatch.max_sessions, request.rollout
+        if not self.caller.episodes or limit is None:
+            return False
+        if isinstance(limit, int):
+            return not rollout.carried
+        pool = self.fleet.session_kv.pools.get(rollout.engine)
+        return pool is None or rollout.rollout_id not in pool.contexts
+
+    @property
+    def limits_sessions(self) -> bool:
+        """Whether the engines' pools limit the sessions."""
+        return self.caller.episodes and self.config.dispatch.max_sessions == "auto"
 
     def pinned_version(self, request: RequestRecord) -> int | None:
         """Return the only version that may generate the request, with rolling refits.

@@ -22,6 +22,7 @@ from aprilsched.kernel.core.steps.members import lose_member
 from aprilsched.kernel.core.steps.outage import note_join, note_loss
 from aprilsched.kernel.core.steps.replan import tell_schedule
 from aprilsched.kernel.core.steps.resume import call_again
+from aprilsched.kernel.core.steps.sessions import forget_sessions
 from aprilsched.kernel.core.steps.turns import take_back
 
 
@@ -131,6 +132,7 @@ def on_flushed(state: SchedulerState, event: ev.Flushed) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.FLUSHING, Mode.PAUSED)
     if control is not None:
         control.flushed = True
+        forget_sessions(state, event.engine)
 
 
 def on_continued(state: SchedulerState, event: ev.Continued) -> None:
@@ -203,6 +205,7 @@ def _leave(state: SchedulerState, engine: str, cause: str) -> list[RequestRecord
         state.fleet.control.standby[engine] = control
         state.fleet.control.touch(engine)
         state.weights.versions.note(engine, None)
+    forget_sessions(state, engine)
     requests = list(state.in_flight.open_requests(engine))
     for request in requests:
         state.in_flight.close_attempt(request, None)

@@ -46,7 +46,7 @@ def on_load_seen(state: SchedulerState, event: ev.LoadSeen) -> None:
             attempt_tokens=state.in_flight.held_on[event.engine],
             at=state.now,
         )
-        if event.queued:
+        if event.queued and state.config.dispatch.migrate:
             note_crowding(state.in_flight, state.fleet, state.now, event.engine)
 
 
@@ -56,9 +56,9 @@ def note_crowding(in_flight: InFlight, fleet: Fleet, now: float, engine: str) ->
     if control is None or control.able.kv_tokens is None:
         return
     examined_at = fleet.examined_at.get(engine, -_CHECK_INTERVAL_S)
-    report = _report(fleet, now, engine)
+    report = report_of(fleet, now, engine)
     waits = report is not None and report.queued > 0
-    full = waits or _filled(in_flight, fleet, now, engine) > _CROWDED * control.able.kv_tokens
+    full = waits or filled(in_flight, fleet, now, engine) > _CROWDED * control.able.kv_tokens
     if full and now - examined_at >= _CHECK_INTERVAL_S:
         fleet.examined_at[engine] = now
         fleet.crowded_engines.add(engine)
@@ -74,14 +74,14 @@ def migrate(state: SchedulerState) -> None:
         control = state.fleet.control.engines.get(engine)
         if control is None or control.able.kv_tokens is None:
             continue
-        surplus = _filled(state.in_flight, state.fleet, state.now, engine) - control.able.kv_tokens
+        surplus = filled(state.in_flight, state.fleet, state.now, engine) - control.able.kv_tokens
         requests = [r for r in state.in_flight.open_requests(engine) if not r.aborting]
         # Requests that are already aborted will free their room soon.
         surplus -= sum(
             r.rollout.computed_tokens for r in state.in_flight.open_requests(engine) if r.aborting
         )
         requests.sort(key=lambda r: (r.gained, r.rollout.computed_tokens, -r.request_id))
-        report = _report(state.fleet, state.now, engine)
+        report = report_of(state.fleet, state.now, engine)
         waiting = report.queued if report is not None and report.queued else len(requests)
         for request in requests:
             if request.gained and surplus <= 0:
@@ -109,15 +109,15 @@ def migrate(state: SchedulerState) -> None:
             abort(state.in_flight, state.out, request)
 
 
-def _report(fleet: Fleet, now: float, engine: str) -> PoolReport | None:
+def report_of(fleet: Fleet, now: float, engine: str) -> PoolReport | None:
     """Return the engine's latest pool report, or None if it is no longer valid."""
     report = fleet.pools.get(engine)
     return None if report is None or now - report.at > _FRESH_S else report
 
 
-def _filled(in_flight: InFlight, fleet: Fleet, now: float, engine: str) -> int:
+def filled(in_flight: InFlight, fleet: Fleet, now: float, engine: str) -> int:
     """Return the number of tokens in the engine's pool: its last report plus changes since."""
-    held, report = in_flight.held_on[engine], _report(fleet, now, engine)
+    held, report = in_flight.held_on[engine], report_of(fleet, now, engine)
     return held if report is None else report.used + held - report.attempt_tokens
 
 
@@ -130,9 +130,9 @@ def _rooms(in_flight: InFlight, fleet: Fleet, now: float) -> dict[str, float]:
         if name not in fleet.pools:
             rooms[name] = _FULL * control.able.kv_tokens - in_flight.held_on[name]
             continue
-        report = _report(fleet, now, name)
+        report = report_of(fleet, now, name)
         if report is None or not report.queued:
-            rooms[name] = _FULL * control.able.kv_tokens - _filled(in_flight, fleet, now, name)
+            rooms[name] = _FULL * control.able.kv_tokens - filled(in_flight, fleet, now, name)
     for request_id in sorted(fleet.moving):
         request = in_flight.requests.get(request_id)
         if request is None or not request.destination:

@@ -6,6 +6,7 @@ among those that are running, verified and not full.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 from aprilsched.kernel.core.messages import commands as do
@@ -20,8 +21,13 @@ from aprilsched.kernel.core.state.records import RequestRecord
 from aprilsched.kernel.core.state.state import Fleet, SchedulerState
 from aprilsched.kernel.core.state.weights import Weights
 from aprilsched.kernel.core.steps.batch import training_runs
+from aprilsched.kernel.core.steps.sessions import admits, start_session_turn
 from aprilsched.kernel.core.steps.steering import goal
 from aprilsched.kernel.core.steps.verification import awaits_answers, verify
+
+_CANDIDATES = 8
+"""Number of the least loaded engines that are asked for room for a session. All engines of a large
+fleet would take milliseconds after each event."""
 
 
 def place(state: SchedulerState) -> None:
@@ -42,15 +48,22 @@ def place(state: SchedulerState) -> None:
         return
     fleet.verifying_since = None
     index.leave_out(unverified | full)
-    limit = state.config.dispatch.max_in_flight
+    limit, cold = state.config.dispatch.max_in_flight, True
     while limit is None or state.in_flight.open_attempts < limit:
-        request = queue.first(training=training, versions=versions)
+        request = queue.first(training=training, versions=versions, cold=cold)
         if request is None:
             return
         waits_for = queue.version_of(request)
         version = state.weights.versions.trainer if waits_for is None else waits_for
         loads = index.accepting(version)
         engine = choose_engine(loads, _preference(state, request), avoid=request.avoid)
+        if engine is not None and queue.is_cold(request) and not admits(state, request, engine):
+            rest = ((load, name) for name, load in loads.loads.items() if name not in request.avoid)
+            least = (name for _, name in heapq.nsmallest(_CANDIDATES, rest))
+            engine = next((name for name in least if admits(state, request, name)), None)
+            if engine is None:
+                cold = False
+                continue
         if engine is not None:
             loads.add_request(engine)
             _send(state, request, engine)
@@ -108,6 +121,8 @@ def _send(state: SchedulerState, request: RequestRecord, engine: str) -> None:
         training=request.rollout.group.evaluation_id is None, carried=request.rollout.carried
     )
     state.note_work(engine)
+    if state.caller.episodes:
+        start_session_turn(state, request)
     state.in_flight.open_attempt(request, engine, version=version, adapter=state.weights.adapter)
     state.fleet.attempts_sent += 1
     request.sent = state.fleet.attempts_sent

@@ -32,6 +32,7 @@ from aprilsched.kernel.core.steps.engines import demote, promote
 from aprilsched.kernel.core.steps.launch import begin_again, launch_again
 from aprilsched.kernel.core.steps.members import restart_member
 from aprilsched.kernel.core.steps.samples import split
+from aprilsched.kernel.core.steps.sessions import forget_sessions
 
 
 def on_update_requested(state: SchedulerState, event: ev.UpdateRequested) -> None:
@@ -135,6 +136,8 @@ def on_refitted(state: SchedulerState, event: ev.Refitted) -> None:
             catch_up=event.catch_up,
         )
     )
+    if state.cached_kv == "apart":
+        forget_sessions(state, event.engine)
     if control.mode is Mode.REFITTING:
         state.fleet.control.enter(control, Mode.PAUSED)
         state.fleet.control.touch(control.name)

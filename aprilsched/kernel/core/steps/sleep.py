@@ -11,11 +11,12 @@ from __future__ import annotations
 from aprilsched.errors import InvariantViolation
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.state.engine_control import WEIGHTS, Mode
+from aprilsched.kernel.core.state.engine_control import KV_CACHE, WEIGHTS, Mode
 from aprilsched.kernel.core.state.state import SchedulerState, Sleep
 from aprilsched.kernel.core.steps.engines import demote
 from aprilsched.kernel.core.steps.refit import end_following
 from aprilsched.kernel.core.steps.replan import stay_synchronous
+from aprilsched.kernel.core.steps.sessions import forget_sessions
 
 
 def on_sleep_requested(state: SchedulerState, event: ev.SleepRequested) -> None:
@@ -42,6 +43,8 @@ def on_released(state: SchedulerState, event: ev.Released) -> None:
     control = state.fleet.control.confirm(event.engine, Mode.RELEASING, Mode.PAUSED)
     if control is not None:
         control.released |= set(event.tags)
+        if KV_CACHE in event.tags:
+            forget_sessions(state, event.engine)
         control.inconsistent = control.inconsistent or (
             WEIGHTS in event.tags and not control.able.keeps_released_weights
         )

@@ -26,6 +26,7 @@ from aprilsched.kernel.core.steps.episode_replay import (
     truncate,
 )
 from aprilsched.kernel.core.steps.scoring import finish
+from aprilsched.kernel.core.steps.sessions import end_session_turn
 from aprilsched.types import FinishReason
 
 
@@ -67,6 +68,7 @@ def end_turn(state: SchedulerState, request: RequestRecord) -> None:
         return
     _note_answered(rollout, request.output_start)
     rollout.answered_at = state.now
+    end_session_turn(state, request)
     _answer(state.out, rollout, len(rollout.answered) - 1)
 
 

@@ -23,6 +23,7 @@ _T = TypeVar("_T", int, float)
 _ANSWER_BYTES = 2**20
 _SERIES_BYTES = 2**22
 _MICROSECONDS = 1e-6
+_RETRACTIONS = "num_retracted_requests_total"
 _REQUESTS, _STEP_MICROSECONDS, _TOKENS = 1, 2, 5
 """Indices in decode_moments, which holds sums over decode steps of 1, b, us, b * b, b * us and
 tokens. SGLang leaves out a step that follows no other decode step, so all sums are a little low."""
@@ -59,7 +60,8 @@ async def read_load(asked: Questions, *, enabled: bool, metrics: bool) -> Engine
     Args:
         asked: asks it.
         enabled: whether the server runs with --enable-metrics.
-        metrics: whether to ask for the gauges of its metrics endpoint too.
+        metrics: whether to ask for the gauges of its metrics endpoint too, and for the number of
+            retractions, which it reports nowhere else.
 
     Raises:
         EngineError: if the server does not report its load.
@@ -68,7 +70,10 @@ async def read_load(asked: Questions, *, enabled: bool, metrics: bool) -> Engine
     if not (metrics and enabled):
         return load
     page = await asked.ask("metrics", at_most=_SERIES_BYTES)
-    return replace(load, series=read_series(page.body, SERIES, program="sglang"))
+    found = read_series(page.body, {**SERIES, _RETRACTIONS: "sum"}, program="sglang")
+    # The series is missing until the first retraction.
+    retractions = int(found.pop(_RETRACTIONS, 0))
+    return replace(load, series=found, preemptions=retractions)
 
 
 def load_of(answer: Loads, *, enabled: bool) -> EngineLoad:

@@ -153,6 +153,7 @@ def _capabilities(model: ModelInfo, info: ServerInfo, schema: OpenApi) -> Capabi
         flush_while_paused=found >= WAITING_SINCE,
         max_running_requests=running,
         kv_tokens=None if tokens is None else tokens * ranks,
+        caches_contexts=info.disable_radix_cache is False and _kv_tier(info, found) == "none",
         reservation=Reservation(
             fixed_in_full=found >= FIXED_IN_FULL_SINCE,
             conservativeness=info.schedule_conservativeness or 1.0,

@@ -108,6 +108,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     max_req_input_len: Count | None = None
     tp_size: Count | None = None
     pp_size: Count | None = None
+    disable_radix_cache: bool | None = None
     enable_deterministic_inference: bool | None = None
     enable_lora: bool | None = None
     enable_metrics: bool | None = None

@@ -17,6 +17,7 @@ SERIES: Mapping[str, Over] = {
 }
 """The gauges of vLLM that are sampled, and how the values of several ranks become one."""
 _COUNTERS: Mapping[str, Over] = {
+    "num_preemptions_total": "sum",
     "generation_tokens_total": "sum",
     "prefix_cache_queries_total": "sum",
     "prefix_cache_hits_total": "sum",
@@ -41,6 +42,7 @@ async def read_load(asked: Questions, facts: ServerFacts, *, metrics: bool) -> E
             asked.engine, "does not report its load; start it without --disable-log-stats."
         )
     capacity, usage = facts.capabilities.kv_tokens, found.get("kv_cache_usage_perc")
+    preemptions = found.get("num_preemptions_total")
     generated = found.get("generation_tokens_total")
     looked_up = found.get("prefix_cache_queries_total")
     return EngineLoad(
@@ -49,6 +51,7 @@ async def read_load(asked: Questions, facts: ServerFacts, *, metrics: bool) -> E
         max_running=facts.capabilities.max_running_requests,
         kv_tokens=None if capacity is None or usage is None else round(usage * capacity),
         kv_capacity=capacity,
+        preemptions=None if preemptions is None else int(preemptions),
         generated=None if generated is None else int(generated),
         cache_hit_rate=found.get("prefix_cache_hits_total", 0.0) / looked_up if looked_up else None,
         series={name: found[name] for name in SERIES if name in found} if metrics else {},

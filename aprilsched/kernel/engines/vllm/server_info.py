@@ -56,6 +56,7 @@ class _Aux(msgspec.Struct, frozen=True):
 
 
 class _Cache(msgspec.Struct, frozen=True):
+    enable_prefix_caching: bool | None = None
     kv_cache_size_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**53)] | None = None
 
 
@@ -188,6 +189,8 @@ async def probe(asked: Questions) -> ServerFacts:
             flush_while_paused=True,
             max_running_requests=config.scheduler_config.max_num_seqs * ranks,
             kv_tokens=None if tokens is None else tokens * ranks,
+            caches_contexts=bool(config.cache_config.enable_prefix_caching)
+            and _kv_tier(config.kv_transfer_config) == "none",
             ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             release_while_paused=asleep,
             keeps_released_weights=True,
