@@ -9,12 +9,13 @@ import numpy as np
 from aprilsched import SamplingParams
 from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.kernel.engines.sglang.dp_ranks import MAX_LEAD_REQUESTS, DpRanks
+from tests.support.table import each_row
 
 
-def request(number: int, affinity: int, **fields: int) -> GenerationRequest:
+def request(number: int, affinity: int, *, tokens: int = 4096, **fields: int) -> GenerationRequest:
     return GenerationRequest(
         request_id=f"{number:032d}",
-        input_ids=np.arange(3, dtype=np.int32),
+        input_ids=np.arange(tokens, dtype=np.int32),
         sampling=SamplingParams(request=fields),
         affinity=affinity,
     )
@@ -38,6 +39,13 @@ def test_a_large_group_leads_by_a_few_requests_at_most() -> None:
         ranks.choose(request(number, 1))
     on = Counter(ranks.of(f"{number:032d}") for number in range(32))
     assert max(on.values()) - min(on.values()) <= MAX_LEAD_REQUESTS
+
+
+@each_row(("tokens", "together"), [(8, 1), (1024, 2), (4096, 8), (16384, 8)])
+def test_a_longer_prompt_keeps_more_of_its_group_on_a_rank(tokens: int, together: int) -> None:
+    ranks = DpRanks(8)
+    on = Counter(placed(ranks, request(number, 1, tokens=tokens)) for number in range(8))
+    assert max(on.values()) == together
 
 
 def test_a_later_turn_returns_to_the_rank_of_its_prefix() -> None:

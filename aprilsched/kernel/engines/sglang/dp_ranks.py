@@ -14,12 +14,22 @@ from aprilsched.kernel.engines.base import GenerationRequest
 MAX_LEAD_REQUESTS = 8
 """Largest lead in requests, over the least loaded rank, of the rank that has the prefix of another
 request of the same affinity."""
+TOKENS_PER_LEAD = 512
+"""Tokens of a context for each request of that lead. All ranks wait for the fullest at every step,
+which costs more than prefilling a short prompt on several ranks: with 8 ranks of 30B-A3B in virtual
+time a lead of 8 took 7 % of the speed for prompts of 8 tokens, and gave 44 % for 8,192 tokens."""
 _MOST_AFFINITIES = 2**16
-_NAMED = frozenset({"routed_dp_rank", "data_parallel_rank"})
+_NAMED = ("routed_dp_rank", "data_parallel_rank")
+
+
+def named_rank(request: GenerationRequest) -> int | None:
+    """Return the rank that a request names itself, or None."""
+    fields = request.sampling.request
+    return next((fields[name] for name in _NAMED if fields.get(name) is not None), None)
 
 
 class DpRanks:
-    """Chooses the rank of each request by the cached prefix, then by the load.
+    """Chooses the rank of each request by its cached prefix, the longer the better, and the load.
 
     Args:
         count: number of ranks; with one, no request names a rank.
@@ -38,11 +48,12 @@ class DpRanks:
 
         A request that names its rank itself is ignored, and so is each one if there is one rank.
         """
-        if self._count == 1 or not _NAMED.isdisjoint(request.sampling.request):
+        if self._count == 1 or named_rank(request) is not None:
             return
         affinity, least = request.affinity, min(self._loads)
+        lead = min(MAX_LEAD_REQUESTS, max(1, len(request.input_ids) // TOKENS_PER_LEAD))
         rank = self._last.get(affinity)
-        if rank is None or self._loads[rank] >= least + MAX_LEAD_REQUESTS:
+        if rank is None or self._loads[rank] >= least + lead:
             rank = self._loads.index(least)
         self._last[affinity] = rank
         self._last.move_to_end(affinity)
