@@ -57,6 +57,8 @@ class Planner:
     Args:
         model: step-time model of an engine (``aprilsched calibrate`` fits one).
         max_running: largest number of requests that one engine decodes together.
+        dp_ranks: number of data-parallel ranks of an engine, of each of which `model` and
+            `max_running` are.
         inline: choose on the caller's thread, for virtual clocks, which wait for no process. On a
             real clock this would block the event loop for seconds.
         reserve_clip: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION of the servers, which they do not
@@ -72,11 +74,13 @@ class Planner:
         model: StepTimeModel = H200_QWEN3_4B,
         *,
         max_running: int = 512,
+        dp_ranks: int = 1,
         inline: bool = False,
         reserve_clip: int | None = None,
     ) -> None:
-        self.model = model
-        self.max_running = max_running
+        whole = Scale(share=1, engines=1, thinner=1 / dp_ranks)
+        self.model = model if dp_ranks == 1 else whole.model(model)
+        self.max_running = max_running * dp_ranks
         self.inline = inline
         self.reserve_clip = reserve_clip
 

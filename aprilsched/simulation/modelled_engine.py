@@ -16,7 +16,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.shell.chunk_buffer import ending, progress
 from aprilsched.simulation.agenda import Agenda
-from aprilsched.simulation.engine.batcher import Batcher
+from aprilsched.simulation.engine.ranks import batcher_of
 from aprilsched.simulation.engine.settings import SimConfig
 
 
@@ -33,7 +33,7 @@ class ModelledEngine:
         pause_seconds: float,
     ) -> None:
         self.name = name
-        self.batcher = Batcher(config)
+        self.batcher = batcher_of(config)
         self._agenda = agenda
         self._feed = feed
         self._pause_seconds = pause_seconds

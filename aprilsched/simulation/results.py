@@ -212,7 +212,7 @@ def simulate(
     bound = None
     if isinstance(engine, SimConfig):  # No bound is known of engines that differ.
         seconds, most = engine.timing.bound_seconds, engine.max_running
-        bound = partial(seconds, max_running=most, engines=engines)
+        bound = partial(seconds, max_running=most, engines=engines * engine.dp_ranks)
     summary = Summary(
         trainer_waits=config.trainer_waits,
         bound=bound,

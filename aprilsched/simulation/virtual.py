@@ -179,7 +179,9 @@ class Simulation:
         models = _models(engine, engines, config)
         self._config = config
         first = models[0]
-        self._planner = planner or Planner(first.timing, max_running=first.max_running)
+        self._planner = planner or Planner(
+            first.timing, max_running=first.max_running, dp_ranks=first.dp_ranks
+        )
         if self._redraws is not None:
             listeners = [*listeners, self]
         self._loop = EventLoop(Scheduler(config, caller), listeners, clock=lambda: self.agenda.now)

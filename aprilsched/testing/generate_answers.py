@@ -58,10 +58,10 @@ class Answer:
         meta["reasoning_tokens"] = 0
         meta["completion_tokens"] = self._tokens
         meta["cached_tokens"] = chunk.cached_tokens or 0
+        meta["dp_rank"] = None
         if chunk.finish is not None:
             meta["weight_versions"] = self._served.labelled(chunk.spans or (), self._tokens)
             meta["e2e_latency"] = asyncio.get_running_loop().time() - self._began
             meta |= {} if chunk.answer is None else chunk.answer.values
         meta["cached_tokens_details"] = None
-        meta["dp_rank"] = None
         return {"output_ids": ids, "meta_info": meta}

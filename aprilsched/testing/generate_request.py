@@ -22,10 +22,11 @@ _KNOWN = {*OWN, *SERVER, "n", "stop", "stream_interval"}
 """SGLang's sampling parameters; the server-specific ones are not modelled."""
 
 
-_TOLD = ("priority", "data_parallel_rank", "custom_logit_processor", "return_hidden_states")
-_KEPT = ("request",)
+_RANK = ("routed_dp_rank", "data_parallel_rank")
+_TOLD = ("priority", *_RANK, "custom_logit_processor", "return_hidden_states")
+_KEPT = ("request", "dp_rank")
 """Fields of the request that the last event of its response repeats, so that tests can check what
-the server received."""
+the server received, and the rank that generated it."""
 
 
 def known_parameters(body: GenerateBody) -> None:
@@ -50,7 +51,9 @@ def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> Gener
         raise Refused("Either text, input_ids or input_embeds should be provided.")
     if not body.input_ids:
         raise Refused("input_ids cannot be empty.")
-    fields = {name: getattr(body, name) for name in _TOLD if getattr(body, name)}
+    given = {name: getattr(body, name) for name in _TOLD}
+    # The rank 0 is a value, and a priority of 0 or False is the default.
+    fields = {name: each for name, each in given.items() if each or (name in _RANK and each == 0)}
     sampling = _sampling(body.sampling_params or {})
     check_vocabulary(config.vocab_size, body.input_ids, sampling)
     sampling = replace(sampling, extra={}, request=fields, keep=_KEPT)

@@ -34,6 +34,7 @@ from aprilsched.agents.serving.refusals import Refused, Unavailable
 from aprilsched.errors import ConfigError, EngineError, EngineRejected
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.values.companions import Rows
+from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.sim_engine import SimEngine
 from aprilsched.simulation.workload import LongTailWorkload
@@ -138,7 +139,7 @@ class ServedEngine:
         self._updating = False
         self._labels = {0: "default"}
         self._calls: dict[str, Call] = {}
-        self._stale: dict[str, Any] | None = None
+        self._stale: list[dict[str, Any]] | None = None
         self._late: set[asyncio.Task[None]] = set()
         self._closures = 0
         self._gate = asyncio.Event()
@@ -164,15 +165,23 @@ class ServedEngine:
         """Whether it is not paused."""
         return not self.paused
 
-    def rank_loads(self) -> dict[str, Any]:
-        """Return the load of the scheduler; during a pause, the load before the pause.
+    def rank_loads(self) -> list[dict[str, Any]]:
+        """Return the load of each rank; during a pause, the load before the pause.
 
         Figures that SGLang measures only with --enable-metrics are 0.
         """
         return self._stale or self._loads()
 
-    def _loads(self) -> dict[str, Any]:
-        batcher, config, counters = self.engine.batcher, self.config, self.engine.batcher.counters
+    def _loads(self) -> list[dict[str, Any]]:
+        batcher = self.engine.batcher
+        # Requests that have entered and are not in a queue yet count as waiting.
+        entering = max(0, len(self._entered()) - batcher.running - batcher.waiting)
+        first, *others = [self._load_of(rank) for rank in batcher.ranks]
+        first["num_waiting_reqs"] += entering
+        return [first, *others]
+
+    def _load_of(self, batcher: Batcher) -> dict[str, Any]:
+        config, counters = self.config, batcher.counters
         scale = self.time_scale * _MICROSECONDS
         moments = [
             float(counters.steps),
@@ -185,7 +194,7 @@ class ServedEngine:
         return {
             "timestamp": time.time(),
             "num_running_reqs": batcher.running,
-            "num_waiting_reqs": max(batcher.waiting, len(self._entered()) - batcher.running),
+            "num_waiting_reqs": batcher.waiting,
             "num_waiting_uncached_tokens": 0,
             "num_used_tokens": batcher.kv_in_use,
             "num_total_tokens": batcher.kv_in_use,
@@ -213,13 +222,15 @@ class ServedEngine:
 
     def server_facts(self) -> dict[str, Any]:
         """Return the response of /server_info; its field ``simulated`` marks a fake SGLang."""
-        config = self.config
+        config, ranks = self.config, self.config.dp_ranks
         rank = {"effective_max_running_requests_per_dp": config.max_running}
         return {
             "skip_tokenizer_init": True,
             "stream_interval": config.stream_interval,
             "disable_radix_cache": not config.prefix_cache,
-            "tp_size": 1,
+            "tp_size": ranks,
+            "attn_dp_size": ranks,
+            "enable_dp_attention": ranks > 1,
             "enable_lora": True,
             "enable_return_routed_experts": True,
             "enable_return_indexer_topk": True,
@@ -229,10 +240,10 @@ class ServedEngine:
             "enable_metrics": False,
             "enable_memory_saver": False,
             "enable_weights_cpu_backup": False,
-            "max_running_requests": config.max_running,
+            "max_running_requests": config.max_running * ranks,
             "max_total_num_tokens": config.kv_tokens,
             "random_seed": self.random_seed,
-            "internal_states": [rank],
+            "internal_states": [rank] * ranks,
             "version": _VERSION,
             "simulated": True,
         }

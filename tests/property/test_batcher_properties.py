@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.batcher import Batcher
+from aprilsched.simulation.engine.ranks import RankedBatcher
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.toy_model import ContextState, ToyModel, weights_key_of_version
 from tests.support.sim_batcher import Driver, explained, request
@@ -43,6 +44,8 @@ ACTIONS = st.lists(
 CONFIGS = st.builds(
     SimConfig,
     timing=st.sampled_from([T, SMALL, DRAFTING]),
+    dp_ranks=st.integers(1, 3),
+    rank_rule=st.sampled_from(["prefix", "round_robin"]),
     max_running=st.integers(1, 12),
     kv_tokens=st.integers(260, 1500),
     stream_interval=st.integers(1, 80),
@@ -154,30 +157,55 @@ def test_the_number_of_clock_updates_does_not_matter(
         assert outcome.ended_at == other.ended_at or outcome.last.finish == "abort"
 
 
+@settings(max_examples=100, deadline=None)
+@given(CONFIGS, ACTIONS)
+def test_one_rank_is_an_engine_without_ranks(
+    config: SimConfig, actions: list[tuple[str, object]]
+) -> None:
+    config = replace(config, dp_ranks=1)
+    plain, ranked = Script(config), Script(config)
+    ranked.driver.batcher = RankedBatcher(config)
+    plain.run(actions)
+    ranked.run(actions)
+    for name, outcome in plain.driver.outcomes.items():
+        other = ranked.driver.outcomes[name]
+        assert outcome.ended_at == other.ended_at
+        assert [c.token_ids.tolist() for c in outcome.chunks] == [
+            c.token_ids.tolist() for c in other.chunks
+        ]
+    assert plain.driver.batcher.counters == ranked.driver.batcher.counters
+
+
 def reference(
-    arrivals: list[tuple[float, int, int]], timing: StepTimeModel, max_running: int
+    arrivals: list[tuple[float, int, int]], timing: StepTimeModel, max_running: int, ranks: int = 1
 ) -> list[float]:
     """The end time of each request (arrival, length, prompt), computed step by step in plain
-    loops."""
+    loops. Request i is on rank i % ranks; a step takes as long as that of the slowest rank."""
     now, ends = 0.0, [0.0] * len(arrivals)
-    queue = list(range(len(arrivals)))
-    running: dict[int, int] = {}
-    while queue or running:
-        if not running:
-            now = max(now, arrivals[queue[0]][0])
-        picks: list[int] = []
-        while queue and arrivals[queue[0]][0] <= now and len(running) + len(picks) < max_running:
-            picks.append(queue.pop(0))
-        if picks:
-            now += timing.prefill_seconds(sum(arrivals[i][2] for i in picks))
-            running |= dict.fromkeys(picks, 1)
-        else:
-            kv = sum(arrivals[i][2] + out for i, out in running.items())
-            now += timing.decode_seconds(len(running), kv, 1)
-            running = {i: out + 1 for i, out in running.items()}
-        for i in [i for i, out in running.items() if out == arrivals[i][1]]:
-            ends[i] = now
-            del running[i]
+    queues = [list(range(rank, len(arrivals), ranks)) for rank in range(ranks)]
+    running: list[dict[int, int]] = [{} for _ in range(ranks)]
+    while any(queues) or any(running):
+        if not any(running):
+            now = max(now, min(arrivals[queue[0]][0] for queue in queues if queue))
+        seconds, joining = [0.0], list[tuple[dict[int, int], list[int]]]()
+        for queue, own in zip(queues, running, strict=True):
+            picks: list[int] = []
+            while queue and arrivals[queue[0]][0] <= now and len(own) + len(picks) < max_running:
+                picks.append(queue.pop(0))
+            if picks:
+                seconds.append(timing.prefill_seconds(sum(arrivals[i][2] for i in picks)))
+                joining.append((own, picks))
+            elif own:
+                kv = sum(arrivals[i][2] + out for i, out in own.items())
+                seconds.append(timing.decode_seconds(len(own), kv, 1))
+                own.update({i: out + 1 for i, out in own.items()})
+        now += max(seconds)
+        for own, picks in joining:
+            own.update(dict.fromkeys(picks, 1))
+        for own in running:
+            for i in [i for i, out in own.items() if out == arrivals[i][1]]:
+                ends[i] = now
+                del own[i]
     return ends
 
 
@@ -189,19 +217,23 @@ def reference(
         max_size=12,
     ),
     st.integers(1, 8),
+    st.integers(1, 3),
 )
 def test_the_closed_form_is_the_step_by_step_loop(
-    arrivals: list[tuple[float, int, int]], max_running: int
+    arrivals: list[tuple[float, int, int]], max_running: int, ranks: int
 ) -> None:
     arrivals.sort()
-    driver = Driver(SimConfig(max_running=max_running, make_tokens=False))
+    config = SimConfig(
+        max_running=max_running, make_tokens=False, dp_ranks=ranks, rank_rule="round_robin"
+    )
+    driver = Driver(config)
     for i, (at, length, prompt) in enumerate(arrivals):
         if at > driver.now:  # those of one moment are all in the queue before the pass is planned
             driver.until(at)
         driver.submit(request(f"r{i}", length, prompt=prompt))
     driver.settle()
     ends = [driver.outcomes[f"r{i}"].ended_at for i in range(len(arrivals))]
-    expected = reference(arrivals, driver.batcher.config.timing, max_running)
+    expected = reference(arrivals, driver.batcher.config.timing, max_running, ranks)
     # A request that arrives within rounding of a step's end may be seen one step apart.
     assert np.allclose(np.array(ends, dtype=float), expected, rtol=1e-9, atol=1e-9)
 

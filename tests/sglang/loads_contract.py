@@ -35,12 +35,17 @@ CORE: dict[str, Any] = {
 MOMENTS = 6
 
 
-def check_loads(answer: Any) -> None:
+def check_loads(answer: Any, *, ranks: int = 1) -> None:
     """Check that the answer has exactly these fields and types, and that its sums agree."""
     assert {name: type(value) for name, value in answer.items()}.keys() == ANSWER.keys()
     for name, kind in ANSWER.items():
         assert isinstance(answer[name], kind), name
-    (rank,) = answer["loads"]
+    assert len(answer["loads"]) == ranks
+    for rank in answer["loads"]:
+        _check_rank(rank)
+
+
+def _check_rank(rank: Any) -> None:
     assert rank.keys() == CORE.keys()
     for name, kind in CORE.items():
         assert isinstance(rank[name], kind), name

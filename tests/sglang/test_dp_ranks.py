@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from aprilsched import SamplingParams
 from aprilsched.kernel.core.policies.straggler import StragglerRule
-from aprilsched.kernel.engines.base import GenerationRequest
-from aprilsched.kernel.engines.sglang import SGLangEngine
-from aprilsched.testing.contract import whole
 from tests.sglang.changing import run_through_deltas
 from tests.sglang.held import Site, run_and_check
 from tests.sglang.helpers import reset
+from tests.sglang.ranks_contract import RANKS, check_ranks
 from tests.sglang.server import CpuServer
-
-RANKS = 2
 
 
 class RankServer(CpuServer):
@@ -43,28 +36,7 @@ def ranked(
 
 @pytest.mark.shows("data-parallel ranks", engine="SGLang")
 async def test_the_requests_of_a_group_share_a_rank(ranked: RankServer) -> None:
-    """Two groups of four, each on its own rank; a body has requests of one rank."""
-    engine = SGLangEngine(ranked.url, stream_interval=16)
-    await engine.open()
-    assert engine.facts.dp_ranks == RANKS
-    sampling = SamplingParams(
-        max_new_tokens=24, temperature=0.0, ignore_eos=True, keep=("dp_rank",)
-    )
-    requests = [
-        GenerationRequest(
-            request_id=f"{number:032d}",
-            input_ids=np.arange(3 + number // 4, 40, dtype=np.int32),
-            sampling=sampling,
-            affinity=number // 4,
-        )
-        for number in range(8)
-    ]
-    streams = await asyncio.gather(*(whole(engine, each) for each in requests))
-    ranks = [stream.last.answer.values["dp_rank"] for stream in streams if stream.last.answer]
-    assert ranks == [0] * 4 + [1] * 4
-    for group in (streams[:4], streams[4:]):
-        assert len({tuple(stream.ids) for stream in group}) == 1
-    await engine.close()
+    await check_ranks(ranked.url)
 
 
 @pytest.mark.shows("abort", "retract", "data-parallel ranks", engine="SGLang")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
-from aprilsched.simulation.engine.batcher import Batcher
+from aprilsched.simulation.engine.ranks import batcher_of
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.engine.toy_model import ContextState, ToyModel, sampling_key
 from aprilsched.types import Float32Array, Int32Array, SamplingParams
@@ -65,7 +65,7 @@ class Driver:
     """A batcher and its clock; it collects the chunks of all requests."""
 
     def __init__(self, config: SimConfig) -> None:
-        self.batcher = Batcher(config)
+        self.batcher = batcher_of(config)
         self.now = 0.0
         self.outcomes: dict[str, Outcome] = {}
 
@@ -92,7 +92,8 @@ class Driver:
             outcome.chunks.append(chunk)
             if chunk.finish is not None:
                 outcome.ended_at = when
-        assert self.batcher.kv_in_use <= self.batcher.config.kv_tokens
+        most = self.batcher.config.kv_tokens
+        assert all(rank.kv_in_use <= most for rank in self.batcher.ranks)
 
     def pause(self, mode: str) -> None:
         assert mode in ("retract", "in_place")

@@ -62,7 +62,8 @@ class Raw:
     async def post(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         """Status and JSON (or text) of the answer to a POST; None sends no body."""
         data = None if body is None else msgspec.json.encode(body)
-        async with self.session.post(path, data=data) as answer:
+        kind = {} if data is None else {"Content-Type": "application/json"}
+        async with self.session.post(path, data=data, headers=kind) as answer:
             return answer.status, _content(await answer.read())
 
     async def done(self, path: str, body: dict[str, Any] | None = None) -> Any:

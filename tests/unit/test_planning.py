@@ -192,6 +192,14 @@ def test_simulated_engines_are_tried_out_with_the_room_that_they_keep() -> None:
     assert {each.reservation for each in tried_on} == {Reservation(clip=99)}
 
 
+def test_a_trial_of_ranks_has_the_steps_of_one_and_the_room_of_all() -> None:
+    ranked = Planner(H200_QWEN3_4B, max_running=64, dp_ranks=4)
+    assert ranked.max_running == 256
+    for batch, kv in ((1, 900), (40, 90_000), (300, 900_000)):
+        whole = ranked.model.step_seconds(4 * batch, 4 * kv)
+        assert whole == pytest.approx(H200_QWEN3_4B.step_seconds(batch, kv))
+
+
 def test_trials_know_a_clip_that_servers_do_not_report() -> None:
     command = plan(schedule(1.0))
     assert command.reservation is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from aprilsched.kernel.engines.base import GenerationRequest
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import until
 from tests.sglang.loads_contract import check_loads
-from tests.support.sim_http import Raw, asked, served, two_weights
+from tests.sglang.ranks_contract import RANKS, check_ranks
+from tests.support.sim_http import CONFIG, Raw, asked, served, two_weights
 from tests.support.table import each_row
 
 
@@ -129,6 +131,11 @@ async def test_loads_look_like_sglangs_and_freeze_in_a_pause(server: SimServer, 
         assert first["loads"][0]["decode_moments"][0] > 50
         await raw.post("/continue_generation", {})
         await raw.post("/abort_request", {"abort_all": True})
+
+
+async def test_the_ranks_of_a_server_look_like_sglangs():
+    async with served(config=replace(CONFIG, dp_ranks=RANKS, rank_rule="round_robin")) as server:
+        await check_ranks(server.url)
 
 
 async def test_a_new_version_aborts_requests_by_default(server: SimServer, raw: Raw):

@@ -81,12 +81,15 @@ class Responses:
 config = partial(small.config, batch_groups=8, dispatch=Dispatch(rate=10**9))
 
 
-def on_the_virtual_clock(settings: SchedulerConfig, engines: int) -> list[Delivered]:
+def on_the_virtual_clock(
+    settings: SchedulerConfig, engines: int, dp_ranks: int = 1
+) -> list[Delivered]:
     deliveries = Deliveries()
 
     async def run() -> None:
         fleet = SimFleet(
             engines,
+            dp_ranks=dp_ranks,
             max_running=MODEL.max_running,
             kv_tokens=MODEL.kv_tokens,
             stream_interval=MODEL.stream_interval,
@@ -102,28 +105,43 @@ def on_the_virtual_clock(settings: SchedulerConfig, engines: int) -> list[Delive
     return deliveries.seen
 
 
-def on_the_heap(settings: SchedulerConfig, engines: int) -> list[Delivered]:
-    deliveries = Deliveries()
+def on_the_heap(settings: SchedulerConfig, engines: int, dp_ranks: int = 1) -> list[Delivered]:
+    deliveries, engine = Deliveries(), replace(MODEL, dp_ranks=dp_ranks)
     Simulation(
-        settings, WORKLOAD, engines=engines, engine=MODEL, batches=BATCHES, listeners=[deliveries]
+        settings, WORKLOAD, engines=engines, engine=engine, batches=BATCHES, listeners=[deliveries]
     ).run()
     return deliveries.seen
 
 
 @each_row(
-    "changes",
+    ("changes", "dp_ranks"),
     [
-        {"over_provision": 1.0},
-        {"straggler": "in_place", "refill": "pool"},
-        {"straggler": "run"},
+        ({"over_provision": 1.0}, 1),
+        ({"over_provision": 1.0}, 3),
+        ({"straggler": "in_place", "refill": "pool"}, 1),
+        ({"straggler": "run"}, 1),
     ],
     ids=str,
 )
-def test_both_shells_do_the_same(changes: dict[str, object]) -> None:
+def test_both_shells_do_the_same(changes: dict[str, object], dp_ranks: int) -> None:
     settings = config(**changes)
-    virtual, heap = on_the_virtual_clock(settings, 1), on_the_heap(settings, 1)
+    virtual = on_the_virtual_clock(settings, 1, dp_ranks)
+    heap = on_the_heap(settings, 1, dp_ranks)
     assert [rows for _, rows in heap] == [rows for _, rows in virtual]
     assert [now for now, _ in heap] == pytest.approx([now for now, _ in virtual], rel=1e-6)
+
+
+def test_even_ranks_take_the_time_of_one_and_uneven_ones_longer() -> None:
+    even = LongTailWorkload(distribution=Empirical((100,)), cap=100)
+
+    def seconds(groups: int, size: int, **changes: Any) -> float:
+        settings = sync(SchedulerConfig(batch_groups=groups, group_size=size))
+        result = simulate(even, settings, engine=replace(MODEL, **changes), batches=1, burn_in=0)
+        return result.summary.seconds.wall
+
+    assert seconds(2, 2, dp_ranks=2) == seconds(2, 1)
+    assert seconds(3, 1, dp_ranks=2) == seconds(2, 1)
+    assert seconds(5, 1, dp_ranks=2) == seconds(3, 1) > seconds(4, 1, dp_ranks=2)
 
 
 @each_row(

@@ -40,6 +40,7 @@ class GenerateBody(msgspec.Struct, frozen=True):
     return_sampling_mask: bool = False
     top_logprobs_num: int = 0
     priority: int | None = None
+    routed_dp_rank: int | None = None
     data_parallel_rank: int | None = None
     custom_logit_processor: str | None = None
     return_hidden_states: bool | Literal["last"] = False

@@ -207,14 +207,15 @@ class Service:
             },
         }
 
-    def rank_loads(self) -> dict[str, Any]:
-        """Return the requests of the gateway in the form of one server."""
-        return {
+    def rank_loads(self) -> list[dict[str, Any]]:
+        """Return the requests of the gateway in the form of a server of one rank."""
+        load = {
             "timestamp": time.time(),
             "num_running_reqs": self.running(),
             "num_waiting_reqs": self.waiting(),
             **self._room(),
         }
+        return [load]
 
     def _room(self) -> dict[str, int]:
         """Return the running requests and KV tokens that fit on all engines that report them."""

@@ -162,8 +162,8 @@ class Backend(Protocol):
         """The fields of /server_info beyond the model and its weights, such as ``version``."""
         ...
 
-    def rank_loads(self) -> Event:
-        """Return the figures of /v1/loads."""
+    def rank_loads(self) -> list[Event]:
+        """Return the figures of /v1/loads, of each data-parallel rank."""
         ...
 
 
@@ -394,7 +394,7 @@ async def _loads(request: web.Request) -> web.Response:
         "version": backend.server_facts()["version"],
         "accelerator": None,
         "num_accelerators": 1,
-        "loads": [{"dp_rank": 0, **backend.rank_loads()}],
+        "loads": [{"dp_rank": rank, **load} for rank, load in enumerate(backend.rank_loads())],
     }
     return as_json(fields)
 

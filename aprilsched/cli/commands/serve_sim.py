@@ -69,6 +69,8 @@ class ServeSimCommand:
         sim = self.sim
         check_range(AT_LEAST_1, **{"sim.engines": sim.engines})
         config = SimConfig(
+            dp_ranks=sim.dp_ranks,
+            rank_rule="round_robin",
             max_running=sim.max_running,
             kv_tokens=sim.kv_tokens,
             admission=sim.admission,

@@ -16,7 +16,7 @@ from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.observe.exports.tracker_writers import tracker_names
 from aprilsched.observe.log.lengths_of_run import distribution_of, known_lengths
-from aprilsched.simulation.engine.settings import Admission
+from aprilsched.simulation.engine.settings import Admission, RankRule
 from aprilsched.simulation.workload import Empirical, Limits, LongTailWorkload
 
 CAP = 6000
@@ -98,6 +98,12 @@ class SimSettings:
 
     engines: int = 1
     """Number of embedded engines."""
+    dp_ranks: int = 1
+    """Number of data-parallel ranks of one engine, which step together. `max_running`, `kv_tokens`
+    and the step times are of one rank. Trials of automatic schedules expect it of servers too."""
+    rank_rule: RankRule = "prefix"
+    """Rank of a request: by prefix and load, as clients of SGLang servers choose it, or the next
+    one, as servers choose. serve-sim always takes the next one for a request that names none."""
     max_running: int = 512
     """Largest number of requests that one engine decodes together."""
     kv_tokens: int = 1_000_000

@@ -79,9 +79,9 @@ def prepare(settings: RunSettings) -> Setup:
         bound=bound_of(settings, timing) if known else None,
         timing=timing,
         planner=(
-            Planner(timing, max_running=sim.max_running, inline=True)
+            Planner(timing, max_running=sim.max_running, dp_ranks=sim.dp_ranks, inline=True)
             if simulated
-            else Planner(timing, reserve_clip=sim.reserve_clip)
+            else Planner(timing, dp_ranks=sim.dp_ranks, reserve_clip=sim.reserve_clip)
         ),
         workload_mean=workload.mean_length() if settings.prompts is None else None,
         clock="virtual" if simulated else "wall",
@@ -122,6 +122,8 @@ def _fleet(settings: RunSettings, timing: StepTimeModel) -> Fleet:
         return servers(settings)
     return SimFleet(
         sim.engines,
+        dp_ranks=sim.dp_ranks,
+        rank_rule=sim.rank_rule,
         max_running=sim.max_running,
         kv_tokens=sim.kv_tokens,
         admission=sim.admission,
@@ -154,6 +156,6 @@ def _publisher(settings: RunSettings) -> WeightPublisher | None:
 
 def bound_of(settings: RunSettings, timing: StepTimeModel) -> Bound:
     """Return the least time in which all engines of a run can generate given lengths."""
-    engines = settings.sim.engines if settings.simulated else len(settings.engine)
-    most = settings.sim.max_running
+    sim, most = settings.sim, settings.sim.max_running
+    engines = sim.dp_ranks * (sim.engines if settings.simulated else len(settings.engine))
     return partial(timing.bound_seconds, max_running=most, engines=engines)

@@ -61,6 +61,8 @@ def _simulation(setup: Setup, costs: Costs | None, listeners: list[AnyListener])
         engines=sim.engines,
         engine=SimConfig(
             timing=setup.timing,
+            dp_ranks=sim.dp_ranks,
+            rank_rule=sim.rank_rule,
             max_running=sim.max_running,
             kv_tokens=sim.kv_tokens,
             admission=sim.admission,

@@ -37,7 +37,7 @@ from aprilsched.simulation.engine.toy_model import weights_key_of_version
 
 
 @dataclass(slots=True)
-class _Decode:
+class Decode:
     """Decode `steps` steps of the whole running batch, from `start` to `end`."""
 
     start: float
@@ -46,7 +46,7 @@ class _Decode:
 
 
 @dataclass(slots=True)
-class _Prefill:
+class Prefill:
     """A prefill pass; `picks` contains the number of tokens that it computes per request."""
 
     start: float
@@ -54,13 +54,13 @@ class _Prefill:
     picks: list[tuple[Sequence, int]]
 
 
-_Work: TypeAlias = _Decode | _Prefill
+Work: TypeAlias = Decode | Prefill
 
 
 class Batcher:
     """The scheduler of one engine. All times are seconds and never go backwards."""
 
-    def __init__(self, config: SimConfig, *, version: int = 0) -> None:
+    def __init__(self, config: SimConfig, *, version: int = 0, dp_rank: int | None = None) -> None:
         self.config = config
         self.counters = Counters()
         self.version = version
@@ -69,16 +69,22 @@ class Batcher:
         self._prefixes = PrefixCache() if config.prefix_cache else None
         self.adapters: dict[str, int] = {}
         """The weights key of each adapter that requests may name."""
-        self._output = Output(config)
+        self._output = Output(config, dp_rank)
         self._batch = RunningBatch(config.stream_interval, self._output)
         self._by_id: dict[str, Sequence] = {}
         self._held: dict[str, Sequence] = {}
         self._aborting = False
-        self._work: _Work | None = None
+        self.work: Work | None = None
+        """The step or pass in progress; None while idle or paused."""
         self._wake: float | None = None
         self._pausing: PauseMode | None = None
         self._paused: PauseMode | None = None
         self._paused_since = 0.0
+
+    @property
+    def ranks(self) -> tuple[Batcher, ...]:
+        """The batcher of each data-parallel rank."""
+        return (self,)
 
     @property
     def paused(self) -> PauseMode | None:
@@ -101,13 +107,20 @@ class Batcher:
         return self._pool.used
 
     def in_progress(self, now: float) -> tuple[int, float, float]:
-        """The unfinished work: its steps, its seconds of decoding and its seconds of prefill."""
-        work = self._work
+        """The unfinished work: its tokens, its seconds of decoding and its seconds of prefill."""
+        work = self.work
         seconds = 0.0 if work is None else max(0.0, min(now, work.end) - work.start)
-        if not isinstance(work, _Decode):
+        if not isinstance(work, Decode):
             return 0, 0.0, seconds
-        timing = self.config.timing
-        return timing.steps_within(len(self._batch), self._pool.running, seconds), seconds, 0.0
+        return self.steps_within(seconds) * len(self._batch), seconds, 0.0
+
+    def steps_within(self, seconds: float) -> int:
+        """Return the number of whole steps of the present batch that take at most `seconds`."""
+        return self.config.timing.steps_within(len(self._batch), self._pool.running, seconds)
+
+    def decode_seconds(self, steps: int) -> float:
+        """Return the seconds of `steps` steps of the present batch."""
+        return self.config.timing.decode_seconds(len(self._batch), self._pool.running, steps)
 
     def knows(self, request_id: str) -> bool:
         """Return whether a request of this id exists and has not ended."""
@@ -177,7 +190,7 @@ class Batcher:
 
     def pause(self, mode: PauseMode, now: float) -> None:
         """Stop after the step or pass in progress; :attr:`paused` is set from then on."""
-        if self._work is None:
+        if self.work is None:
             self._apply_pause(mode, now)
         else:
             self._pausing = mode
@@ -197,7 +210,7 @@ class Batcher:
 
     def flush(self) -> bool:
         """Drop all KV; return False and do nothing while something is computed or running."""
-        if self._work is not None or len(self._batch):
+        if self.work is not None or len(self._batch):
             return False
         self._pool.flush()
         if self._prefixes is not None:
@@ -218,45 +231,45 @@ class Batcher:
 
     def next_event_time(self) -> float | None:
         """Return the time of the next event; None while idle or paused."""
-        return self._wake if self._work is None else self._work.end
+        return self._wake if self.work is None else self.work.end
 
     def advance(self, to: float) -> list[tuple[str, Chunk]]:
         """Advance to the time `to`; return all chunks since the last call, with their ids."""
         while (due := self.next_event_time()) is not None and due <= to:
-            self._finish_work()
-            self._begin(due)
+            self.finish_work()
+            self.begin(due)
         return self._output.take()
 
     def _interrupt(self, now: float) -> None:
         """Let the scheduler look at its queue at the end of the step in progress."""
-        work = self._work
+        work = self.work
         if work is None:
             if self._paused is None and self._wake is None and self._by_id:
                 self._wake = now
-        elif isinstance(work, _Decode):
-            batch, kv = len(self._batch), self._pool.running
-            timing = self.config.timing
-            steps = timing.steps_within(batch, kv, now - work.start)
-            if work.start + timing.decode_seconds(batch, kv, steps) < now:
+        elif isinstance(work, Decode):
+            steps = self.steps_within(now - work.start)
+            if work.start + self.decode_seconds(steps) < now:
                 steps += 1
             if steps < work.steps:
                 work.steps = steps
-                work.end = work.start + timing.decode_seconds(batch, kv, steps)
+                work.end = work.start + self.decode_seconds(steps)
 
-    def _begin(self, now: float) -> None:
+    def begin(self, now: float) -> None:
+        """Start a pause that is due, or plan the next pass or steps, at the time `now`."""
         self._wake = None
         if self._pausing is not None:
             self._apply_pause(self._pausing, now)
         if self._paused is None:
-            self._work = self._plan_prefill(now) or self._plan_decode(now)
+            self.work = self._plan_prefill(now) or self._plan_decode(now)
 
-    def _finish_work(self) -> None:
-        work, self._work = self._work, None
+    def finish_work(self) -> None:
+        """Finish the work in progress, if any."""
+        work, self.work = self.work, None
         self._output.now = 0.0 if work is None else work.end
-        if isinstance(work, _Decode):
+        if isinstance(work, Decode):
             self._complete_decode(work)
             computed = list(self._batch.members) if self._aborting else []
-        elif isinstance(work, _Prefill):
+        elif isinstance(work, Prefill):
             self._complete_prefill(work)
             computed = [sequence for sequence, _ in work.picks]
         else:
@@ -269,7 +282,7 @@ class Batcher:
         if self._batch.steps >= self._batch.next_tick:
             self._batch.tick(self.weights_key, self.version)
 
-    def _plan_decode(self, now: float) -> _Decode | None:
+    def _plan_decode(self, now: float) -> Decode | None:
         batch = len(self._batch)
         if not batch:
             return None
@@ -278,9 +291,9 @@ class Batcher:
             self._preempt()
             batch -= 1
         seconds = self.config.timing.decode_seconds(batch, self._pool.running, steps)
-        return _Decode(now, now + seconds, steps)
+        return Decode(now, now + seconds, steps)
 
-    def _complete_decode(self, work: _Decode) -> None:
+    def _complete_decode(self, work: Decode) -> None:
         batch, seconds, counters = len(self._batch), work.end - work.start, self.counters
         tokens = work.steps * batch
         self._batch.steps += work.steps
@@ -311,7 +324,7 @@ class Batcher:
             pool.queue(sequence)
         self.counters.preemptions += 1
 
-    def _plan_prefill(self, now: float) -> _Prefill | None:
+    def _plan_prefill(self, now: float) -> Prefill | None:
         if not self._pool.waiting:
             return None
         if self._prefixes is not None:
@@ -322,7 +335,7 @@ class Batcher:
             return None
         computed = sum(take for _, take in picks) - self._found(picks)
         seconds = self.config.timing.prefill_seconds(max(1, computed))
-        return _Prefill(now, now + seconds, picks)
+        return Prefill(now, now + seconds, picks)
 
     def _found(self, picks: list[tuple[Sequence, int]]) -> int:
         """Return the number of tokens of the pass that are in the prefix cache already."""
@@ -339,7 +352,7 @@ class Batcher:
         self.counters.cached += found
         return found
 
-    def _complete_prefill(self, work: _Prefill) -> None:
+    def _complete_prefill(self, work: Prefill) -> None:
         self.counters.prefill_passes += 1
         self.counters.prefill_seconds += work.end - work.start
         self._pool.end_pass()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from aprilsched.kernel.values.companions import TOP, Rows
@@ -43,10 +45,13 @@ def context_rows(sequence: Sequence) -> dict[str, Rows] | None:
     return found or None
 
 
-def answer(sequence: Sequence) -> Answer | None:
-    """Return what the request keeps (`keep`): prompt token count and request fields, or None."""
+def answer(sequence: Sequence, dp_rank: int | None) -> Answer | None:
+    """Return what the request keeps (`keep`): prompt token count, request fields and rank; or None
+    if it keeps nothing."""
     sampling = sequence.request.sampling
     if not sampling.keep:
         return None
-    entries = {"prompt_tokens": sequence.prompt, "request": sampling.request}
+    entries: dict[str, Any] = {"prompt_tokens": sequence.prompt, "request": sampling.request}
+    if dp_rank is not None:
+        entries["dp_rank"] = dp_rank
     return Answer.of(entries, sampling.keep)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from aprilsched.kernel.values.bounds import Bound, check_range
 from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
-from aprilsched.simulation.engine.settings import Admission, SimConfig
+from aprilsched.simulation.engine.settings import Admission, RankRule, SimConfig
 from aprilsched.simulation.engine.sim_engine import MOST_ENGINES, PAUSE_SECONDS, SimEngine
 
 
@@ -30,6 +30,8 @@ class SimFleet:
         engines: int = 1,
         *,
         timing: StepTimeModel = H200_QWEN3_4B,
+        dp_ranks: int = 1,
+        rank_rule: RankRule = "prefix",
         max_running: int = 512,
         kv_tokens: int = 1_000_000,
         admission: Admission = "sglang",
@@ -48,6 +50,8 @@ class SimFleet:
         )
         config = SimConfig(
             timing=timing,
+            dp_ranks=dp_ranks,
+            rank_rule=rank_rule,
             max_running=max_running,
             kv_tokens=kv_tokens,
             admission=admission,

@@ -32,7 +32,8 @@ _Block: TypeAlias = tuple[Int32Array, Float32Array]
 class Output:
     """Holds the chunks that are not taken yet, and the model that samples their tokens."""
 
-    def __init__(self, config: SimConfig) -> None:
+    def __init__(self, config: SimConfig, dp_rank: int | None = None) -> None:
+        self._dp_rank = dp_rank
         self._model = config.model(config.vocab_size) if config.make_tokens else None
         self._tier = config.tier
         self._eos = frozenset(() if config.eos_token_id is None else (config.eos_token_id,))
@@ -149,7 +150,7 @@ class Output:
             token_rows=token_rows(sequence, ids, logprobs),
             context_rows=context_rows(sequence),
             prompt_tokens=sequence.prompt if sequence.request.media else None,
-            answer=answer(sequence),
+            answer=answer(sequence, self._dp_rank),
             decode_seconds=self._decode_seconds(sequence),
         )
         self._put(sequence, chunk)

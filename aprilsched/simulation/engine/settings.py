@@ -15,6 +15,7 @@ from aprilsched.simulation.engine.toy_model import KvTier, ToyModel
 from aprilsched.types import MEDIA
 
 Admission: TypeAlias = Literal["sglang", "sglang-0.5.21", "vllm"]
+RankRule: TypeAlias = Literal["prefix", "round_robin"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +23,13 @@ class SimConfig:
     """The modelled machine, server and model.
 
     Attributes:
-        timing: time model of decode steps and prefill passes.
+        timing: time model of decode steps and prefill passes; of one rank if there are several.
+        dp_ranks: number of data-parallel ranks, which step together, as with
+            --enable-dp-attention of SGLang. `max_running`, `kv_tokens` and the prefix cache are of
+            one rank.
+        rank_rule: the rank of a request that names none: "prefix" chooses it by prefix and load,
+            as clients of SGLang servers do, and "round_robin" takes the next one, as the servers
+            do for clients that leave it to them.
         max_running: largest number of requests that decode together.
         max_queued: largest number of requests that may wait for a place in the batch, as
             --max-queued-requests of SGLang; one more is refused. None for any number.
@@ -56,6 +63,8 @@ class SimConfig:
     """
 
     timing: StepTimeModel = H200_QWEN3_4B
+    dp_ranks: int = 1
+    rank_rule: RankRule = "prefix"
     max_running: int = 512
     max_queued: int | None = None
     kv_tokens: int = 1_000_000
@@ -74,13 +83,15 @@ class SimConfig:
     model: Callable[[int], ToyModel] = ToyModel
 
     def __post_init__(self) -> None:
-        for name in ("max_running", "max_queued", "kv_tokens", "reserve_clip", "stream_interval"):
+        counts = "dp_ranks max_running max_queued kv_tokens reserve_clip stream_interval"
+        for name in counts.split():
             check_range(AT_LEAST_1, **{name: getattr(self, name)})
         check_range(Bound(least=2, words="2 or more"), vocab_size=self.vocab_size)
         check_range(POSITIVE, conservativeness=self.conservativeness)
-        if self.admission not in get_args(Admission):
-            known = ", ".join(get_args(Admission))
-            raise ConfigError(f"admission must be one of {known}, got {self.admission!r}.")
+        for name, kind in (("admission", Admission), ("rank_rule", RankRule)):
+            if getattr(self, name) not in get_args(kind):
+                known = ", ".join(get_args(kind))
+                raise ConfigError(f"{name} must be one of {known}, got {getattr(self, name)!r}.")
 
     @property
     def reservation(self) -> Reservation | None:
@@ -99,8 +110,8 @@ class SimConfig:
         return Capabilities(
             version_spans=True,
             flush_while_paused=True,
-            max_running_requests=self.max_running,
-            kv_tokens=self.kv_tokens,
+            max_running_requests=self.max_running * self.dp_ranks,
+            kv_tokens=self.kv_tokens * self.dp_ranks,
             caches_contexts=self.prefix_cache and self.tier is None,
             reservation=self.reservation,
             release_while_paused=True,

@@ -35,6 +35,7 @@ from aprilsched.kernel.values.bounds import AT_LEAST_0, check_range
 from aprilsched.kernel.values.capabilities import Capabilities
 from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.clock import Pacer
+from aprilsched.simulation.engine.ranks import RankedBatcher, batcher_of
 from aprilsched.simulation.engine.settings import Counters, SimConfig
 
 TAGS = ("kv_cache", "weights", "cuda_graph")
@@ -75,7 +76,7 @@ class SimEngine:
         self._refit_seconds = refit_seconds
         self._pause_seconds = pause_seconds
         self._pacer = Pacer(name, time_scale)
-        self._batcher = Batcher(self._config)
+        self._batcher = batcher_of(self._config)
         self._released: frozenset[str] = frozenset()
         """The parts of the memory that are released."""
         self._streams: dict[str, asyncio.Queue[Chunk | EngineError]] = {}
@@ -101,7 +102,7 @@ class SimEngine:
         return self._batcher.counters
 
     @property
-    def batcher(self) -> Batcher:
+    def batcher(self) -> Batcher | RankedBatcher:
         """The batcher inside the engine, for inspection."""
         return self._batcher
 
@@ -141,7 +142,7 @@ class SimEngine:
 
     async def restart(self) -> None:
         """Start again after :meth:`crash`: empty, not paused, with the weights of version 0."""
-        self._batcher = Batcher(self._config)
+        self._batcher = batcher_of(self._config)
         self._released = frozenset()
         self._expects_weights = False
         self._orphans.clear()
@@ -461,17 +462,16 @@ class SimEngine:
         self._pacer.arm(self._batcher.next_event_time(), self._pump)
 
 
-def load_of(batcher: Batcher, now: float, scale: float) -> EngineLoad:
+def load_of(batcher: Batcher | RankedBatcher, now: float, scale: float) -> EngineLoad:
     """The load at the modelled time `now`; `scale` is the loop seconds of a modelled second."""
-    steps, decoding, prefilling = batcher.in_progress(now)
-    tokens = steps * batcher.running
+    tokens, decoding, prefilling = batcher.in_progress(now)
     counters, config = batcher.counters, batcher.config
     return EngineLoad(
         running=batcher.running,
         queued=batcher.waiting,
-        max_running=config.max_running,
+        max_running=config.max_running * config.dp_ranks,
         kv_tokens=batcher.kv_in_use + tokens,
-        kv_capacity=config.kv_tokens,
+        kv_capacity=config.kv_tokens * config.dp_ranks,
         preemptions=counters.preemptions,
         generated=counters.decoded + tokens,
         decode_seconds=(counters.decode_seconds + decoding) * scale,
