@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from aprilsched.cli.doctor import SCORES, examine
 from tests.sglang.held import Site, run_and_check
 from tests.sglang.helpers import reset
 from tests.sglang.server import CpuServer, write_model
@@ -25,6 +26,24 @@ def windowed(
     with CpuServer(first, folder / "log.txt") as server:
         server.wait_ready()
         yield server, (first, second)
+
+
+async def test_doctor_agrees_with_transformers(
+    windowed: tuple[CpuServer, tuple[Path, Path]],
+) -> None:
+    server, checkpoints = windowed
+    await reset(server.url, checkpoints[0])
+    (found,) = await examine(server.url, rows=[SCORES])
+    assert found.status == "pass", found.seen
+
+
+async def test_doctor_finds_that_the_output_layer_is_dropped(tmp_path: Path) -> None:
+    """SGLang 0.5.23 computes with Gemma 3's embeddings instead, if they are not tied."""
+    model = write_model(tmp_path / "untied", kind="windows")
+    with CpuServer(model, tmp_path / "log.txt") as server:
+        server.wait_ready()
+        (found,) = await examine(server.url, rows=[SCORES])
+    assert found.status == "fail", found.seen
 
 
 @pytest.mark.shows("abort", "retract", "in_place", "sliding windows", engine="SGLang")

@@ -223,7 +223,7 @@ _RULES: dict[str, Rule] = {
     ),
     # What the console script starts with, in an install that may lack the extra.
     "cli": replace(EVERYTHING, others=CLI),
-    "cli.doctor": rule("cli.doctor errors kernel.engines testing.contract"),
+    "cli.doctor": rule("cli.doctor errors kernel.engines kernel.values.extras testing.contract"),
 }
 RULES = {f"aprilsched.{name}".rstrip("."): each for name, each in _RULES.items()}
 

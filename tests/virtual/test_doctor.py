@@ -15,7 +15,7 @@ import pytest
 from aprilsched.__main__ import main
 from aprilsched.cli.commands import doctor as cli
 from aprilsched.cli.commands.doctor import REACHED
-from aprilsched.cli.doctor import ROWS, Finding, Row, checks, examine
+from aprilsched.cli.doctor import ROWS, SCORES, Finding, Row, checks, examine
 from aprilsched.cli.doctor.server import MAX_ATTEMPTS, Server, kept
 from aprilsched.cli.runs.more_room import gains
 from aprilsched.cli.runs.settings import WorkloadSettings
@@ -323,6 +323,14 @@ async def two(server: SimServer, tmp_path: Path) -> tuple[Path, Path]:
         body = {"model_path": str(folders[0]), "weight_version": "default"}
         assert (await raw.post("/update_weights_from_disk", body))[0] == 200
     return folders
+
+
+async def test_a_model_that_transformers_cannot_load_is_not_scored(
+    server: SimServer, two: tuple[Path, Path]
+):
+    (found,) = await examine(server.url, rows=[SCORES])
+    assert found.status == "warn"
+    assert f"transformers cannot run {two[0]}" in found.seen
 
 
 @pytest.mark.parametrize("works", [True, False])

@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 
-from aprilsched.cli.doctor import ROWS, examine
+from aprilsched.cli.doctor import ROWS, SCORES, examine
 from aprilsched.kernel.engines.base import PauseMode
 from aprilsched.kernel.engines.server import Over, read_series
 from aprilsched.kernel.engines.vllm import VLLMEngine
@@ -95,6 +95,17 @@ async def test_doctor_proves_a_refit(
     table = [row for row in ROWS if row.name == "refit by its logprobs"]
     (found,) = await examine(f"vllm+{server.url}", refit=str(checkpoints[1]), rows=table)
     assert found.status == ("fail" if kind == "linear" else "pass"), found.seen
+
+
+async def test_doctor_agrees_with_transformers(
+    server: VLLMServer, checkpoints: tuple[Path, Path], kind: str
+) -> None:
+    """The continuation of a response has its state again, from a cache or computed."""
+    if kind == "linear":
+        pytest.skip("the server's weights are wrong after a refit")
+    await reset(server.url, checkpoints[0])
+    (found,) = await examine(f"vllm+{server.url}", rows=[SCORES])
+    assert found.status == "pass", found.seen
 
 
 async def test_a_flush_drops_the_prefixes_of_older_weights(

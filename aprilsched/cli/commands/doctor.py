@@ -18,6 +18,7 @@ from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.cli.commands.simulate import ComparedSettings
 from aprilsched.cli.doctor import (
     ROWS,
+    SCORES,
     Finding,
     Judge,
     LeftOut,
@@ -44,8 +45,8 @@ _GAIN = 0.03
 _STYLES = {"pass": "green", "warn": "yellow", "fail": "bold red"}
 
 EVERYDAY = (
-    "urls json quiet refit admin-key-env api-key-env policy lengths median sigma cap batch-groups "
-    "group-size model"
+    "urls json quiet score refit admin-key-env api-key-env policy lengths median sigma cap "
+    "batch-groups group-size model"
 )
 """The flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
@@ -60,6 +61,9 @@ class DoctorCommand(ComparedSettings):
     """Print a list of objects on stdout instead of lines."""
     quiet: bool = False
     """Print what warns or fails, and nothing else."""
+    score: bool = False
+    """Compare the log-probabilities of a response with those of transformers, from the folder or
+    name of the servers' model. It takes 4 bytes of this machine's memory for each weight."""
     refit: str | None = None
     """A folder of other weights of the model, which the servers can read. Each idle server is
     refitted with them and back, so that fresh responses show what a refit changes."""
@@ -80,8 +84,9 @@ class DoctorCommand(ComparedSettings):
         Raises:
             ConfigError: if a setting of the simulation is refused.
         """
+        rows = (*ROWS, SCORES) if self.score else ROWS
         if self.policy is None:
-            return ROWS
+            return rows
         config = chosen(self.policy)[0].apply(
             SchedulerConfig(
                 batch_groups=math.ceil(self.batch_groups / len(self.urls)),
@@ -92,7 +97,7 @@ class DoctorCommand(ComparedSettings):
         )
         settings = [self.settings(config, seed=seed) for seed in self.every_seed]
         prepare(settings[0])
-        return (*ROWS, Row("more room", _forecast(settings)))
+        return (*rows, Row("more room", _forecast(settings)))
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
-from aprilsched.cli.doctor.server import Finding, LeftOut, Row, Server, Verdict, kept
+from aprilsched.cli.doctor.server import Finding, LeftOut, Row, Server, Verdict, kept, one_line
 from aprilsched.kernel.engines.addresses import VLLM
 from aprilsched.kernel.engines.generations import despite_cancellation
 from aprilsched.kernel.engines.http import HttpLimits
@@ -18,6 +20,7 @@ from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.engines.stream import version_number
 from aprilsched.kernel.engines.vllm import VLLMEngine
 from aprilsched.kernel.engines.vllm.server_info import ServerFacts as VLLMFacts
+from aprilsched.kernel.values.extras import extra
 from aprilsched.testing import contract
 
 LIMITS = HttpLimits(control_timeout=20.0, flush_timeout=5.0)
@@ -27,6 +30,11 @@ _DRAFTING_REQUESTS = 48
 """SGLang's limit on running requests with speculative decoding, unless it is set."""
 MAX_LOGPROB_GAP = 1e-3
 """Difference of logprobs under the same weights on an idle server without a cached prefix."""
+_MAX_MEAN_GAP = 0.1
+"""Mean difference of a server's logprobs from those of transformers in float32. A server in
+bfloat16 differs by some hundredths, and one that loads a layer wrongly by whole units."""
+_SCORED_PROMPT, _SCORED_TOKENS = 1024, 64
+"""Tokens of the scored prompt, which fill cached blocks, and of its response."""
 CLIP = "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION"
 
 ABORT = 'use straggler="abort"'
@@ -184,6 +192,57 @@ async def _take_back(server: Server, own: Path) -> None:
     await server.engine.set_label(server.facts.label)
 
 
+async def scores(server: Server) -> Verdict:
+    """A server that drops a layer of its checkpoint, or loses a cached state, agrees with itself,
+    and not with transformers."""
+    await server.check_free(alone=False)
+    if version_number(server.facts.label):
+        raise LeftOut(f"its weights are those of version {server.facts.label}, and of no folder")
+    longest = (server.facts.context_tokens or 2 * _SCORED_PROMPT) - _SCORED_TOKENS
+    prompt = np.resize(contract.PROMPT, min(_SCORED_PROMPT, longest))
+    first = await server.subject.whole(contract.greedy(_SCORED_TOKENS, prompt=prompt))
+    # As after an abort: the prompt and half of the response come from the prefix cache, if any.
+    known = np.concatenate([prompt, np.array(first.ids[: _SCORED_TOKENS // 2], np.int32)])
+    second = await server.subject.whole(contract.greedy(_SCORED_TOKENS // 2, prompt=known))
+    contexts = [[*each.request.input_ids.tolist(), *each.ids] for each in (first, second)]
+    model_path = server.facts.model_path
+    try:
+        scored = await asyncio.to_thread(logprobs_by_transformers, model_path, contexts)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise LeftOut(f"transformers cannot run {model_path}: {one_line(error)}") from error
+    gaps = [
+        float(np.abs(stream.logprobs - np.array(own[-len(stream) :])).mean())
+        for stream, own in zip((first, second), scored, strict=True)
+    ]
+    seen = f"mean difference {gaps[0]:.4f} for a response, {gaps[1]:.4f} for its continuation"
+    if max(gaps) > _MAX_MEAN_GAP:
+        return Verdict("fail", seen, f"{UPDATE}, or do not train with this model on it")
+    return Verdict("pass", seen)
+
+
+def logprobs_by_transformers(
+    model_path: str, contexts: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Return the log-probability of each token but the first given those before it, in float32.
+
+    Raises:
+        MissingExtra: if torch or transformers is not installed.
+        OSError, ValueError, RuntimeError, KeyError: if transformers cannot load or run the model.
+    """
+    with extra("torch"):
+        import torch
+    with extra("gateway"):
+        from transformers import AutoModelForCausalLM
+
+    models: Any = AutoModelForCausalLM
+    model = models.from_pretrained(model_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        rows = [torch.tensor(ids) for ids in contexts]
+        found = [model(row[None]).logits[0, :-1].log_softmax(-1) for row in rows]
+    pairs = zip(found, rows, strict=True)
+    return [logprobs.gather(1, row[1:, None])[:, 0].tolist() for logprobs, row in pairs]
+
+
 async def left_as_found(server: Server) -> Verdict:
     """This command continues what it paused and ends what it started."""
     found, paused = await server.engine.ask_label(), bool(await server.engine.is_paused())
@@ -231,6 +290,9 @@ ROWS: tuple[Row, ...] = (
     Row("left as found", left_as_found),
 )
 """The lines of a report, in their order. All checks of :data:`contract.CHECKS` are among them."""
+
+SCORES = Row("logprobs by transformers", scores)
+"""A line for a model that fits into the memory of this machine."""
 
 
 async def examine(

@@ -103,13 +103,15 @@ class RankedBatcher:
         """The unfinished work: its tokens, and the ranks' mean seconds of decoding and prefill."""
         tokens, decoding, prefilling, count = 0, 0.0, 0.0, len(self._ranks)
         for rank in self._ranks:
-            if (work := rank.work) is not None:
-                seconds = max(0.0, min(now, work.end) - work.start)
-                decoding += seconds if isinstance(work, Decode) else 0.0
-                prefilling += seconds if isinstance(work, Prefill) else 0.0
-                if isinstance(work, Decode):
-                    tokens += rank.running * min(work.steps, self._steps_within(seconds))
-        return tokens, decoding / count, prefilling / count
+            if (work := rank.work) is None:
+                continue
+            seconds = max(0.0, min(now, work.end) - work.start)
+            if isinstance(work, Decode):
+                decoding += seconds / count
+                tokens += rank.running * min(work.steps, self._steps_within(seconds))
+            else:
+                prefilling += seconds / count
+        return tokens, decoding, prefilling
 
     def knows(self, request_id: str) -> bool:
         """Return whether a request of this id exists and has not ended."""
@@ -126,7 +128,7 @@ class RankedBatcher:
     def refusal(self, request: GenerationRequest) -> str | None:
         """Why `request` is refused, in one sentence, or None."""
         named, count = named_rank(request), len(self._ranks)
-        if named is not None and named not in range(count):
+        if named not in (None, *range(count)):
             return f"routed_dp_rank={named} out of range [0, {count})"
         return self._of(request.request_id).refusal(request)
 
