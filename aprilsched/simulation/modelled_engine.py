@@ -56,6 +56,7 @@ class ModelledEngine:
             input_ids=command.input_ids,
             sampling=command.sampling,
             affinity=command.group_id,
+            rollout=command.rollout_id,
             rank=command.rank,
         )
         if (why := self.batcher.refusal(request)) is not None:

@@ -51,9 +51,8 @@ def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> Gener
         raise Refused("Either text, input_ids or input_embeds should be provided.")
     if not body.input_ids:
         raise Refused("input_ids cannot be empty.")
-    given = {name: getattr(body, name) for name in _TOLD}
     # The rank 0 is a value, and a priority of 0 or False is the default.
-    fields = {name: each for name, each in given.items() if each or (name in _RANK and each == 0)}
+    fields = {n: v for n in _TOLD if (v := getattr(body, n)) or (n in _RANK and v == 0)}
     sampling = _sampling(body.sampling_params or {})
     check_vocabulary(config.vocab_size, body.input_ids, sampling)
     sampling = replace(sampling, extra={}, request=fields, keep=_KEPT)

@@ -33,7 +33,8 @@ class SimServer:
     """A simulated engine at ``http://host:port``; an async context manager.
 
     Args:
-        config: the modelled machine; with ``stream_at_pause=False`` it behaves like SGLang.
+        config: the modelled machine; with ``stream_at_pause=False``, and with several ranks
+            ``rank_rule="round_robin"``, it behaves like SGLang.
         host: address to listen on; the default is reachable from this machine only.
         port: port to listen on; 0 for any free one.
         admin_key: bearer token that control calls need; None leaves them open.

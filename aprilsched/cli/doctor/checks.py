@@ -12,6 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from aprilsched.cli.doctor.server import Finding, LeftOut, Row, Server, Verdict, kept, one_line
+from aprilsched.errors import MissingExtra
 from aprilsched.kernel.engines.addresses import VLLM
 from aprilsched.kernel.engines.generations import despite_cancellation
 from aprilsched.kernel.engines.http import HttpLimits
@@ -198,8 +199,8 @@ async def scores(server: Server) -> Verdict:
     await server.check_free(alone=False)
     if version_number(server.facts.label):
         raise LeftOut(f"its weights are those of version {server.facts.label}, and of no folder")
-    longest = (server.facts.context_tokens or 2 * _SCORED_PROMPT) - _SCORED_TOKENS
-    prompt = np.resize(contract.PROMPT, min(_SCORED_PROMPT, longest))
+    context = server.facts.context_tokens or 2 * _SCORED_PROMPT
+    prompt = np.resize(contract.PROMPT, min(_SCORED_PROMPT, context - _SCORED_TOKENS))
     first = await server.subject.whole(contract.greedy(_SCORED_TOKENS, prompt=prompt))
     # As after an abort: the prompt and half of the response come from the prefix cache, if any.
     known = np.concatenate([prompt, np.array(first.ids[: _SCORED_TOKENS // 2], np.int32)])
@@ -208,7 +209,7 @@ async def scores(server: Server) -> Verdict:
     model_path = server.facts.model_path
     try:
         scored = await asyncio.to_thread(logprobs_by_transformers, model_path, contexts)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (MissingExtra, OSError, ValueError, RuntimeError, KeyError) as error:
         raise LeftOut(f"transformers cannot run {model_path}: {one_line(error)}") from error
     gaps = [
         float(np.abs(stream.logprobs - np.array(own[-len(stream) :])).mean())

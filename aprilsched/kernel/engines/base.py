@@ -71,7 +71,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One request for tokens: the whole context so far, and the sampling parameters.
 
     All `request_id` of a run have the same length, because SGLang aborts by prefix.
-    `affinity` is equal for requests that share a prompt prefix. `adapter` names the LoRA adapter
+    `affinity` is equal for requests that share a prompt prefix; among them, those of one `rollout`
+    continue each other's context. `adapter` names the LoRA adapter
     to sample with. Cached KV is shared only between requests of equal `cache_key`. `companions`
     lists the data to return in addition to the tokens, each with the first context position whose
     row is missing (unused for a companion of tokens). `media` are the prompt's media, whose
@@ -83,6 +84,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     input_ids: Int32Array
     sampling: SamplingParams
     affinity: int = 0
+    rollout: int | None = None
     adapter: str | None = None
     cache_key: str | None = None
     companions: tuple[tuple[Companion, int], ...] = ()

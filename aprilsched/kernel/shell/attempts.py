@@ -140,6 +140,7 @@ class Attempts(Part):
             input_ids=send.input_ids,
             sampling=send.sampling,
             affinity=send.group_id,
+            rollout=send.rollout_id,
             adapter=self._adapter(send),
             cache_key=self._cache_key(send),
             companions=send.companions,

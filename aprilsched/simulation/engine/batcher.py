@@ -112,7 +112,8 @@ class Batcher:
         seconds = 0.0 if work is None else max(0.0, min(now, work.end) - work.start)
         if not isinstance(work, Decode):
             return 0, 0.0, seconds
-        return self.steps_within(seconds) * len(self._batch), seconds, 0.0
+        steps = min(work.steps, self.steps_within(seconds))
+        return steps * len(self._batch), seconds, 0.0
 
     def steps_within(self, seconds: float) -> int:
         """Return the number of whole steps of the present batch that take at most `seconds`."""

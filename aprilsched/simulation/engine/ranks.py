@@ -20,7 +20,6 @@ from aprilsched.simulation.engine.batcher import Batcher, Decode, Prefill
 from aprilsched.simulation.engine.settings import Counters, SimConfig
 
 _SECONDS = ("decode_seconds", "prefill_seconds", "paused_seconds")
-_NOW = float("-inf")
 
 
 class _Rank(Batcher):
@@ -101,17 +100,10 @@ class RankedBatcher:
 
     def in_progress(self, now: float) -> tuple[int, float, float]:
         """The unfinished work: its tokens, and the ranks' mean seconds of decoding and prefill."""
-        tokens, decoding, prefilling, count = 0, 0.0, 0.0, len(self._ranks)
-        for rank in self._ranks:
-            if (work := rank.work) is None:
-                continue
-            seconds = max(0.0, min(now, work.end) - work.start)
-            if isinstance(work, Decode):
-                decoding += seconds / count
-                tokens += rank.running * min(work.steps, self._steps_within(seconds))
-            else:
-                prefilling += seconds / count
-        return tokens, decoding, prefilling
+        each = [rank.in_progress(now) for rank in self._ranks]
+        tokens, *seconds = (sum(column) for column in zip(*each, strict=True))
+        decoding, prefilling = (total / len(each) for total in seconds)
+        return int(tokens), decoding, prefilling
 
     def knows(self, request_id: str) -> bool:
         """Return whether a request of this id exists and has not ended."""
@@ -164,9 +156,8 @@ class RankedBatcher:
 
     def flush(self) -> bool:
         """Drop all KV of all ranks; return False and do nothing if any rank could not."""
-        if any(rank.work is not None or rank.running for rank in self._ranks):
-            return False
-        return all(rank.flush() for rank in self._ranks)
+        is_busy = any(rank.work is not None or rank.running for rank in self._ranks)
+        return not is_busy and all(rank.flush() for rank in self._ranks)
 
     def refit(self, version: int, weights_key: int | None = None) -> bool:
         """Take new weights on all ranks; return False if there are requests and no pause."""
@@ -188,7 +179,7 @@ class RankedBatcher:
             for rank in self._ranks:
                 rank.begin(due)
             self._synchronize(due)
-        chunks = [chunk for rank in self._ranks for chunk in rank.advance(_NOW)]
+        chunks = [chunk for rank in self._ranks for chunk in rank.advance(float("-inf"))]
         for request_id, chunk in chunks:
             if chunk.finish is not None:
                 self._places.leave(request_id)

@@ -18,7 +18,7 @@ TOKENS_PER_LEAD = 512
 """Tokens of a context for each request of that lead. All ranks wait for the fullest at every step,
 which costs more than prefilling a short prompt on several ranks: with 8 ranks of 30B-A3B in virtual
 time a lead of 8 took 7 % of the speed for prompts of 8 tokens, and gave 44 % for 8,192 tokens."""
-_MOST_AFFINITIES = 2**16
+_MOST_PREFIXES = 2**17
 _NAMED = ("routed_dp_rank", "data_parallel_rank")
 
 
@@ -40,8 +40,8 @@ class DpRanks:
         self._open: dict[str, int] = {}
         """The rank of each open request."""
         self._loads = [0] * count
-        self._last = OrderedDict[int, int]()
-        """The rank of the last request of each affinity, the latest affinity last."""
+        self._last = OrderedDict[tuple[int, int | None], int]()
+        """The rank of the last request of each rollout and of each affinity, the latest last."""
 
     def choose(self, request: GenerationRequest) -> None:
         """Choose the rank of a request that will be sent; it counts until :meth:`leave`.
@@ -50,14 +50,18 @@ class DpRanks:
         """
         if self._count == 1 or named_rank(request) is not None:
             return
-        affinity, least = request.affinity, min(self._loads)
+        least = min(self._loads)
         lead = min(MAX_LEAD_REQUESTS, max(1, len(request.input_ids) // TOKENS_PER_LEAD))
-        rank = self._last.get(affinity)
+        # The longest prefix is that of the rollout's own last request.
+        prefixes = ((request.affinity, request.rollout), (request.affinity, None))
+        known = (self._last[prefix] for prefix in prefixes if prefix in self._last)
+        rank = next(known, None) if request.affinity else None
         if rank is None or self._loads[rank] >= least + lead:
             rank = self._loads.index(least)
-        self._last[affinity] = rank
-        self._last.move_to_end(affinity)
-        if len(self._last) > _MOST_AFFINITIES:
+        for prefix in prefixes:
+            self._last[prefix] = rank
+            self._last.move_to_end(prefix)
+        while len(self._last) > _MOST_PREFIXES:
             self._last.popitem(last=False)
         self._loads[rank] += 1
         self._open[request.request_id] = rank
