@@ -75,7 +75,7 @@ class Comparison:
     """The policy that delivers the most tokens a second. These are the seconds of whole steps, so a
     trainer that the engines wait for counts, which it does not in `efficiency`."""
     best: str | None
-    """The least stale policy of those within 1 % of the fastest."""
+    """The policy with the lowest mean staleness of those within 1 % of the fastest."""
     policies: list[PolicyRow]
 
 
@@ -115,7 +115,7 @@ def spread_of_steps(summary: RunSummary) -> tuple[float, float] | None:
 def _best(rows: list[PolicyRow], fastest: PolicyRow) -> str:
     least = (1 - FLAT) * (fastest.delivered_tokens_per_s or 0.0)
     near = [row for row in rows if (row.delivered_tokens_per_s or 0.0) >= least]
-    return min(near, key=lambda row: row.off_policy_share or 0.0).policy
+    return min(near, key=lambda row: row.staleness_mean or 0.0).policy
 
 
 def _summary(result: SimulationResult | RunSummary) -> RunSummary:
