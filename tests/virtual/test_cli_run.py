@@ -352,8 +352,13 @@ def test_simulate_has_means_over_seeds(tmp_path: Path, capsys: pytest.CaptureFix
         assert row["seeds"] == 2
         assert row["delivered_tokens_per_s"] == pytest.approx(sum(speeds) / 2)
         assert row["delivered_tokens_per_s_range"] == [min(speeds), max(speeds)]
+        assert row["by_seed"]["delivered_tokens_per_s"] == speeds
         assert row["staleness_max"] == max(each["staleness_max"] for each in pair)
         assert pair[0]["delivered_tokens_per_s_range"] is None
+    settings = read_settings(tmp_path / "both" / "april" / "config.toml")
+    assert settings.workload.cap is not None
+    interval = json.loads((tmp_path / "both" / "comparison.json").read_text())["interval"]
+    assert interval == "smallest and largest of the seeds"
     assert both[1]["speedup"] == pytest.approx(
         both[1]["delivered_tokens_per_s"] / both[0]["delivered_tokens_per_s"]
     )

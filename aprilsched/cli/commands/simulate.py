@@ -23,7 +23,7 @@ from aprilsched.cli.runs.named_policies import Policy, chosen, delivery
 from aprilsched.cli.runs.pictures import draw_comparison, leave_report
 from aprilsched.cli.runs.settings import COMMAS, RunSettings, SimSettings, WorkloadSettings
 from aprilsched.cli.runs.setup import Setup, prepare
-from aprilsched.cli.runs.tables import comparison_table
+from aprilsched.cli.runs.tables import comparison_table, point_line
 from aprilsched.cli.runs.virtual_time import simulate
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
@@ -52,7 +52,8 @@ class ComparedSettings:
     seed: int = 0
     """Seed of the workload."""
     seeds: int = 1
-    """Number of seeds, from `seed` on. Figures are means, with half the range of the seeds."""
+    """Number of seeds, from `seed` on. Figures are means, with half the range of the seeds; run
+    folders are of the first seed."""
     burn_in: int | None = None
     """Batches left out of the steady-state figures; a quarter of the batches if not given."""
     batch_groups: int = 32
@@ -282,10 +283,14 @@ def main(arguments: Sequence[str]) -> int:
                 folder = None if place else RunFolder(root / arm.policy.folder)
                 outcomes[arm.policy.name].append(simulate(setup, folder))
                 progress.advance(task)
+            if not command.quiet:
+                (row,) = compare({arm.policy.name: outcomes[arm.policy.name]}).policies
+                speed, staleness = row.delivered_tokens_per_s, row.staleness_mean
+                _print(messages, point_line(row.policy, speed, staleness))
     comparison = compare(outcomes)
     write_json(root / "comparison.json", comparison)
     folders = {arm.policy.name: arm.policy.folder for arm in arms}
-    draw_comparison(root, folders, messages)
+    draw_comparison(root, folders, comparison.policies, messages)
     if command.json:
         sys.stdout.write(msgspec.json.encode(comparison.policies).decode() + "\n")
     else:
