@@ -287,7 +287,7 @@ def draw_plane(axes: Axes, *, title: str) -> None:
     finish(
         axes,
         title=title,
-        x="price: mean staleness of delivered tokens, updates",
+        x="price: mean staleness, updates",
         y="speed: best possible time / time",
     )
     axes.annotate(
