@@ -226,6 +226,8 @@ def test_simulate_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert re.search(r"\). april delivers \+\d+\.\d% tokens/s over sync\.", text)
     assert re.search(r"│ april +│ +[\d,]+ │ +\d\.\d\d │ +\d │ +\d+\.\d% │ +\d+\.\d │", captured.out)
     assert str(out) in captured.err
+    done = r"^sync: [\d,]+ tokens/s at a mean staleness of 0\.00\napril: "
+    assert re.search(done, captured.err, re.MULTILINE)
     comparison = json.loads((out / "comparison.json").read_text())
     assert comparison["best"] == "april"
     for row in comparison["policies"]:
@@ -252,6 +254,9 @@ def test_simulate_takes_a_file_of_lengths(tmp_path: Path, capsys: pytest.Capture
     lengths = [r.tokens for d in read_run(out / "sync").deliveries for r in d.rollouts]
     assert set(lengths) == {40, 55, 70, 900}
     (out / "sync" / "summary.json").unlink()
+    shown = tomllib.loads((out / "sync" / "config.toml").read_text())["workload"]
+    assert shown["cap"] == 900
+    assert not {"median", "sigma"} & shown.keys()
     mean = read_run(out / "sync").summary.bias.workload_mean_length
     assert mean == pytest.approx((40 + 55 + 70 + 900) / 4, rel=0.02)
     file.rename(tmp_path / "elsewhere.txt")
