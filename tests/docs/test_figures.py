@@ -157,8 +157,8 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     ),
     (
         "docs/frontier.md",
-        r"`samples:4@2` delivers ([\d.]+) times[\s\S]*is as fast as `wave@(\d)`, at ([\d.]+) instead "
-        r"of (\d\.\d+)\.[\s\S]*as with groups, at ([\d.]+) of the staleness",
+        r"`samples:4@2` delivers ([\d.]+) times[\s\S]*is as fast as `wave@(\d)`, at ([\d.]+) "
+        r"instead of (\d\.\d+)\.[\s\S]*as with groups, at ([\d.]+) of the staleness",
         lambda: [
             f"{point('samples:4@2')['tokens_per_s'] / point('wave@2')['tokens_per_s']:.2f}",
             fastest_wave()[0],
