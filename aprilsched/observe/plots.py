@@ -61,12 +61,9 @@ def comparison(runs: Mapping[str, Run], rows: Sequence[PolicyRow] = ()) -> Figur
     _draw_mean_lengths(mean, runs, colours)
     spots = _draw_price(price, by_name, colours)
     if (seeds := rows[0].seeds) > 1:
-        for axes, note in (
-            (speed, f"means and range of {seeds} seeds"),
-            (price, f"means and range of {seeds} seeds"),
-            (activity, "first seed"),
-            (mean, "first seed"),
-        ):
+        means = f"means and range of {seeds} seeds"
+        for axes in (speed, price, activity, mean):
+            note = means if axes in (speed, price) else "first seed"
             axes.set_xlabel(f"{axes.get_xlabel()} ({note})")
     figure.legend(
         *activity.get_legend_handles_labels(), loc="outside lower center", ncols=4,
@@ -87,7 +84,7 @@ def _title(name: str, run: Run) -> str:
 def frontier(
     points: Sequence[FrontierPoint],
     *,
-    width: float = 9.0,
+    width: float = 9,
     height: float | None = None,
     title: str = "",
 ) -> Figure:

@@ -110,13 +110,9 @@ def rollpacker(config: SchedulerConfig) -> SchedulerConfig:
     again, so the delivered responses stay biased towards short ones. ``max_staleness=None`` keeps
     the tokens and has no such bias.
     """
-    return replace(
-        config,
-        pace="synchronous",
-        over_provision=1.25,
-        refill="tail",
-        max_staleness=Staleness(0, rule="restart"),
-    )
+    fresh = Staleness(0, rule="restart")
+    config = replace(config, pace="synchronous", over_provision=1.25, refill="tail")
+    return replace(config, max_staleness=fresh)
 
 
 def on_policy(config: SchedulerConfig) -> SchedulerConfig:

@@ -194,10 +194,7 @@ class SimulateCommand(ComparedSettings):
                 try:
                     (config,) = shared.configs([policy], messages, self.delivery, pace).values()
                     if split == COLOCATED and dict(policy.changes).get("pace") == "asynchronous":
-                        raise ConfigError(
-                            'pace must be "synchronous" for colocated engines, which sleep while '
-                            "the trainer trains."
-                        )
+                        raise ConfigError('pace must be "synchronous", got "asynchronous".')
                     fitting = replace(config, pace="synchronous") if split == COLOCATED else config
                 except ConfigError as error:
                     refusals.setdefault((policy.name, str(error)), []).append(split)

@@ -18,10 +18,9 @@ def describe(policy: Policy, result: SimulationResult) -> str:
     text = f"{policy.name}: {what[0].upper()}{what[1:]}"
     if policies.siblings is not None:
         text += f" It delivers single samples with {policies.siblings} siblings."
-    if result.config.pace == "asynchronous":
-        text += " Engines generate while the trainer trains."
-    elif result.config.pace == "synchronous":
-        text += " Engines wait while the trainer trains."
+    if (pace := result.config.pace) != "auto":
+        does = "generate" if pace == "asynchronous" else "wait"
+        text += f" Engines {does} while the trainer trains."
     return f"{text} It chose {result.schedule}." if result.schedule else text
 
 
