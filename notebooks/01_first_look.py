@@ -47,7 +47,7 @@ pictures.timeline(waiting, batches=3)
 #
 # The picture shows shares of *slots*, not what `nvidia-smi` (NVML) calls utilization. NVML shows 100 % as soon as anything runs on the GPU, even a single response. A slot is not a share of the arithmetic either: if half of an engine is empty, the other half runs a little faster.
 #
-# In the picture, "reading prompts" has the time in an engine's queue too.
+# In the picture, "queued or reading prompts" is one part, since engines do not tell them apart.
 
 # %%
 pictures.causes(

@@ -93,13 +93,13 @@ print(
     f"about what NVML would show. The largest losses are {largest} ({lost[largest]:.0%}) and {second} "
     f"({lost[second]:.0%}); re-prefill, the price of pausing, is {lost['re_prefill']:.1%}."
 )
-# What the answer below reports:
-assert (largest, second) == ("tail", "trainer")
-assert usage.utilization < 0.35 < 2 * usage.utilization < anything
-assert by_engine.max() > 1.3 * by_engine.min()
-assert np.corrcoef(by_engine, usage.tokens)[0, 1] > 0.95
-assert speed.max() < 1.2 * speed.min()
-assert lost["re_prefill"] < 0.02
+if Path("data/april") == FOLDER:  # What the answer below reports, of this run alone:
+    assert (largest, second) == ("tail", "trainer")
+    assert usage.utilization < 0.35 < 2 * usage.utilization < anything
+    assert by_engine.max() > 1.3 * by_engine.min()
+    assert np.corrcoef(by_engine, usage.tokens)[0, 1] > 0.95
+    assert speed.max() < 1.2 * speed.min()
+    assert lost["re_prefill"] < 0.02
 
 # %% [markdown]
-# **Answer.** Less than a third of the slots' time was busy, although NVML would have shown more than twice as much. The largest loss is still the tail of each batch. The second largest is the time in which the trainer trains and the engines are paused. Recomputing paused responses costs next to nothing at this load. The engines were busy for very different shares of the time. The prompts cause this difference, not the machines: the busier engines had more tokens to generate, at nearly the same speed a slot. Two changes would help: start more rollouts ([notebook 4](04_how_much_to_over_provision.ipynb) shows how many), and let engines generate while the trainer trains (`pace="asynchronous"`).
+# **Answer** for `data/april`. Less than a third of the slots' time was busy, although NVML would have shown more than twice as much. The largest loss is still the tail of each batch. The second largest is the time in which the trainer trains and the engines are paused. Recomputing paused responses costs next to nothing at this load. The engines were busy for very different shares of the time. The prompts cause this difference, not the machines: the busier engines had more tokens to generate, at nearly the same speed a slot. Two changes would help: start more rollouts ([notebook 4](04_how_much_to_over_provision.ipynb) shows how many), and let engines generate while the trainer trains (`pace="asynchronous"`).

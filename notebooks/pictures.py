@@ -232,7 +232,7 @@ def _name_batches(axes: Axes, deliveries: Sequence[float], end: float) -> None:
 TimeUnit: TypeAlias = Literal["share", "gpu_minutes_per_million"]
 
 BINS = 240
-_NAMED_SHARE = 0.01
+_NAMED_SHARE = 0.002
 """Smallest share of a part in the legend. The colour of a smaller part would be invisible."""
 _UNITS: dict[TimeUnit, str] = {
     "share": "share of the engines' time",
@@ -626,7 +626,7 @@ class Figures(Protocol):
     @property
     def step_efficiency(self) -> float | None: ...
     @property
-    def off_policy_share(self) -> float | None: ...
+    def staleness_mean(self) -> float | None: ...
     @property
     def step_s(self) -> float | None: ...
 
@@ -644,7 +644,7 @@ def frontier(
     axes = figure.subplots()
     places = [place for row in line.values() if (place := _place(row)) is not None]
     axes.plot(
-        [share for share, _ in places], [speed for _, speed in places],
+        [staleness for staleness, _ in places], [speed for _, speed in places],
         color=PALETTE[0], marker="o", markersize=7, linewidth=2, label=name,
     )  # fmt: skip
     for label, row in line.items():
@@ -661,9 +661,9 @@ def frontier(
 
 
 def _place(row: Figures) -> tuple[float, float] | None:
-    if row.step_efficiency is None or row.off_policy_share is None:
+    if row.step_efficiency is None or row.staleness_mean is None:
         return None
-    return row.off_policy_share, row.step_efficiency
+    return row.staleness_mean, row.step_efficiency
 
 
 def _mark(axes: Axes, label: str, row: Figures, colour: str, *, above: bool) -> None:

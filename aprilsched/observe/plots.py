@@ -16,6 +16,7 @@ from aprilsched.kernel.values.extras import extra
 from aprilsched.observe.log.over_time import in_flight, window_end
 from aprilsched.observe.log.run import Run
 from aprilsched.simulation.frontier import FrontierPoint
+from aprilsched.simulation.side_by_side import PolicyRow, compare
 
 with extra("plots"):
     from matplotlib.axes import Axes
@@ -41,21 +42,34 @@ _KV = {"in_place": "KV kept", "retract": "KV recomputed", "abort": "KV recompute
 """What happens to the KV of unfinished responses at an update, by the straggler rule."""
 
 
-def comparison(runs: Mapping[str, Run]) -> Figure:
-    """Draw policies side by side: speed, its cost, engine activity, and delivered lengths. Names
-    of runs with stale tokens are followed by what happened to their KV at updates."""
+def comparison(runs: Mapping[str, Run], rows: Sequence[PolicyRow] = ()) -> Figure:
+    """Draw policies side by side: speed, mean staleness, engine activity, and delivered lengths.
+    Names of runs with stale tokens are followed by what happened to their KV at updates.
+
+    Args:
+        runs: the runs by policy.
+        rows: their figures, as in comparison.json. If these are means over seeds, they are drawn
+            with bars from the smallest to the largest seed; activity and lengths are of `runs`.
+    """
     figure = new_figure(12, 8)
     (speed, price), (activity, mean) = figure.subplots(2, 2)
     colours = dict(zip(runs, cycle(COLOURS), strict=False))
-    _draw_speed(speed, runs, colours)
+    rows = rows or compare({name: run.summary for name, run in runs.items()}).policies
+    by_name = {row.policy: row for row in rows}
+    _draw_speed(speed, runs, by_name, colours)
     _draw_activity(activity, runs, colours)
     _draw_mean_lengths(mean, runs, colours)
-    spots = _draw_price(price, runs, colours)
+    spots = _draw_price(price, by_name, colours)
+    if (seeds := rows[0].seeds) > 1:
+        means = f"means and range of {seeds} seeds"
+        for axes in (speed, price, activity, mean):
+            note = means if axes in (speed, price) else "first seed"
+            axes.set_xlabel(f"{axes.get_xlabel()} ({note})")
     figure.legend(
         *activity.get_legend_handles_labels(), loc="outside lower center", ncols=4,
         frameon=False, fontsize=10,
     )  # fmt: skip
-    _label(price, spots)
+    _label(price, spots, 10)
     return figure
 
 
@@ -67,13 +81,27 @@ def _title(name: str, run: Run) -> str:
     return f"{name} ({kv})" if kv else name
 
 
-def frontier(points: Sequence[FrontierPoint], *, width: float = 9.0, height: float = 5.6) -> Figure:
-    """Draw speed against staleness, one line for each family of arms; the size is in inches.
+def frontier(
+    points: Sequence[FrontierPoint],
+    *,
+    width: float = 9,
+    height: float | None = None,
+    title: str = "",
+) -> Figure:
+    """Draw speed against staleness, one line for each family of arms.
 
     Bars are the smallest and the largest of several seeds. A label is left out if it would cover
     another label, a point or a line at every place.
+
+    Args:
+        points: the arms; the part of a name after "@" is the label of its point.
+        width: in inches. Text has 8 points below 8 inches and 10 from there on, so draw the picture
+            in the size in which it is shown: 3.3 for a column of two.
+        height: in inches; None for half of the width and the legend.
+        title: a title; none if empty, as in papers.
     """
-    figure = new_figure(width, height)
+    size = 8 if width < 8 else 10
+    figure = new_figure(width, 20 + width)  # large enough to measure any legend in it
     axes = figure.subplots()
     names, spots = [point.arm.partition("@")[0] for point in points], list[_Spot]()
     styles = zip(dict.fromkeys(names), cycle(COLOURS), cycle(MARKERS), strict=False)
@@ -81,9 +109,10 @@ def frontier(points: Sequence[FrontierPoint], *, width: float = 9.0, height: flo
         own = [point for point, family in zip(points, names, strict=True) if family == name]
         own.sort(key=lambda point: point.staleness)
         staleness, speeds = [p.staleness for p in own], [p.tokens_per_s for p in own]
+        label = name if own[0].siblings else f"groups: {name}"
         axes.plot(
-            staleness, speeds, color=colour, marker=marker, markersize=7, linewidth=1.6,
-            label=name if own[0].siblings else f"groups: {name}",
+            staleness, speeds, color=colour, marker=marker, markersize=size - 3, linewidth=1.6,
+            label=fill(label, int(10 * width)),
         )  # fmt: skip
         axes.errorbar(
             staleness, speeds, color=colour, fmt="none", elinewidth=1, capsize=3, zorder=1,
@@ -91,19 +120,34 @@ def frontier(points: Sequence[FrontierPoint], *, width: float = 9.0, height: flo
             yerr=_around(speeds, [p.tokens_per_s_range for p in own]),
         )  # fmt: skip
         spots += [(p.arm.rpartition("@")[2], (p.staleness, p.tokens_per_s), colour) for p in own]
-    axes.margins(x=0.06, y=0.1)
+    axes.margins(x=0.06)
+    axes.set_ylim(0, 1.1 * max(point.tokens_per_s_range[1] for point in points))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
-    title = "Speed and staleness (better: up and left)"
-    if (seeds := max(point.seeds for point in points)) > 1:
-        title += f"; bars: the range of {seeds} seeds"
     x = "mean staleness of delivered tokens, updates"
-    finish(axes, title=title, x=x, y="delivered tokens/s")
-    figure.legend(
-        loc="outside lower center", ncols=max(1, int(width / 1.5)), frameon=False, fontsize=10
-    )
-    _label(axes, spots)
+    finish(axes, title=title, x=x, y="delivered tokens/s", size=size)
+    note = "numbers: over-provisioning ratio"
+    if (seeds := max(point.seeds for point in points)) > 1:
+        note += f"; bars: range of {seeds} seeds"
+    legend_height = _legend(figure, fill(note, int(120 * width / size)), size)
+    figure.set_size_inches(width, height or max(2.4, width / 2) + legend_height)
+    _label(axes, spots, size)
     return figure
+
+
+def _legend(figure: Figure, title: str, size: int) -> float:
+    """Add a legend below the axes with as many columns as fit, and return its height in inches."""
+    for columns in range(6, 0, -1):
+        legend = figure.legend(
+            loc="outside lower center", ncols=columns, frameon=False, fontsize=size,
+            title=title, title_fontsize=size, columnspacing=1.2, handlelength=1.6,
+        )  # fmt: skip
+        figure.draw_without_rendering()
+        extent = legend.get_window_extent()
+        if extent.width <= figure.bbox.width or columns == 1:
+            return extent.height / figure.dpi
+        legend.remove()
+    raise AssertionError
 
 
 def _around(values: Sequence[float], ranges: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
@@ -116,9 +160,9 @@ _Spot = tuple[str, tuple[float, float], str]
 _Pixels = NDArray[np.float64]
 
 
-def _label(axes: Axes, spots: Sequence[_Spot]) -> None:
-    """Label each point at the nearest place where the label covers nothing. The figure must be
-    finished otherwise."""
+def _label(axes: Axes, spots: Sequence[_Spot], size: int) -> None:
+    """Label each point at the nearest place where the label covers nothing, in letters of `size`.
+    The figure must be finished otherwise."""
     figure = axes.get_figure(root=True)
     assert figure is not None  # noqa: S101 - `axes` were made by a figure
     figure.draw_without_rendering()  # lays the axes out, so that places in pixels are known
@@ -126,17 +170,18 @@ def _label(axes: Axes, spots: Sequence[_Spot]) -> None:
     taken, labels = _covered(axes, unit), np.empty((0, 2, 2))
     for name, at, colour in spots:
         text = axes.annotate(
-            name, at, (0, 0), textcoords="offset points", fontsize=10, color=colour,
+            name, at, (0, 0), textcoords="offset points", fontsize=size,
             ha="center", va="center", multialignment="center",
             arrowprops={
                 "arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4,
             },
         )  # fmt: skip
-        size = np.array(Text.get_window_extent(text).size) / 2 + unit  # without the line
+        text.set_in_layout(False)  # the places below hold for the present layout
+        half = np.array(Text.get_window_extent(text).size) / 2 + unit  # without the line
         spot: _Pixels = axes.transData.transform(at)
         for distance, direction in product(_DISTANCES, np.array(_DIRECTIONS)):
-            place = spot + direction * (size + (7 + distance) * unit)
-            box = np.array([[place - size, place + size]])
+            place = spot + direction * (half + (7 + distance) * unit)
+            box = np.array([[place - half, place + half]])
             line = _boxes_along(np.array([place, spot]), unit)
             fits = (box[0, 0] >= inside[0]).all() and (box[0, 1] <= inside[1]).all()
             if fits and not _overlap(box, taken) and not (distance and _overlap(line, labels)):
@@ -182,10 +227,17 @@ def _overlap(boxes: _Pixels, others: _Pixels) -> bool:
     return bool(((low < others[:, 1]) & (high > others[:, 0])).all(axis=-1).any())
 
 
-def _draw_speed(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str]) -> None:
-    rates = [run.summary.steady_state.delivered_tokens_per_s or 0.0 for run in runs.values()]
+def _draw_speed(
+    axes: Axes, runs: Mapping[str, Run], rows: Mapping[str, PolicyRow], colours: Mapping[str, str]
+) -> None:
+    rates = [rows[name].delivered_tokens_per_s or 0.0 for name in runs]
+    ranges = [rows[name].delivered_tokens_per_s_range for name in runs]
     names = [fill(_title(name, run), 24, break_long_words=False) for name, run in runs.items()]
-    drawn = axes.barh(names, rates, color=list(colours.values()), height=0.6)
+    drawn = axes.barh(
+        names, rates, color=list(colours.values()), height=0.6,
+        xerr=_around(rates, [each for each in ranges if each]) if all(ranges) else None,
+        error_kw={"ecolor": "black", "elinewidth": 1, "capsize": 3},
+    )  # fmt: skip
     gains = [f"  ({rate / rates[0] - 1:+.0%})" if rates[0] else "" for rate in rates]
     labels = [f"{rate:,.0f}{gain}" for rate, gain in zip(rates, ["", *gains[1:]], strict=True)]
     axes.bar_label(drawn, labels=labels, padding=4, fontsize=11)
@@ -197,19 +249,28 @@ def _draw_speed(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str])
     finish(axes, title=title, x="delivered tokens per second", y="")
 
 
-def _draw_price(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str]) -> Sequence[_Spot]:
+def _draw_price(
+    axes: Axes, rows: Mapping[str, PolicyRow], colours: Mapping[str, str]
+) -> Sequence[_Spot]:
     """Draw the points, and return them with their labels."""
     spots: list[_Spot] = []
-    for (name, run), marker in zip(runs.items(), cycle(MARKERS), strict=False):
-        share = run.summary.steady_state.off_policy_token_share
-        efficiency = run.summary.step_efficiency
-        if share is None or efficiency is None:
+    for (name, colour), marker in zip(colours.items(), cycle(MARKERS), strict=False):
+        row = rows[name]
+        staleness, efficiency = row.staleness_mean, row.step_efficiency
+        if staleness is None or efficiency is None:
             continue
         axes.plot(
-            share, efficiency, color=colours[name], marker=marker, markersize=9, zorder=3,
+            staleness, efficiency, color=colour, marker=marker, markersize=9, zorder=3,
             clip_on=False,
         )  # fmt: skip
-        spots.append((fill(name, 24, break_long_words=False), (share, efficiency), INK))
+        if row.staleness_mean_range is not None:
+            seeds = [each or 0.0 for each in row.by_seed["step_efficiency"]]
+            axes.errorbar(
+                staleness, efficiency, color=colour, elinewidth=1, capsize=3,
+                xerr=_around([staleness], [row.staleness_mean_range]),
+                yerr=_around([efficiency], [(min(seeds), max(seeds))]),
+            )  # fmt: skip
+        spots.append((fill(name, 24, break_long_words=False), (staleness, efficiency), INK))
     draw_plane(axes, title="Its price: up and to the left is better")
     return spots
 
@@ -217,14 +278,13 @@ def _draw_price(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str])
 def draw_plane(axes: Axes, *, title: str) -> None:
     """Draw the axes of speed and its price, and the bound of speed."""
     axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
-    axes.set_xlim(-0.05, 1.05)
+    axes.margins(x=0.08)
     axes.set_ylim(0, 1.05)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:.0%}")
+    axes.yaxis.set_major_formatter("{x:.0%}")
     finish(
         axes,
         title=title,
-        x="price: share of tokens that an older policy sampled",
+        x="price: mean staleness, updates",
         y="speed: best possible time / time",
     )
     axes.annotate(

@@ -1,4 +1,4 @@
-"""Chooses the least stale schedule within 1 % of the best by the objective.
+"""Chooses the schedule with the fewest off-policy tokens within 1 % of the best by the objective.
 
 The objective is useful work for the time of whole steps
 (:class:`~aprilsched.kernel.core.policies.objective.Objective`). Optima are flat: many schedules are
@@ -172,9 +172,10 @@ def _cache_gain(tried: Tried, setting: Setting) -> float:
 
 
 def choose(tried: Sequence[Tried], tolerance: float) -> Tried:
-    """Return the least stale candidate within `tolerance` of the best one within the bound.
+    """Return the candidate with the fewest off-policy tokens within `tolerance` of the best one
+    within the bound.
 
-    If several are equally stale, for example because nothing may be stale, return the one that
+    If several have equally many, for example because nothing may be stale, return the one that
     waits for any prompts, or else the best. Waiting discards no tokens, and its batches follow the
     distribution.
     """

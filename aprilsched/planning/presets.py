@@ -38,7 +38,7 @@ def sync(config: SchedulerConfig) -> SchedulerConfig:
     Source: synchronous on-policy RL, PPO and GRPO as first published.
     Known cost: engines decode a few stragglers, and then nothing, at the end of each batch.
     """
-    return replace(config, over_provision=1.0, refill="wave")
+    return replace(config, pace="synchronous", over_provision=1.0, refill="wave")
 
 
 def april(config: SchedulerConfig) -> SchedulerConfig:
@@ -110,9 +110,9 @@ def rollpacker(config: SchedulerConfig) -> SchedulerConfig:
     again, so the delivered responses stay biased towards short ones. ``max_staleness=None`` keeps
     the tokens and has no such bias.
     """
-    return replace(
-        config, over_provision=1.25, refill="tail", max_staleness=Staleness(0, rule="restart")
-    )
+    fresh = Staleness(0, rule="restart")
+    config = replace(config, pace="synchronous", over_provision=1.25, refill="tail")
+    return replace(config, max_staleness=fresh)
 
 
 def on_policy(config: SchedulerConfig) -> SchedulerConfig:
@@ -126,6 +126,7 @@ def on_policy(config: SchedulerConfig) -> SchedulerConfig:
     """
     return replace(
         config,
+        pace="synchronous",
         over_provision=1.0,
         refill=LengthBuckets(store=4.0, probe_after=0.97),
         max_staleness=Staleness(0, rule="restart"),
@@ -135,9 +136,9 @@ def on_policy(config: SchedulerConfig) -> SchedulerConfig:
 def auto(config: SchedulerConfig) -> SchedulerConfig:
     """Choose the ratio, the refill rule and the pace during the run.
 
-    Source: this project. It takes the least stale schedule within 1 % of the best by `objective`,
-    by trials on lengths like those seen, and chooses again when lengths drift
-    (:mod:`aprilsched.planning`).
+    Source: this project. It takes the schedule with the fewest off-policy tokens within 1 % of
+    the best by `objective`, by trials on lengths like those seen, and chooses again when lengths
+    drift (:mod:`aprilsched.planning`).
     Known cost: 2 to 16 s of CPU for each choice, of which there are four in the first 27 batches.
     It needs a step-time model of the engines.
     """

@@ -38,6 +38,7 @@ class FrontierPoint:
         off_policy_share: share of the tokens that an older version sampled.
         efficiency: T_bound over the seconds without those of the trainer; None if unknown.
         schedule: the schedule that "auto" chose last under the last seed; otherwise empty.
+        tokens_per_s_by_seed: the values of the seeds, in their order; so `staleness_by_seed`.
     """
 
     arm: str
@@ -51,6 +52,8 @@ class FrontierPoint:
     off_policy_share: float
     efficiency: float | None
     schedule: str
+    tokens_per_s_by_seed: tuple[float, ...] = ()
+    staleness_by_seed: tuple[float, ...] = ()
 
 
 def frontier(
@@ -101,4 +104,6 @@ def _point(arm: str, results: Sequence[SimulationResult]) -> FrontierPoint:
         off_policy_share=fmean(each.off_policy_token_share or 0.0 for each in steady),
         efficiency=fmean(efficiencies) if efficiencies else None,
         schedule=results[-1].schedule,
+        tokens_per_s_by_seed=tuple(speeds),
+        staleness_by_seed=tuple(means),
     )

@@ -34,9 +34,8 @@ log = logging.getLogger("aprilsched")
 BASELINE = "sync"
 """The policy that others are compared with."""
 FLAT = 0.01
-"""The best policy is the least stale one among those that deliver at most this share fewer tokens a
-second than the fastest, as automatic scheduling chooses. Optima are flat, so such a difference is
-of no use."""
+"""The best policy has the lowest mean staleness among those that deliver at most this share fewer
+tokens a second than the fastest. Optima are flat, so such a difference is of no use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

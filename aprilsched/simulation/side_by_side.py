@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from statistics import fmean
 from typing import Any
 
@@ -11,6 +11,9 @@ import numpy as np
 
 from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.simulation.results import BASELINE, FLAT, SimulationResult
+
+BY_SEED = ("delivered_tokens_per_s", "staleness_mean", "step_efficiency", "step_s")
+"""The figures whose value of each seed is kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,19 +66,23 @@ class PolicyRow:
     """The smallest and the largest of the seeds; None for one seed."""
     staleness_mean_range: tuple[float, float] | None = None
     """The smallest and the largest of the seeds; None for one seed."""
+    by_seed: Mapping[str, Sequence[float | None]] = field(default_factory=dict[str, Any])
+    """The values of each seed, in the order of seeds, of the fields in BY_SEED."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     """Policies side by side: the content of comparison.json."""
 
-    schema: int = 4
+    schema: int = 5
     baseline: str | None
     fastest: str | None
     """The policy that delivers the most tokens a second. These are the seconds of whole steps, so a
     trainer that the engines wait for counts, which it does not in `efficiency`."""
     best: str | None
-    """The least stale policy of those within 1 % of the fastest."""
+    """The policy with the lowest mean staleness of those within 1 % of the fastest."""
+    interval: str = "smallest and largest of the seeds"
+    """What the fields whose names end in _range contain."""
     policies: list[PolicyRow]
 
 
@@ -115,7 +122,7 @@ def spread_of_steps(summary: RunSummary) -> tuple[float, float] | None:
 def _best(rows: list[PolicyRow], fastest: PolicyRow) -> str:
     least = (1 - FLAT) * (fastest.delivered_tokens_per_s or 0.0)
     near = [row for row in rows if (row.delivered_tokens_per_s or 0.0) >= least]
-    return min(near, key=lambda row: row.off_policy_share or 0.0).policy
+    return min(near, key=lambda row: row.staleness_mean or 0.0).policy
 
 
 def _summary(result: SimulationResult | RunSummary) -> RunSummary:
@@ -143,6 +150,7 @@ def _mean_row(
         for values in [[getattr(row, name) for row in rows]]
     }
     means |= {"staleness_max": max(row.staleness_max for row in rows), "seeds": len(rows)}
+    means["by_seed"] = {name: [getattr(row, name) for row in rows] for name in BY_SEED}
     return PolicyRow(**means)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from aprilsched import LongTailWorkload, SchedulerConfig
 from aprilsched.__main__ import main
+from aprilsched.cli.runs.named_policies import chosen
 from aprilsched.config import Behaviour
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
@@ -55,6 +56,20 @@ def test_the_rules_are_policies_on_the_command_line(
     assert scheduler["straggler"] == "abort and keep"
 
 
+def test_a_rule_is_a_line_of_the_frontier(rules: None, capsys: pytest.CaptureFixture[str]):
+    """Settings reach the configuration of the user's function, and its rule stays."""
+    arms = ["--arms", f"{MODULE}.half_waves@1.5|2:ready_batches=2,{MODULE}.kept:over_provision=1.5"]
+    assert main(["frontier", *arms, *SMALL, "--out", "none"]) == 0
+    names = [row["arm"] for row in json.loads(capsys.readouterr().out)]
+    half = f"{MODULE}.half_waves"
+    assert names == [f"{half}@{n} ready_batches=2" for n in ("1.5", "2")] + [f"{MODULE}.kept 1.5"]
+    for policy, ratio in zip(chosen(arms[1]), (1.5, 2, 1.5), strict=True):
+        config = policy.apply(SchedulerConfig(group_size=4))
+        assert config.over_provision == ratio
+        names = (config.policies.refill.name, config.straggler_name)
+        assert names in {("half waves", "retract"), ("wave", "abort and keep")}
+
+
 def test_the_stop_rule_bounds_the_tokens_of_a_step(rules: None, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(Path.cwd()))
     module = import_module(MODULE)
@@ -76,7 +91,7 @@ def test_the_stop_rule_bounds_the_tokens_of_a_step(rules: None, monkeypatch: pyt
         ),
         ("own_rules_of_the_page.abort_and_keep", "must be the import path of a function, got"),
         ("no_such_module.rule", "must be the import path of a function, got ModuleNotFoundError"),
-        ("own_rules_of_the_page.kept:over_provision=2", "takes no settings"),
+        ("own_rules_of_the_page.kept:over_provison=2", "the nearest one is over_provision"),
         (
             "own_rules_of_the_page.HalfWaves",
             "HalfWaves raised TypeError: HalfWaves",

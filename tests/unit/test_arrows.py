@@ -167,7 +167,7 @@ _RULES: dict[str, Rule] = {
         "errors kernel.core.lengths kernel.core.messages kernel.core.policies "
         "kernel.core.state.ledger kernel.engines.base kernel.engines.load kernel.shell.listener "
         "kernel.values.extras kernel.values.files observe planning.step_times "
-        "simulation.frontier simulation.workload types",
+        "simulation.frontier simulation.side_by_side simulation.workload types",
         others=DEPENDENCIES | PLOTS,
     ),
     "observe.live": rule(

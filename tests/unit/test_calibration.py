@@ -264,6 +264,12 @@ def test_the_command_prints_a_model_and_writes_it(
     printed = json.loads(capsys.readouterr().out)
     assert printed["model"]["t0"] == load_model(out).t0 == pytest.approx(TRUE.t0, rel=0.1)
     assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "Assumed" not in out.read_text()
+    bare = [line.rsplit(",", 2)[0] for line in [header, *rows]]  # no columns of prefill
+    (tmp_path / "bare.csv").write_text("\n".join(bare) + "\n", encoding="utf-8")
+    assert main(["calibrate", str(tmp_path / "bare.csv"), "--out", str(out), "--json"]) == 0
+    capsys.readouterr()
+    assert "# Assumed, of Qwen3-4B on an H200: prefill_pass, prefill_rate.\n" in out.read_text()
     assert main(["calibrate", str(path), "--linear"]) == 0
     assert "ns a context token" in capsys.readouterr().out
     assert main(["calibrate", str(tmp_path / "none")]) == 2

@@ -231,13 +231,13 @@ def test_a_run_is_shown_as_tables():
     assert lines[1].split() == ["batches", "0", "of", "4", "delivered"]
     assert lines[3:] == [
         "in flight   2 rollouts: 1 decoding; 1 prefilling",
-        "engines     2 generating; time so far: 100% busy",
+        "engines     2 generating; time so far: 40% busy, 60% queued or reading prompts",
         "speed       2 tokens/s, policy v0",
         "faults      none",
         "",
         "engine          state       running   KV  tokens/s  policy  busy (1 min)",
-        "10.0.0.1:30000  generating      1/1  15%         2      v0  ━━━━━━━━━━━━━━  100%",
-        "b               generating      1/1  10%         0      v0  ━━━━━━━━━━━━━━  100%",
+        "10.0.0.1:30000  generating      1/1  15%         2      v0  ━━━━━━━━━━━     80%",
+        "b               generating      1/1  10%         0      v0                   0%",
     ]
 
 

@@ -221,11 +221,13 @@ def test_simulate_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = tmp_path / "out"
     assert main(["simulate", "--policy", "sync,april", *arguments, "--out", str(out)]) == 0
     captured = capsys.readouterr()
-    assert "Best: april, +" in captured.out
     text = " ".join(captured.out.split())
-    assert "It is the least stale policy within 1% of the fastest, which is april." in text
+    assert "Fastest: april. No policy within 1% of it has a lower mean staleness (" in text
+    assert re.search(r"\). april delivers \+\d+\.\d% tokens/s over sync\.", text)
     assert re.search(r"│ april +│ +[\d,]+ │ +\d\.\d\d │ +\d │ +\d+\.\d% │ +\d+\.\d │", captured.out)
     assert str(out) in captured.err
+    done = r"^sync: [\d,]+ tokens/s at a mean staleness of 0\.00\napril: "
+    assert re.search(done, captured.err, re.MULTILINE)
     comparison = json.loads((out / "comparison.json").read_text())
     assert comparison["best"] == "april"
     for row in comparison["policies"]:
@@ -252,6 +254,9 @@ def test_simulate_takes_a_file_of_lengths(tmp_path: Path, capsys: pytest.Capture
     lengths = [r.tokens for d in read_run(out / "sync").deliveries for r in d.rollouts]
     assert set(lengths) == {40, 55, 70, 900}
     (out / "sync" / "summary.json").unlink()
+    shown = tomllib.loads((out / "sync" / "config.toml").read_text())["workload"]
+    assert shown["cap"] == 900
+    assert not {"median", "sigma"} & shown.keys()
     mean = read_run(out / "sync").summary.bias.workload_mean_length
     assert mean == pytest.approx((40 + 55 + 70 + 900) / 4, rel=0.02)
     file.rename(tmp_path / "elsewhere.txt")
@@ -331,9 +336,9 @@ def test_simulate_describes_the_settings_of_a_policy(
     assert main(["simulate", *policies, *arguments, "--out", str(tmp_path / "o")]) == 0
     printed = capsys.readouterr().out
     assert "april: Launch twice the batch" in printed
-    assert "april 1.25: Waves of 1.25 batches.\n" in printed
+    assert "april 1.25: Waves of 1.25 batches. Engines wait while the trainer trains.\n" in printed
     pool = "samples:2+pool@1.5: A pool of 1.5 batches, refilled 4 groups together."
-    assert f"{pool} It delivers single samples with 2 siblings.\n" in printed
+    assert f"{pool} It delivers single samples with 2 siblings. Engines wait" in printed
 
 
 def test_simulate_has_means_over_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -352,8 +357,13 @@ def test_simulate_has_means_over_seeds(tmp_path: Path, capsys: pytest.CaptureFix
         assert row["seeds"] == 2
         assert row["delivered_tokens_per_s"] == pytest.approx(sum(speeds) / 2)
         assert row["delivered_tokens_per_s_range"] == [min(speeds), max(speeds)]
+        assert row["by_seed"]["delivered_tokens_per_s"] == speeds
         assert row["staleness_max"] == max(each["staleness_max"] for each in pair)
         assert pair[0]["delivered_tokens_per_s_range"] is None
+    settings = read_settings(tmp_path / "both" / "april" / "config.toml")
+    assert settings.workload.cap is not None
+    interval = json.loads((tmp_path / "both" / "comparison.json").read_text())["interval"]
+    assert interval == "smallest and largest of the seeds"
     assert both[1]["speedup"] == pytest.approx(
         both[1]["delivered_tokens_per_s"] / both[0]["delivered_tokens_per_s"]
     )
@@ -376,6 +386,8 @@ def test_simulate_divides_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert [each.get("sim", {}).get("engines", 1) for each in configs.values()] == [3, 1, 2]
     assert configs["colocated"]["scheduler"]["straggler"] == "retract"
     assert configs["1_2"]["scheduler"]["straggler"] == "in_place"
+    paces = [each["scheduler"]["pace"] for each in configs.values()]
+    assert paces == ["synchronous", "asynchronous", "asynchronous"]
     assert all(row["step_s"] > 2 for row in rows.values())
     for wrong, message in (
         (["--gpus", "1", "--train-gpu-seconds", "6"], "gpus is 1; give 2 or more"),
@@ -388,6 +400,23 @@ def test_simulate_divides_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str
     ):
         assert main(["simulate", *arguments, *wrong, "--out", str(tmp_path / "w")]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_policy_names_its_own_pace(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """A refusal is printed once for all divisions, with the ones that it concerns."""
+    policies = "sync,april:pace=synchronous,samples:2@1.5:pace=asynchronous,samples:9@2"
+    arguments = ["--policy", policies, "--batches", "4", "--batch-groups", "2", "--group-size", "4",
+                 "--gpus", "3", "--train-gpu-seconds", "6", "--quiet", *SHORT]  # fmt: skip
+    assert main(["simulate", *arguments, "--out", str(tmp_path / "o")]) == 0
+    output = capsys.readouterr()
+    printed, messages = " ".join(output.out.split()), " ".join(output.err.split())
+    waits, generates = "Engines wait while the", "Engines generate while the"
+    assert f"sync 1:2: Wait for every last response. {waits}" in printed
+    assert f"april pace=synchronous 1:2: Waves of 2 batches. {waits}" in printed
+    assert f"with 2 siblings. {generates}" in printed
+    assert "samples:2@1.5 pace=asynchronous colocated is left out: pace must be" in messages
+    assert "samples:9@2 colocated, 1:2, 2:1 is left out: siblings must be below" in messages
+    assert messages.count("left out") == 2
 
 
 def test_simulate_leaves_out_divisions_that_a_policy_cannot_have(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from aprilsched import LongTailWorkload, SchedulerConfig
+from aprilsched import LongTailWorkload, SchedulerConfig, __version__
 from aprilsched.__main__ import main
 from aprilsched.errors import ConfigError
 from aprilsched.simulation import FrontierPoint, SimulationResult, frontier, simulate
@@ -56,6 +56,13 @@ def test_the_command_has_the_points_of_python(tmp_path: Path, capsys: pytest.Cap
         for name in ("siblings", "seeds", "tokens_per_s", "staleness", "oldest", "efficiency"):
             assert row[name] == getattr(each, name)
         assert row["staleness_range"] == list(each.staleness_range)
+        assert row["staleness_by_seed"] == list(each.staleness_by_seed)
+        assert [min(row["staleness_by_seed"]), max(row["staleness_by_seed"])] == list(
+            each.staleness_range
+        )
+        assert row["aprilsched"] == __version__
+        assert row["settings"]["workload"]["cap"] == 600
+        assert row["settings"]["scheduler"]["over_provision"] == float(row["arm"].split("@")[1])
 
 
 def test_a_point_is_the_mean_of_its_seeds():
@@ -122,7 +129,35 @@ def test_labels_of_a_frontier_cover_nothing(width: float, height: float):
     assert not [box for box in boxes for spot in spots if box.contains(*spot)]
     inside = axes.get_window_extent()
     assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
-    assert axes.get_title("left").endswith("bars: the range of 2 seeds")
+    (legend,) = figure.legends
+    note = "numbers: over-provisioning ratio; bars: range of 2 seeds"
+    assert " ".join(legend.get_title().get_text().split()) == note
+
+
+@each_row("width", [9.0, 7.0, 3.3])
+def test_a_frontier_fits_into_its_page(width: float, tmp_path: Path):
+    """Letters have 8 points or more, the whole legend is on the page, and speeds start at 0."""
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    from matplotlib.text import Text
+
+    names = ["wave@1", "wave@1.25", "wave@2", "pool@1", "samples:4@1.5", "areal", "auto"]
+    names += [f"my_rules.a_rule_with_a_long_name_{n}@2" for n in range(5)]
+    points = [point(name, n / 3, 4000 + 100 * n, 0.02) for n, name in enumerate(names)]
+    figure = plots.frontier(points, width=width, title="Mine" if width > 8 else "")
+    figure.savefig(tmp_path / "it.pdf")
+    assert b"/Type3" not in (tmp_path / "it.pdf").read_bytes()
+    assert figure.get_figwidth() == width
+    figure.draw_without_rendering()
+    (axes,), (legend,), page = figure.axes, figure.legends, figure.bbox
+    assert axes.get_title("left") == ("Mine" if width > 8 else "")
+    assert axes.get_ylim()[0] == 0
+    assert axes.get_window_extent().height > 1.5 * figure.dpi
+    shown = [axes.xaxis.label, axes.yaxis.label, *axes.texts, *legend.get_texts()]
+    for text in [*shown, legend.get_title()]:
+        box = Text.get_window_extent(text)
+        assert page.x0 <= box.x0 < box.x1 <= page.x1, text
+        assert page.y0 <= box.y0 < box.y1 <= page.y1, text
+        assert text.get_fontsize() >= 8
 
 
 def test_twenty_kinds_of_arms_differ_in_the_picture():

@@ -92,17 +92,22 @@ def main(arguments: Sequence[str]) -> int:
 
 def _origin(log: Path, found: Fit) -> tuple[str, ...]:
     steady = found.steady
-    return (
+    origin = (
         f"Fitted to {steady.windows} windows of decoding in {log.name}:",
         f"median error {steady.median:.1%}, 90th percentile {steady.p90:.1%}.",
     )
+    if not found.assumed:
+        return origin
+    return (*origin, f"Assumed, of Qwen3-4B on an H200: {', '.join(found.assumed)}.")
 
 
 def _print(found: Fit) -> None:
     console = Console(highlight=False)
     console.print(_parameters(found))
     console.print(_summary(found))
-    console.print(f"{found.ignored} windows ignored: their batch changed by too much.")
+    console.print(
+        f"{found.ignored} windows (or rows) ignored: the batch of the next one differs by too much."
+    )
 
 
 def _parameters(found: Fit) -> Table:
@@ -112,7 +117,7 @@ def _parameters(found: Fit) -> Table:
     table.add_column("unit")
     for name, (scale, unit) in _UNITS.items():
         error = found.errors.get(name)
-        note = "assumed" if name in found.assumed else "-"
+        note = "assumed, of an H200" if name in found.assumed else "-"
         value = f"{scale * getattr(found.model, name):,.6g}"
         table.add_row(name, value, note if error is None else f"{scale * error:.2g}", unit)
     for batch, tokens in found.model.tokens_per_step:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -13,17 +13,20 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
+from aprilsched import __version__
 from aprilsched.cli.arguments import parsed
 from aprilsched.cli.commands.simulate import EVERYDAY as SIMULATE_EVERYDAY
 from aprilsched.cli.commands.simulate import ComparedSettings
+from aprilsched.cli.runs.config_file import as_toml
 from aprilsched.cli.runs.named_policies import chosen
 from aprilsched.cli.runs.settings import COMMAS
 from aprilsched.cli.runs.setup import prepare
-from aprilsched.cli.runs.tables import frontier_table
+from aprilsched.cli.runs.tables import frontier_table, point_line
 from aprilsched.cli.runs.virtual_time import simulate
 from aprilsched.config import SchedulerConfig
+from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.extras import extra
-from aprilsched.simulation import SimulationResult, frontier
+from aprilsched.simulation import FrontierPoint, SimulationResult, frontier
 
 DEFAULT_ARMS = (
     "wave@1|1.25|1.5|2|2.5|3|4,pool@1|1.75|2.5,auto,samples:2@1.25|1.5|2|2.5,"
@@ -31,7 +34,9 @@ DEFAULT_ARMS = (
 )
 
 _NOT_HERE = {"policy", "delivery", "gpus", "train-gpu-seconds", "split"}
-EVERYDAY = " ".join(["arms", *(f for f in SIMULATE_EVERYDAY.split() if f not in _NOT_HERE)])
+EVERYDAY = " ".join(
+    ["arms", "width", "title", *(f for f in SIMULATE_EVERYDAY.split() if f not in _NOT_HERE)]
+)
 """The flags that ``--help`` shows; ``--help-all`` shows the others too."""
 
 
@@ -45,9 +50,13 @@ class FrontierCommand(ComparedSettings):
     the policies of aprilsched simulate."""
     out: Path | None = Path("frontier.png")
     """The picture, a PNG, SVG or PDF by its suffix; none for no picture."""
+    width: float = 9.0
+    """Inches of the picture's width: 3.3 for a column of two. Text has 8 points below 8 inches."""
+    title: str = ""
+    """A title in the picture; none if not given."""
     json: bool = False
-    """Print a list of objects as JSON on stdout, one for each arm; everything else goes to
-    stderr."""
+    """Print a list of objects as JSON on stdout, one for each arm, with its settings and the values
+    of each seed; everything else goes to stderr."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,6 +70,8 @@ def main(arguments: Sequence[str]) -> int:
         with extra("plots"):
             from aprilsched.observe.report.style import picture_format
         picture_format(command.out)
+        if not 2 <= command.width <= 40:
+            raise ConfigError(f"width must be from 2 to 40 inches, got {command.width:g}.")
     seeds = command.every_seed
     messages = Console(stderr=True)
     configs = command.configs(chosen(command.arms), messages)
@@ -76,15 +87,27 @@ def main(arguments: Sequence[str]) -> int:
             progress.advance(task)
             return result
 
-        points = frontier(arms, run, seeds=len(seeds), first_seed=command.seed)
+        points: list[FrontierPoint] = []
+        for name, config in arms.items():
+            progress.update(task, description=name)
+            points += frontier({name: config}, run, seeds=len(seeds), first_seed=command.seed)
+            if not command.quiet:
+                line = point_line(name, points[-1].tokens_per_s, points[-1].staleness)
+                messages.print(line, soft_wrap=True, highlight=False, markup=False)
     if command.json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(points), indent=1).decode() + "\n")
+        rows = [
+            asdict(point)
+            | {"aprilsched": __version__}
+            | {"settings": as_toml(command.settings(arms[point.arm], seed=command.seed))}
+            for point in points
+        ]
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
     else:
         Console().print(frontier_table(points, command.workload.limits))
     if command.out is not None:
         from aprilsched.observe import plots
         from aprilsched.observe.report.style import save
 
-        save(plots.frontier(points), command.out)
+        save(plots.frontier(points, width=command.width, title=command.title), command.out)
         messages.print(f"The picture is {command.out}", soft_wrap=True, highlight=False)
     return 0

@@ -23,10 +23,11 @@ from aprilsched.cli.runs.named_policies import Policy, chosen, delivery
 from aprilsched.cli.runs.pictures import draw_comparison, leave_report
 from aprilsched.cli.runs.settings import COMMAS, RunSettings, SimSettings, WorkloadSettings
 from aprilsched.cli.runs.setup import Setup, prepare
-from aprilsched.cli.runs.tables import comparison_table
+from aprilsched.cli.runs.tables import comparison_table, point_line
 from aprilsched.cli.runs.virtual_time import simulate
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
+from aprilsched.kernel.core.policies.schedule import Pace
 from aprilsched.observe.log.run_folder import REPORT, RunFolder, default_path, write_json
 from aprilsched.simulation import NEVER, SimulationResult, compare
 from aprilsched.simulation.virtual import checked_count
@@ -51,7 +52,8 @@ class ComparedSettings:
     seed: int = 0
     """Seed of the workload."""
     seeds: int = 1
-    """Number of seeds, from `seed` on. Figures are means, with half the range of the seeds."""
+    """Number of seeds, from `seed` on. Figures are means, with half the range of the seeds; run
+    folders are of the first seed."""
     burn_in: int | None = None
     """Batches left out of the steady-state figures; a quarter of the batches if not given."""
     batch_groups: int = 32
@@ -100,11 +102,16 @@ class ComparedSettings:
         return range(self.seed, self.seed + self.seeds)
 
     def configs(
-        self, policies: Sequence[Policy], messages: Console, unit: str = "groups"
+        self,
+        policies: Sequence[Policy],
+        messages: Console,
+        unit: str = "groups",
+        pace: Pace = "synchronous",
     ) -> dict[Policy, SchedulerConfig]:
         """Return the configuration of each policy that is possible.
 
-        A policy that is impossible with single samples is left out, with a message.
+        A policy that is impossible with single samples is left out, with a message. `pace` is the
+        pace of policies that set none.
 
         Raises:
             ConfigError: if a setting is refused, or if no policy is possible.
@@ -114,6 +121,7 @@ class ComparedSettings:
             group_size=self.group_size,
             straggler="in_place" if self.kv == "keep" else "retract",
             max_staleness=self.max_staleness,
+            pace=pace,
             **delivery(unit),
         )
         found: dict[Policy, SchedulerConfig] = {}
@@ -144,15 +152,16 @@ class SimulateCommand(ComparedSettings):
     """Compare scheduling policies on one workload, in virtual time."""
 
     policy: Annotated[str, COMMAS] = DEFAULT_POLICIES
-    """Policies, separated by commas or spaces. Settings follow a colon:
-    april:over_provision=1.25|1.5|2 is three policies. The arms of aprilsched frontier are policies
-    too."""
+    """Policies, separated by commas or spaces. Settings follow a colon each:
+    april:over_provision=1.25|1.5|2:pace=asynchronous is three policies. The arms of aprilsched
+    frontier are policies too."""
     delivery: str = "groups"
     """What a batch consists of: groups, or samples:4 for single samples with 4 siblings each.
     Policies that cannot deliver samples are left out, with the reason."""
     gpus: int | None = None
     """Number of GPUs that engines and trainer divide among them, each engine on one GPU. Each
-    policy then runs under each `split`."""
+    policy then runs under each `split`. Engines on their own GPUs generate while the trainer
+    trains, unless the policy sets pace=synchronous, as sync does."""
     train_gpu_seconds: float = 0.0
     """Seconds that one GPU would train on a batch. With `gpus`; the trainer's GPUs share them
     evenly."""
@@ -178,19 +187,24 @@ class SimulateCommand(ComparedSettings):
             configs = self.configs(policies, messages, self.delivery)
             return [Arm(policy=each, shared=self, config=configs[each]) for each in configs]
         arms: list[Arm] = []
-        refusal: ConfigError | None = None
+        refusals: dict[tuple[str, str], list[str]] = {}
         for split, shared in self._splits():
-            for policy, config in shared.configs(policies, messages, self.delivery).items():
-                name = f"{policy.name} {split}"
+            pace: Pace = "synchronous" if split == COLOCATED else "asynchronous"
+            for policy in policies:
                 try:
+                    (config,) = shared.configs([policy], messages, self.delivery, pace).values()
+                    if split == COLOCATED and dict(policy.changes).get("pace") == "asynchronous":
+                        raise ConfigError('pace must be "synchronous", got "asynchronous".')
                     fitting = replace(config, pace="synchronous") if split == COLOCATED else config
                 except ConfigError as error:
-                    _print(messages, f"{name} is left out: {error}")
-                    refusal = error
+                    refusals.setdefault((policy.name, str(error)), []).append(split)
                     continue
+                name = f"{policy.name} {split}"
                 arms.append(Arm(policy=replace(policy, name=name), shared=shared, config=fitting))
-        if not arms and refusal is not None:
-            raise refusal
+        if not arms:
+            raise ConfigError(next(message for _, message in refusals))
+        for (name, message), splits in refusals.items():
+            _print(messages, f"{name} {', '.join(splits)} is left out: {message}")
         return arms
 
     def _splits(self) -> list[tuple[str, ComparedSettings]]:
@@ -266,10 +280,14 @@ def main(arguments: Sequence[str]) -> int:
                 folder = None if place else RunFolder(root / arm.policy.folder)
                 outcomes[arm.policy.name].append(simulate(setup, folder))
                 progress.advance(task)
+            if not command.quiet:
+                (row,) = compare({arm.policy.name: outcomes[arm.policy.name]}).policies
+                speed, staleness = row.delivered_tokens_per_s, row.staleness_mean
+                _print(messages, point_line(row.policy, speed, staleness))
     comparison = compare(outcomes)
     write_json(root / "comparison.json", comparison)
     folders = {arm.policy.name: arm.policy.folder for arm in arms}
-    draw_comparison(root, folders, messages)
+    draw_comparison(root, folders, comparison.policies, messages)
     if command.json:
         sys.stdout.write(msgspec.json.encode(comparison.policies).decode() + "\n")
     else:

@@ -24,11 +24,16 @@ T = TypeVar("T")
 
 def as_toml(settings: RunSettings) -> dict[str, Any]:
     """Return the settings as nested mappings of TOML values, without unset ones. Sampling is
-    omitted if the built-in workload defines it."""
-    scheduler = table_of(settings.scheduler)
+    omitted if the built-in workload defines it, and settings of the workload that have no effect
+    too."""
+    scheduler, table = table_of(settings.scheduler), plain(settings)
     if settings.prompts is None:
         del scheduler["sampling"]
-    return {**plain(settings), "scheduler": scheduler}
+        if settings.workload.lengths is not None:
+            del table["workload"]["median"], table["workload"]["sigma"]
+        if settings.simulated:
+            table["workload"].setdefault("cap", settings.workload.longest)
+    return {**table, "scheduler": scheduler}
 
 
 def read_settings(path: Path) -> RunSettings:

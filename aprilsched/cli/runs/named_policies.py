@@ -6,10 +6,11 @@ named by its path in :class:`SchedulerConfig`, as in ``pool:refill.until=0.25``.
 
 An arm is a refill rule or a delivery, or both, with a ratio: ``wave@2``, ``pool@1.75``,
 ``samples:4@1.5`` (single samples with 4 siblings, from waves), ``samples:4+pool@1.5`` and
-``samples:4@auto``.
+``samples:4@auto``. Settings follow here too: ``samples:4@1.5:pace=asynchronous``.
 
 A name with a dot is an import path, ``my_rules.mine``: a function that changes a configuration as a
-preset does. It is imported only from a command line and never from a file of settings.
+preset does, and takes settings and ratios as well: ``my_rules.mine@1.5|2``. It is imported only
+from a command line and never from a file of settings.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from aprilsched.cli.runs.settings_tables import changed, config_of, path_names, table_of
+from aprilsched.cli.runs.settings_tables import changed, path_names, table_of, values_of
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import AprilschedError, ConfigError
 from aprilsched.kernel.core.policies.kinds import REFILLS
@@ -64,7 +65,9 @@ class Policy:
         if not self.changes:
             return config
         table = changed(table_of(config), dict(self.changes))
-        return replace(config_of(table), sampling=config.sampling)
+        names = {path.partition(".")[0] for path, _ in self.changes}
+        # Only these settings pass through the table, which cannot express the user's own rules.
+        return replace(config, **values_of({name: table[name] for name in names}))
 
 
 def chosen(names: str, presets: Mapping[str, Preset] = PRESETS) -> Sequence[Policy]:
@@ -97,40 +100,41 @@ def delivery(text: str) -> dict[str, Any]:
     return {"delivery": unit} | ({"siblings": int(siblings)} if siblings else {})
 
 
-def _arms(what: str, ratios: str) -> list[Policy]:
+def _expand(name: str, presets: Mapping[str, Preset]) -> list[Policy]:
+    what, at, rest = name.partition("@")
+    if at:
+        ratios, *settings = rest.split(":")
+        settings = [f"over_provision={ratios}", *settings]
+    else:
+        what, *settings = name.split(":")
+    preset, arm = presets.get(what), tuple[tuple[str, Any], ...]()
+    if "." in what:
+        preset = _imported(what)
+    elif at and preset is None:
+        preset, arm = replace, tuple(_arm(what).items())
+    if preset is None:
+        near = nearest(what, [*presets, *(f"{rule}@2" for rule in REFILLS), "samples:4@2"])
+        raise ConfigError(f"{what!r} is no policy; the nearest known one is {near}.")
+    policies: list[Policy] = []
+    for changes in product(*(_choices(what, setting) for setting in settings)):
+        shown = changes[1:] if at else changes
+        first = f"{what}@{changes[0][1]}" if at else what
+        automatic = arm and ("over_provision", "auto") in changes
+        policies.append(
+            Policy(
+                name=" ".join([first, *(_short(key, value) for key, value in shown)]),
+                preset=PRESETS["auto"] if automatic else preset,
+                changes=arm + changes,
+            )
+        )
+    return policies
+
+
+def _arm(what: str) -> dict[str, Any]:
     changes: dict[str, Any] = {"refill": "wave"}
     for part in what.split("+"):
         changes |= {"refill": part} if part in REFILLS else delivery(part)
-    return [
-        Policy(
-            name=f"{what}@{ratio}",
-            preset=PRESETS["auto"] if ratio == "auto" else replace,
-            changes=(*changes.items(), ("over_provision", _value(ratio))),
-        )
-        for ratio in ratios.split("|")
-    ]
-
-
-def _expand(name: str, presets: Mapping[str, Preset]) -> list[Policy]:
-    if "@" in name:
-        return _arms(*name.split("@", 1))
-    preset, *settings = name.split(":")
-    if "." in preset:
-        if settings:
-            raise ConfigError(f"{preset} takes no settings; set them in your function.")
-        return [Policy(name=preset, preset=_imported(preset))]
-    if preset not in presets:
-        near = nearest(preset, [*presets, *(f"{rule}@2" for rule in REFILLS), "samples:4@2"])
-        raise ConfigError(f"{preset!r} is no policy; the nearest known one is {near}.")
-    choices = [_choices(preset, setting) for setting in settings]
-    return [
-        Policy(
-            name=" ".join([preset, *(_short(key, value) for key, value in changes)]),
-            preset=presets[preset],
-            changes=changes,
-        )
-        for changes in product(*choices)
-    ]
+    return changes
 
 
 def _imported(path: str) -> Preset:

@@ -6,16 +6,19 @@ itself is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from aprilsched.errors import AprilschedError, MissingExtra
 from aprilsched.observe.log.run import read_run
+from aprilsched.simulation import PolicyRow
 
 
-def draw_comparison(root: Path, folders: Mapping[str, str], messages: Console) -> None:
+def draw_comparison(
+    root: Path, folders: Mapping[str, str], rows: Sequence[PolicyRow], messages: Console
+) -> None:
     """Draw the policies, whose runs are in these folders of `root`, in comparison.png there."""
     try:
         from aprilsched.observe import plots
@@ -24,7 +27,7 @@ def draw_comparison(root: Path, folders: Mapping[str, str], messages: Console) -
         messages.print(f"No pictures: {error}", soft_wrap=True, highlight=False, markup=False)
         return
     runs = {name: read_run(root / folder) for name, folder in folders.items()}
-    save(plots.comparison(runs), root / "comparison.png")
+    save(plots.comparison(runs, rows), root / "comparison.png")
 
 
 def leave_report(

@@ -65,6 +65,15 @@ def config_of(table: Mapping[str, Any], where: str = "") -> SchedulerConfig:
     Raises:
         ConfigError: if a name or a value is wrong.
     """
+    return SchedulerConfig(**values_of(table, where))
+
+
+def values_of(table: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """Return the values of the settings in a table, as :class:`SchedulerConfig` takes them.
+
+    Raises:
+        ConfigError: if a name is wrong, or a value within a table.
+    """
     values: dict[str, Any] = {}
     defaults = SchedulerConfig()
     refuse_unknown(table, (field.name for field in fields(defaults)), where)
@@ -80,7 +89,7 @@ def config_of(table: Mapping[str, Any], where: str = "") -> SchedulerConfig:
             values[name] = _made(type(default), cast("Mapping[str, Any]", value), path)
         else:
             values[name] = value
-    return SchedulerConfig(**values)
+    return values
 
 
 def changed(table: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,6 +115,11 @@ def frontier_table(points: Sequence[FrontierPoint], limits: Limits | None = None
     return table
 
 
+def point_line(name: str, speed: float | None, staleness: float | None) -> str:
+    """Return a line about a policy whose runs have ended."""
+    return f"{name}: {number(speed)} tokens/s at a mean staleness of {number(staleness, 2)}"
+
+
 def _means(seeds: int) -> str:
     return f", means of {seeds} seeds ± half the range" if seeds > 1 else ""
 

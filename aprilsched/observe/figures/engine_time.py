@@ -63,7 +63,7 @@ PARTS: dict[Part, str] = {
 
 PART_LABELS: dict[Part, str] = {
     "decode": "generating",
-    "prefill": "reading prompts",
+    "prefill": "queued or reading prompts",
     "re_prefill": "recomputing contexts",
     "tail": "waiting for the last responses",
     "pause": "paused",
@@ -78,8 +78,9 @@ PART_LABELS: dict[Part, str] = {
 """A self-explanatory label for each part."""
 
 PART_INDEX: dict[Part, int] = {part: index for index, part in enumerate(PARTS)}
-BUSY: tuple[Part, ...] = ("decode", "prefill")
-"""The parts in which an engine does work that no schedule could avoid."""
+BUSY: tuple[Part, ...] = ("decode",)
+"""The parts in which an engine surely does work that no schedule could avoid. "prefill" is none of
+them, because engines do not report how long a request waited in their queue before its prefill."""
 
 _ENVIRONMENT = PART_INDEX["environment"]
 _STATE_INDEX: dict[EngineState, int] = {

@@ -277,8 +277,7 @@ _FIGURES: tuple[Figure, ...] = (
            help="From a request to a gateway to the first token of a response to it."),
     # --- shares of the engines' time -----------------------------------------------------------
     Figure(name="engines/busy", unit="share", exposed=False, of=_share(*BUSY),
-           help="Share of the engines' time since the batch before: decoding or reading "
-                "prompts."),
+           help="Share of the engines' time since the batch before in which slots decode."),
     *(
         Figure(name=f"engines/{part}", unit="share", exposed=False, of=_share(part),
                help=f"Share of that time. {meaning}")

@@ -10,6 +10,7 @@ and no background, so that a picture can be read on a light page and on a dark o
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib import rc_context  # pyright: ignore[reportUnknownVariableType]
 from matplotlib.axes import Axes
@@ -28,18 +29,26 @@ __all__ = ["GREY", "INK", "PALETTE", "finish", "new_figure", "picture_format", "
 _CHANGING = {"png": "Software", "svg": "Date", "pdf": "CreationDate"}
 """The formats of pictures, with the metadata that would differ between two writes."""
 _DPI = 110
-_TITLE = 12
 _TEXT = 10
-_BLACK = ("black", "k")
+_BLACK = ("black", "k", INK)
 
 
 class _Picture(Figure):
-    """A figure without a background, whose text and axes are in :data:`INK`.
+    """A figure without a background, whose text and axes are in :data:`INK`; black in a PDF, which
+    has a white page and embeds its fonts as TrueType, as publishers require.
 
     Elements that matplotlib draws in black by default are coloured when the figure is drawn, even
     in a notebook. matplotlib's settings are not used, because they are global and belong to the
     user.
     """
+
+    _ink = INK
+
+    def savefig(self, *args: Any, **settings: Any) -> None:
+        name = settings.get("format") or (args[0] if args else settings.get("fname"))
+        self._ink = "black" if str(name).lower().endswith("pdf") else INK
+        with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "aprilsched"}):  # for ids in an SVG
+            super().savefig(*args, **settings)
 
     def draw(self, renderer: RendererBase) -> None:
         self.patch.set_visible(False)
@@ -50,12 +59,12 @@ class _Picture(Figure):
                 case Legend():
                     artist.set_frame_on(False)
                 case Spine():
-                    artist.set_edgecolor(INK)
+                    artist.set_edgecolor(self._ink)
                 case Line2D() if artist.get_markeredgecolor() in _BLACK:
                     # Axis ticks are markers of a line, with a separate colour.
-                    artist.set(color=INK, markeredgecolor=INK)
+                    artist.set(color=self._ink, markeredgecolor=self._ink)
                 case Text() | Line2D() if artist.get_color() in _BLACK:
-                    artist.set_color(INK)
+                    artist.set_color(self._ink)
                 case _:
                     pass
         super().draw(renderer)
@@ -67,12 +76,13 @@ def new_figure(width: float, height: float) -> Figure:
     return _Picture(figsize=(width, height), dpi=_DPI, layout="constrained")
 
 
-def finish(axes: Axes, *, title: str, x: str, y: str, pad: float = 8) -> None:
-    """Set the title and labels, and a frame without the upper and right line."""
-    axes.set_title(title, fontsize=_TITLE, loc="left", pad=pad)
-    axes.set_xlabel(x, fontsize=_TEXT)
-    axes.set_ylabel(y, fontsize=_TEXT)
-    axes.tick_params(labelsize=_TEXT)
+def finish(axes: Axes, *, title: str, x: str, y: str, pad: float = 8, size: float = _TEXT) -> None:
+    """Set the title and labels, and a frame without the upper and right line. The labels have
+    `size` points, and the title a fifth more."""
+    axes.set_title(title, fontsize=1.2 * size, loc="left", pad=pad)
+    axes.set_xlabel(x, fontsize=size)
+    axes.set_ylabel(y, fontsize=size)
+    axes.tick_params(labelsize=size)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 
@@ -86,8 +96,7 @@ def save(figure: Figure, path: Path) -> None:
     """
     name = picture_format(path)
     try:
-        with rc_context({"svg.hashsalt": "aprilsched"}):  # for the ids in an SVG
-            figure.savefig(path, dpi=_DPI, format=name, metadata={_CHANGING[name]: None})
+        figure.savefig(path, dpi=_DPI, format=name, metadata={_CHANGING[name]: None})
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror}).") from None
 

@@ -27,30 +27,34 @@ UNBOUNDED = 2**31 - 1
 # Not frozen, because most events create one, and a frozen one takes three times as long.
 @dataclass(kw_only=True, slots=True)
 class PoolView:
-    """The scheduler as a refill rule sees it."""
+    """The scheduler as a refill rule sees it.
+
+    Attributes:
+        batch_groups: number of groups in a batch; the expected number if samples or tokens fill it.
+        group_size: number of rollouts of a group; the mean if prompts have different sizes.
+        target_groups: number of groups that should be open or ready for a batch: the ratio
+            `over_provision` times `batch_groups`.
+        open_groups: number of groups that still generate; no ready group is among them.
+        ready_groups: number of groups that are complete, not rejected and not delivered; if samples
+            or tokens fill a batch, the equivalent number of groups of the expected size.
+        in_flight: number of rollouts (not groups) that still generate.
+        put_aside: number of open groups that ran in an earlier batch and did not end in it. It is
+            counted only when a batch starts, and only for a rule that defers groups.
+        wave_due: whether a batch starts, until its groups are launched.
+        batch_open: whether the batch in work is not full yet.
+        asynchronous: whether generation continues after a full batch.
+    """
 
     batch_groups: int
-    """Number of groups in a batch; the expected number if samples or tokens fill it."""
     group_size: float
-    """Number of rollouts of a group; the mean if prompts have different sizes."""
     target_groups: int
-    """Number of groups that should be open for a batch, by the over-provision ratio."""
     open_groups: int
-    """Number of groups that still generate."""
     ready_groups: int
-    """Number of groups that are complete, not rejected and not delivered; if samples or tokens fill
-    a batch, the equivalent number of groups of the expected size."""
     in_flight: int
-    """Number of rollouts that still generate."""
     put_aside: int = 0
-    """Number of open groups that ran in an earlier batch and did not end in it. It is counted only
-    when a batch starts, and only for a rule that defers groups."""
     wave_due: bool
-    """Whether a batch starts."""
     batch_open: bool
-    """Whether the batch in work is not full yet."""
     asynchronous: bool
-    """Whether generation continues after a full batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -87,18 +91,22 @@ class OpenGroups:
 
 
 class Refill(ABC):
-    """A refill rule. A rule is a frozen dataclass of its settings."""
+    """A refill rule. A rule is a frozen dataclass of its settings.
+
+    Attributes:
+        name: name of the rule in flags, config.toml and stores.
+        defers: whether more groups are open than run. If so, a rollout waits with its tokens until
+            :meth:`members` starts it, and is aborted when its batch is full.
+        settles: whether every group ends after a bounded number of batches, even if many groups
+            that run for a batch do not end in it. Otherwise ``Staleness(0, rule="restart")``, which
+            starts stale groups anew, might never let a group end, and may be refused.
+    """
 
     __slots__ = ()
 
     name: ClassVar[str]
-    """Name of the rule in flags, config.toml and stores."""
     defers: ClassVar[bool] = False
-    """Whether more groups are open than run. If so, a rollout waits with its tokens until
-    :meth:`members` starts it, and is aborted when its batch is full."""
     settles: ClassVar[bool] = False
-    """Whether every group ends after a bounded number of batches, even if many groups that run for
-    a batch do not end in it."""
 
     @property
     def tail_begins(self) -> float | None:
