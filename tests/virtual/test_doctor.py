@@ -300,6 +300,29 @@ async def test_more_room_is_forecast_for_a_schedule(
     assert found["more room"]["to_do"].startswith("start it with SGLANG_CLIP")
 
 
+def test_less_is_reserved_where_updates_recompute():
+    able = Capabilities(
+        version_spans=True,
+        flush_while_paused=True,
+        max_running_requests=64,
+        kv_tokens=12_000,
+    )
+    command = cli.DoctorCommand(
+        policy="april", batches=5, workload=WorkloadSettings(cap=2000, median=150.0)
+    )
+    share: dict[tuple[str, float], float] = {}
+    base = SchedulerConfig(batch_groups=8, group_size=4)
+    for config in (replace(base, straggler="abort"), replace(base, straggler="in_place")):
+        for factor in (1.0, 0.14):
+            rule = Reservation(fixed_in_full=False, conservativeness=factor)
+            last = gains([command.settings(config, seed=0)], replace(able, reservation=rule))[-1]
+            assert last.name == "--schedule-conservativeness 0.14"
+            assert last.is_setting
+            share[str(config.straggler), factor] = last.share
+    assert share["abort", 0.14] == share["in_place", 0.14] == 0.0
+    assert share["abort", 1.0] > 2 * share["in_place", 1.0] > 0.0
+
+
 def test_more_room_is_a_mean_over_seeds():
     able = Capabilities(
         version_spans=True, flush_while_paused=True, max_running_requests=16, kv_tokens=4_000

@@ -75,6 +75,7 @@ class ServeSimCommand:
             kv_tokens=sim.kv_tokens,
             admission=sim.admission,
             reserve_clip=sim.reserve_clip,
+            conservativeness=sim.conservativeness,
             stream_interval=sim.stream_interval,
             stream_at_pause=False,
             vocab_size=self.vocab_size,

@@ -115,6 +115,8 @@ class SimSettings:
     reserve_clip: int = 4096
     """SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION: tokens to come that a request reserves at most. Trials
     of automatic schedules expect it of servers too."""
+    conservativeness: float = 1.0
+    """--schedule-conservativeness: factor of what SGLang reserves for running requests."""
     stream_interval: int = 64
     """Number of tokens between two chunks of a response."""
     prefix_cache: bool = False

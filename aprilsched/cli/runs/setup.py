@@ -128,6 +128,7 @@ def _fleet(settings: RunSettings, timing: StepTimeModel) -> Fleet:
         kv_tokens=sim.kv_tokens,
         admission=sim.admission,
         reserve_clip=sim.reserve_clip,
+        conservativeness=sim.conservativeness,
         stream_interval=sim.stream_interval,
         refit_seconds=sim.refit_seconds,
         prefix_cache=sim.prefix_cache,

@@ -67,6 +67,7 @@ def _simulation(setup: Setup, costs: Costs | None, listeners: list[AnyListener])
             kv_tokens=sim.kv_tokens,
             admission=sim.admission,
             reserve_clip=sim.reserve_clip,
+            conservativeness=sim.conservativeness,
             stream_interval=sim.stream_interval,
             prefix_cache=sim.prefix_cache,
             make_tokens=False,
