@@ -193,17 +193,7 @@ COMPARED = (
     ("samples@2.0:dense", "wave@2.0:dense"), ("auto-samples:dense", "sync:dense"),
 )  # fmt: skip
 """Arms of which the first is compared with the second."""
-LISTS = (
-    (
-        "wave@3.5:recompute:s0", "wave@1.5:s0", "wave@3.0:s0", "auto@4:s0",
-        "samples@2.0:ratio:s1", "wave@2.0:ratio:s1",
-    ),
-    (
-        "auto-samples:dense:s0", "sync:dense:s0", "wave@2.0:dense:s0", "samples@2.0:dense:s0",
-        "samples@2.0:recompute:s1", "wave@2.0:recompute:s1", "samples@1.5:recompute:s0",
-        "wave@2.0:clip:s1",
-    ),
-)  # fmt: skip
+LISTS = (("auto@4:s1", "auto:s2"), ("sync:s2", "auto-samples:s2"))
 """The cells of each GPU that are still to be measured, in order."""
 FLEET_ARMS = ("wave@2.0", "samples@2.0", "auto", "auto-samples")
 

@@ -45,9 +45,7 @@ RAW = HERE / "raw" / "samples.jsonl.gz"
 
 
 def cells() -> list[dict[str, Any]]:
-    """The finished cells; none before the experiment has run."""
-    if not RAW.exists():
-        return []
+    """The finished cells."""
     with gzip.open(RAW, "rt") as file:
         return [line for line in map(json.loads, file) if line["arm"] in ARMS]
 
@@ -113,8 +111,6 @@ def markdown(everything: dict[str, Any]) -> str:
          f"{row['deviation']:.3f}"]
         for row in everything["gradients"]
     ])]  # fmt: skip
-    if not arms:
-        return "\n\n".join([*text, "The arms have not been measured yet."])
     seeds = ["seeds", *(arms[arm]["seeds"] for arm in arms)]
     text.append(table(["", *(ARMS[arm] for arm in arms)], [seeds, *lines]))
     text.append("![Held-out reward over seconds and over updates](samples.png)")
@@ -162,8 +158,7 @@ def main() -> None:
     before, _, rest = page.read_text().partition(MARKS[0])
     _, _, after = rest.partition(MARKS[1])
     page.write_text(before + MARKS[0] + text + MARKS[1] + after)
-    if everything["arms"]:
-        picture(HERE / "samples.png")
+    picture(HERE / "samples.png")
 
 
 if __name__ == "__main__":

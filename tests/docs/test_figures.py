@@ -96,9 +96,33 @@ def measured(cell: str) -> Any:
     return result("h200/frontier.json")["cells"][cell]
 
 
+def schedule(arm: str) -> list[str]:
+    """The speed and the staleness with each seed that was measured, and the oldest token."""
+    cells = result("h200/frontier.json")["cells"]
+    seeds = [cells[f"{arm}:s{seed}"] for seed in (0, 1) if f"{arm}:s{seed}" in cells]
+    return [
+        " and ".join(f"{each['generated_s']:,.0f}" for each in seeds),
+        " and ".join(f"{each['staleness']:.2f}" for each in seeds),
+        max(each["oldest"] for each in seeds),
+    ]
+
+
+def ratio(first: str, second: str, key: str = "generated_s") -> str:
+    return f"{measured(first)[key] / measured(second)[key]:.2f}"
+
+
 def gain() -> list[str]:
-    samples, groups = measured("samples@2.0:s0"), measured("wave@2.0:s0")
-    return [f"{samples[key] / groups[key]:.2f}" for key in ("generated_s", "staleness")]
+    return [ratio("samples@2.0:s0", "wave@2.0:s0", key) for key in ("generated_s", "staleness")]
+
+
+def reserve() -> list[str]:
+    """The gain of the smaller reserve, and that of samples with it, where refits recompute."""
+    samples, groups = "samples@2.0", "wave@2.0"
+    return [
+        *(ratio(f"{arm}:ratio:s1", f"{arm}:recompute:s1") for arm in (samples, groups)),
+        ratio(f"{samples}:ratio:s1", f"{groups}:ratio:s1"),
+        ratio(f"{samples}:recompute:s1", f"{groups}:recompute:s1"),
+    ]
 
 
 def gain_with_recompute() -> list[str]:
@@ -187,22 +211,30 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     *(
         (
             "README.md",
-            rf"\n\| {words} \| ([\d,]+) and ([\d,]+) \| ([\d.]+) and ([\d.]+) \| (\d+) \|",
-            lambda cell=cell: [
-                *(f"{measured(f'{cell}:s{seed}')['generated_s']:,.0f}" for seed in (0, 1)),
-                *(f"{measured(f'{cell}:s{seed}')['staleness']:.2f}" for seed in (0, 1)),
-                max(measured(f"{cell}:s{seed}")["oldest"] for seed in (0, 1)),
-            ],
+            rf"\n\| {words} \| ([\d,]+(?: and [\d,]+)?) \| ([\d.]+(?: and [\d.]+)?) \| (\d+) \|",
+            lambda cell=cell: schedule(cell),
         )
         for words, cell in (
             ("synchronous", "sync"),
             (r"whole groups, ratio 2.0 \(APRIL\)", "wave@2.0"),
             ("whole groups, ratio 3.5", "wave@3.5"),
-            ("whole groups, auto", "auto"),
-            ("single samples, ratio 1.5", "samples@1.5"),
+            ("whole groups, auto, unbounded", "auto"),
+            ("whole groups, auto", "auto@4"),
             ("single samples, ratio 2.0", "samples@2.0"),
-            ("single samples, auto", "auto-samples"),
+            ("single samples, auto, unbounded", "auto-samples"),
+            ("single samples, auto", "auto-samples@4"),
         )
+    ),
+    (
+        "README.md",
+        r"made a pool ([\d.]+) times as fast\.[\s\S]*makes samples ([\d.]+) times as fast as groups",
+        lambda: [ratio("pool@1.75:clip:s1", "pool@1.75:s1"), reserve()[2]],
+    ),
+    (
+        "docs/guides/tuning.md",
+        r"samples with recompute ([\d.]+) times as fast and groups ([\d.]+) times[\s\S]*"
+        r"samples are ([\d.]+) times as fast as groups with it, and ([\d.]+) times without it",
+        reserve,
     ),
     (
         "docs/frontier.md",
