@@ -198,9 +198,9 @@ LINES = {
 LABELS = {
     "sync": ("synchronous", (10, -4)), "wave@2.0": ("ratio 2.0 (APRIL)", (10, -8)),
     "wave@1.5": ("ratio 1.5", (10, -6)), "wave@3.0": ("ratio 3.0", (10, -8)),
-    "wave@3.5": ("ratio 3.5", (-26, 11)), "auto": ("auto", (8, -13)),
+    "wave@3.5": ("ratio 3.5", (-26, 11)), "auto": ("auto, unbounded", (8, -13)),
     "samples@1.5": ("ratio 1.5", (-30, -18)), "samples@2.0": ("ratio 2.0", (-62, 6)),
-    "auto-samples": ("auto", (10, 2)), "auto@4": ("auto, at most 4", (-50, 11)),
+    "auto-samples": ("auto, unbounded", (10, 2)), "auto@4": ("auto, at most 4", (-50, 11)),
     "auto-samples@4": ("auto, at most 4", (-102, 2)),
 }  # fmt: skip
 """The arms of the picture, with their labels and the offsets of these in points."""
