@@ -218,7 +218,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     ),
     (
         "README.md",
-        r"made a pool ([\d.]+) times as fast\.[\s\S]*makes samples ([\d.]+) times as fast as groups",
+        r"made a pool ([\d.]+) times as fast\.[^\n]*makes samples ([\d.]+) times as fast as g",
         lambda: [ratio("pool@1.75:clip:s1", "pool@1.75:s1"), reserve()[2]],
     ),
     (
