@@ -37,8 +37,8 @@ async def check_engines(
     """Check and flush all engines, and describe them for the core.
 
     In a `resumed` run an engine may have any version, or inconsistent weights. An engine without
-    the run's own version waits for a refit. In a fresh run labelled weights are logged, because
-    they come from an earlier run, unless the trainer labels them itself (`trusted`).
+    the run's own version waits for a refit. Labelled weights are logged, because they come from an
+    earlier run, unless this run has published them or the trainer labels them itself (`trusted`).
 
     Raises:
         ConfigError: if the engines have different policy versions, or if an engine cannot do what
@@ -70,7 +70,7 @@ async def check_engines(
             ", ".join(tiered[:SHOWN]),
             ", …" if len(tiered) > SHOWN else "",
         )
-    if not (resumed or trusted):
+    if not trusted:
         _log_labels(engines, versions)
     # Before the first pause, which stops the requests of others, and after which SGLang's figures
     # are old.

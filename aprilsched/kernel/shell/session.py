@@ -190,8 +190,11 @@ class Session:
             return await check_engines(
                 self._fleet.engines,
                 self.config,
-                resumed=self.state.resumed or self.weights_unknown,
-                trusted=self.weights_trusted or self.config.follow_weights,
+                resumed=self.state.restored or self.weights_unknown,
+                trusted=self.weights_trusted
+                or self.weights_unknown
+                or self.config.follow_weights
+                or self.state.resumed,
             )
         except BaseException:
             try:
