@@ -423,9 +423,54 @@ async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
         assert (status, answer["success"]) == (200, True)
         assert answer["message"].endswith(f" Not updated, and out of use: {names[0]}.")
         await two.servers[0].restart()
-        await until(lambda: mode_of(names[0]) == "standby")
-        engines = (await two.raw.get("/server_info"))[1]["gateway"]["engines"]
-        assert [engine["mode"] for engine in engines] == ["standby", "running"]
+        await until(lambda: mode_of(names[0]) == "running")
+
+
+async def test_a_restarted_server_loads_the_folder_of_the_last_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder, _ = two_weights(tmp_path)
+    body = {"model_path": str(folder), "weight_version": "u1"}
+    async with front(engines=2) as two:
+        names = set(two.gateway.service.in_use)
+        assert (await two.raw.post("/update_weights_from_disk", body))[0] == 200
+        for _ in range(2):  # Both at once: nothing else would generate before the next update.
+            for server in two.servers:
+                await server.crash()
+            reader = two.stream(20)
+            await until(lambda: not two.gateway.service.in_use)
+            for server in two.servers:
+                await server.restart()
+            await until(lambda: set(two.gateway.service.in_use) == names)
+            await reader.end()
+            assert reader.last["weight_version"] == "u1"
+        assert any("is on standby, without requests" in m for m in caplog.messages)
+
+        (folder / "model.safetensors").write_text("other weights")
+        await two.servers[0].crash()
+        while len(two.gateway.service.in_use) == 2:
+            await two.reference(5)
+        await two.servers[0].restart()
+        await until(lambda: any("have changed since the update" in m for m in caplog.messages))
+        assert len(two.gateway.service.in_use) == 1
+
+
+async def test_without_a_store_a_gateway_starts_with_the_newest_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder, _ = two_weights(tmp_path)
+    async with served() as old, served() as new:
+        fleet = SGLangFleet([new.url], stream_interval=INTERVAL)
+        first = Gateway(fleet, settings=GatewaySettings(port=0, drain_s=0))
+        async with first, Raw(first.url) as raw:
+            body = {"model_path": str(folder)}
+            assert (await raw.post("/update_weights_from_disk", body))[0] == 200
+        fleet = SGLangFleet([old.url, new.url], stream_interval=INTERVAL)
+        async with Gateway(fleet, settings=GatewaySettings(port=0, drain_s=0)) as second:
+            assert second.service.in_use == [new.url.removeprefix("http://")]
+            assert any("on standby, without requests" in m for m in caplog.messages)
+            async with Raw(second.url) as raw:
+                await raw.done("/generate", asked(5))
 
 
 @pytest.mark.parametrize("wait_s", [0, 600])

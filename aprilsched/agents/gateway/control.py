@@ -23,6 +23,7 @@ from aprilsched.agents.gateway.updates import (
     handles,
     join_group,
     leave_group,
+    stamp_of,
 )
 from aprilsched.agents.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
 from aprilsched.agents.serving.refusals import Unavailable
@@ -284,7 +285,10 @@ class ControlCalls:
                 "Another update is open, whose weights come in calls; end it with "
                 "/update_weight_version or /continue_generation."
             )
-        report = await self._update(FromDisk(body.model_path), body.weight_version)
+        stamp = await asyncio.to_thread(stamp_of, body.model_path)
+        report = await self._update(
+            FromDisk(self._labels), body.weight_version, body.model_path, stamp
+        )
         self.model_path = body.model_path
         return self._not_updated(report.quarantined)
 
@@ -395,9 +399,11 @@ class ControlCalls:
             opened.weights.end()
         return await self._explained(asyncio.shield(opened.task))
 
-    async def _update(self, publisher: WeightPublisher, label: str | None) -> RefitReport:
+    async def _update(
+        self, publisher: WeightPublisher, label: str | None, folder: str = "", stamp: str = ""
+    ) -> RefitReport:
         version = self._scheduler.version + 1
-        await self._name(version, label)
+        await self._name(version, label, folder, stamp)
         # With a store, a response is kept until its client has read it, whatever loads before that.
         return await self._explained(
             self._scheduler.update_weights(
@@ -414,13 +420,14 @@ class ControlCalls:
                 raise
             raise RefitError(f"{error} {_STRANDED}") from error
 
-    async def _name(self, version: int, label: str | None) -> None:
+    async def _name(
+        self, version: int, label: str | None, folder: str = "", stamp: str = ""
+    ) -> None:
         """Label a version before it is loaded, because its tokens may arrive at once."""
         if label is not None:
             Labels.check(label)
-        await asyncio.to_thread(
-            self._labels.name, version, str(version) if label is None else label
-        )
+        label = str(version) if label is None else label
+        await asyncio.to_thread(self._labels.name, version, label, folder, stamp)
 
     async def close(self) -> None:
         """Cancel the open calls and the open update, so that partial weights are never in use."""

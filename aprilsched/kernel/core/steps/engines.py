@@ -27,10 +27,12 @@ from aprilsched.kernel.core.steps.turns import take_back
 
 
 def on_opened(state: SchedulerState, event: ev.Opened) -> None:
+    version = state.weights.versions.trainer
     if not state.restored:
-        _start(state.weights, event.engines[0].version or 0)
+        _start(state.weights, max(engine.version or 0 for engine in event.engines))
     elif event.adopt and state.weights.adapter is None:
         _adopt(state.weights, {engine.version for engine in event.engines})
+    state.weights.republishable = event.republishable and version == state.weights.versions.trainer
     state.out.tell(
         facts.RunOpened(
             engines=event.engines,
