@@ -448,8 +448,7 @@ async def test_a_restarted_server_loads_the_folder_of_the_last_update(
 
         (folder / "model.safetensors").write_text("other weights")
         await two.servers[0].crash()
-        while len(two.gateway.service.in_use) == 2:
-            await two.reference(5)
+        await until(lambda: len(two.gateway.service.in_use) == 1)
         await two.servers[0].restart()
         await until(lambda: any("have changed since the update" in m for m in caplog.messages))
         assert len(two.gateway.service.in_use) == 1
@@ -525,6 +524,14 @@ async def test_without_engines_requests_wait_and_it_is_not_ready():
         await one.servers[0].restart()
         await reader.end()
         assert len(reader.ids) == LONG
+
+
+async def test_an_idle_server_that_ends_is_noticed():
+    async with front(engines=2) as two:
+        for server in two.servers:
+            await server.crash()
+        await until(lambda: not two.gateway.service.in_use)
+        assert (await two.raw.get("/ready"))[0] == 503
 
 
 async def test_each_request_has_a_line_in_the_log(caplog: pytest.LogCaptureFixture):

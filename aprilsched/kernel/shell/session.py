@@ -21,6 +21,7 @@ from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
 from aprilsched.kernel.core.messages.events import EngineInfo
 from aprilsched.kernel.core.scheduler import Scheduler
+from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.engines.base import Engine, Fleet
 from aprilsched.kernel.engines.refit import RefitElsewhere
@@ -104,7 +105,9 @@ class Session:
             join=self._join_engine,
         )
         knows = self.state.fleet.control.of
-        self._claims = Claims(shell, knows=knows, taken=self._end_taken)
+        self._claims = Claims(
+            shell, knows=knows, taken=self._end_taken, idles=self._idles, gone=self._lose_idle
+        )
         self._version_watch = Watch(shell, self._ask_version)
         self._load_watch = Watch(shell, partial(ask_load, every=config.dispatch.migrate))
         self._planning = Planning(shell, planner)
@@ -393,6 +396,15 @@ class Session:
             "one, restart this one, and update the weights first.",
         )
         self._tasks.fail(error)
+
+    def _idles(self, engine: str) -> bool:
+        """Whether neither a request nor an update would show that an engine has ended."""
+        control = self.state.fleet.control.of(engine)
+        idle = not self.state.in_flight.open[engine] and self.state.weights.update is None
+        return idle and control is not None and control.mode is Mode.RUNNING
+
+    def _lose_idle(self, engine: str, cause: str) -> None:
+        self.feed(ev.EngineLost(engine=engine, cause=cause))
 
     def _want_update(self, command: facts.UpdateWanted) -> None:
         error = wants_update(command.engines, command.version, command.base)
