@@ -167,13 +167,21 @@ class ControlCalls:
         return not control.engines and bool(control.standby) and state.weights.update is None
 
     def _not_updated(self, failed: Iterable[str] = ()) -> str:
-        """Return the end of a sentence that names the engines an update has not reached.
+        """Return the names of the engines that an update has not reached, joined by commas.
 
         These have `failed` or were lost before. Empty if the update has reached all.
         """
         lost = {name for name in self.names if self.mode_of(name) == "lost"}
-        missed = ", ".join(sorted(lost.union(failed)))
-        return f" Not updated, and out of use: {missed}." if missed else ""
+        return ", ".join(sorted(lost.union(failed)))
+
+    def _check_servers(self) -> None:
+        """Refuse a call that would wait for a server.
+
+        Raises:
+            Unavailable: if no server answers.
+        """
+        if not any(self._scheduler.state.fleet.control.all()):
+            raise Unavailable("No server answers, so nothing was done; send the call again later.")
 
     async def abort(self, rid: str) -> None:
         """End a response; see :meth:`Responses.abort`."""
@@ -203,10 +211,15 @@ class ControlCalls:
 
         Raises:
             TimeoutError: if an engine is not paused in time. The pause still holds.
+            Unavailable: if no server answers.
         """
         if mode == "abort":
             self._responses.abort_all()
-        return self._hold()
+        return self._pause()
+
+    async def _pause(self) -> None:
+        self._check_servers()
+        await self._hold()
 
     async def resume(self) -> None:
         """End the pause; returns when every engine in use generates again.
@@ -375,6 +388,7 @@ class ControlCalls:
     def _open_update(self) -> _Open:
         """Return the open update, or start one."""
         if self._open is None or self._open.task.done():
+            self._check_servers()
             version, weights = self._scheduler.version + 1, FromCalls()
             task = asyncio.create_task(
                 self._scheduler.update_weights(
@@ -402,6 +416,7 @@ class ControlCalls:
     async def _update(
         self, publisher: WeightPublisher, label: str | None, folder: str = "", stamp: str = ""
     ) -> RefitReport:
+        self._check_servers()
         version = self._scheduler.version + 1
         await self._name(version, label, folder, stamp)
         # With a store, a response is kept until its client has read it, whatever loads before that.

@@ -35,6 +35,9 @@ from aprilsched.types import Batch, Prompt
 
 log = logging.getLogger("aprilsched")
 
+_NEVER = 2**31 - 1
+"""`failed_groups` of a scheduler that no number of failed groups ends, such as a gateway's."""
+
 
 class SchedulerOptions(TypedDict, total=False):
     """The keyword arguments of :class:`RolloutScheduler`, which describes them."""
@@ -120,6 +123,10 @@ class RolloutScheduler(AsyncScheduler):
             episode=episode,
             feed=self._feed,
             rejections=lambda: self.state.prompts.consecutive_rejections,
+            # The client of an endless service gets the refusal itself.
+            refusal_level=logging.INFO
+            if self.config.retries.failed_groups >= _NEVER
+            else logging.ERROR,
         )
         self._session = Session(
             fleet=fleet,
