@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from aprilsched import SchedulerConfig, SGLangFleet
 from aprilsched.agents.gateway import Gateway, GatewaySettings
+from aprilsched.agents.gateway.settings import for_clients
 from aprilsched.agents.serving import streams
 from aprilsched.agents.serving.calls import CONTROL
 from aprilsched.cli.doctor import examine
@@ -582,6 +583,19 @@ async def test_the_log_the_answer_and_a_header_have_one_id(
     assert any(f"id={name!r}" in message for message in caplog.messages)
     assert any("status=400" in m and f"id={refused!r}" in m for m in caplog.messages)
     assert not [r for r in caplog.records if r.levelname == "ERROR"]
+
+
+def test_limits_of_the_fleet_replace_those_of_the_scheduler():
+    given = GatewaySettings(fleet_wait_s=0, stall_s=5)
+    health = for_clients(SchedulerConfig(), given).health
+    assert (health.fleet_wait_s, health.stall_s) == (0, 5)
+    assert for_clients(SchedulerConfig(), GatewaySettings()).health == Health()
+
+
+async def test_anthropics_api_is_refused_with_its_place(one: Front):
+    status, answer = await one.raw.post("/v1/messages", {})
+    assert status == 404
+    assert "only in sessions" in answer["error"]["message"]
 
 
 async def test_each_request_has_a_line_in_the_log(caplog: pytest.LogCaptureFixture):

@@ -15,7 +15,7 @@ from aiohttp.typedefs import Handler
 from aprilsched.agents.dialects.openai import Chats, Completions
 from aprilsched.agents.dialects.sglang import Generate
 from aprilsched.agents.gateway.requests import REQUEST_ID, answer_in
-from aprilsched.agents.gateway.service import SERVICE, Service
+from aprilsched.agents.gateway.service import SERVICE, Service, UnknownModel
 from aprilsched.agents.gateway.settings import GatewaySettings
 from aprilsched.agents.serving.bodies import Bodies, body_of
 from aprilsched.agents.serving.calls import FREE, Route, make_app
@@ -248,6 +248,11 @@ async def workers(request: web.Request) -> web.Response:
     return as_json({"workers": [worker], "total": 1})
 
 
+async def messages(_: web.Request) -> web.Response:
+    """POST /v1/messages: refused with the place where Anthropic's API is."""
+    raise UnknownModel("Anthropic's API is only in sessions, not here; send /v1/chat/completions.")
+
+
 _REQUESTS: Sequence[Route] = (
     ("POST", "/generate", answer_in(Generate)),
     ("POST", "/tokenize", tokenize),
@@ -256,6 +261,7 @@ _REQUESTS: Sequence[Route] = (
     ("POST", "/v1/detokenize", detokenize),
     ("POST", "/v1/completions", answer_in(Completions)),
     ("POST", "/v1/chat/completions", answer_in(Chats)),
+    ("POST", "/v1/messages", messages),
     ("GET", "/workers", workers),
     ("GET", "/metrics", metrics),
 )
