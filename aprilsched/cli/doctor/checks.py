@@ -251,7 +251,8 @@ async def left_as_found(server: Server) -> Verdict:
     wrong += ["it is paused"] if paused and not server.is_paused else []
     wrong += ["requests are on it"] if server.others == 0 and not await server.is_idle() else []
     if wrong:
-        return Verdict("fail", " and ".join(wrong), "look at its log, and restart it")
+        to_do = "if no other client updates it, look at its log, and restart it"
+        return Verdict("fail", " and ".join(wrong), to_do)
     return Verdict(
         "pass", f"its label is {found!r}, and it is {'still' if paused else 'not'} paused"
     )
