@@ -19,6 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aprilsched import SchedulerConfig, SGLangFleet
+from aprilsched.__main__ import main
 from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.agents.gateway.settings import for_clients
 from aprilsched.agents.serving import streams
@@ -762,3 +763,8 @@ async def test_the_doctor_finds_nothing_wrong_with_it(tmp_path: Path, text: bool
         assert [finding for finding in findings.values() if finding.status == "fail"] == []
         warned = {name for name, finding in findings.items() if finding.status == "warn"}
         assert warned == {"refit by its logprobs"}
+
+
+async def test_the_doctor_command_refuses_a_gateway(one: Front, capsys: pytest.CaptureFixture[str]):
+    assert await asyncio.to_thread(main, ["doctor", one.gateway.url]) == 2
+    assert "is a gateway; name its servers instead" in capsys.readouterr().out
