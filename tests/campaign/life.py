@@ -150,7 +150,7 @@ class Life:
             await self.calls.call("open", self.scheduler.__aenter__())
         # Unsaved launches of a process do not count as launched.
         trial.records.launched &= self.scheduler.state.in_flight.rollouts.keys()
-        if not self.scheduler.state.resumed and self.number:
+        if not self.scheduler.state.restored and self.number:
             self.note("nothing had been saved: the run starts from the beginning")
             trial.records.__init__()
             self.trainer.may_acknowledge.clear()

@@ -101,7 +101,7 @@ def test_it_has_every_public_name_of_the_other():
     # What the fronts of a scheduler ask, and a trainer does not.
     fronts = {"acknowledge", "hand_back", "hold", "last_refit", "offered", "restores", "saved"}
     fronts |= {"store_error", "stored", "suspect_weights", "take", "trainer_has", "trust_weights"}
-    fronts |= {"withdraw"}
+    fronts |= {"republish_with", "withdraw"}
     assert public(aprilsched.RolloutScheduler) - fronts <= public(blocking.RolloutScheduler)
 
 

@@ -136,8 +136,6 @@ def test_every_metric_that_has_no_panel_is_a_detail_of_one_that_has():
         "aprilsched_engine_slots",
         "aprilsched_engine_state",
         "aprilsched_engine_version",
-        "aprilsched_gateway_request_seconds",
-        "aprilsched_gateway_requests_total",
         "aprilsched_rollouts_delivered_total",
         "aprilsched_rollouts_launched_total",
         "aprilsched_rollouts_regenerated_total",
@@ -168,3 +166,11 @@ def test_a_histogram_counts_what_is_not_above_an_edge():
     held = histogram.held()
     assert held.counts == [("1.0", 2), ("2.0", 4), ("+Inf", 6)]
     assert held.sum == 16.5
+
+
+def test_the_alerts_use_metrics_that_exist():
+    text = (Path(__file__).parents[2] / "deploy/alerts.yaml").read_text(encoding="utf-8")
+    names = set(re.findall(r"aprilsched_[a-z_]+(?=\{)", text))
+    assert len(names) == 3
+    assert names <= EXPOSED.keys()
+    assert text.count("- alert: ") == 5

@@ -24,6 +24,7 @@ from aprilsched.errors import EngineRejected, EngineUnreachable
 from aprilsched.kernel.engines.base import Chunk
 from aprilsched.kernel.engines.control import graph_requests
 from aprilsched.kernel.engines.http import HttpLimits
+from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.values.capabilities import Capabilities, Reservation
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import CHECKS, PROMPT, EndedTooSoon, OtherTokens, Subject, until
@@ -84,6 +85,18 @@ async def test_requests_of_other_clients_are_left_alone(server: SimServer):
     assert (found["tokens"], found["abort"]) == ("pass", "pass")
     left_out = {f.check for f in findings if "requests of other clients are on it" in f.seen}
     assert {"idle", "pause retract", "flush after retract", "hanging up"} <= left_out
+
+
+async def test_an_idle_server_with_an_owner_is_not_paused(
+    server: SimServer, monkeypatch: pytest.MonkeyPatch
+):
+    async def is_claimed_by_another(_: SGLangEngine) -> bool:
+        return False
+
+    monkeypatch.setattr(SGLangEngine, "claim", is_claimed_by_another)
+    findings = await examine(server.url, rows=rows("tokens", "pause retract", "self-check"))
+    assert statuses(findings) == {"tokens": "pass", "pause retract": "warn", "self-check": "warn"}
+    assert "owns it" in findings[-1].seen
 
 
 async def test_a_server_that_another_client_paused_stays_paused(server: SimServer):

@@ -9,7 +9,7 @@ import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -431,6 +431,38 @@ async def test_engines_keep_an_update_that_was_not_saved():
     async with scheduler(_Behind(store), fleet=fleet) as rollouts:
         assert rollouts.version == 1
         await rollouts.next_batch()
+
+
+@pytest.mark.parametrize("end", ["killed", "save fails", "refused"])
+async def test_a_run_without_an_update_publishes_after_a_restart(
+    end: str, caplog: pytest.LogCaptureFixture
+):
+    store, fleet = MemoryStore(), SimFleet(2, stream_interval=8)
+    async with scheduler(None, fleet=fleet) as earlier:
+        await earlier.update_weights(SimPublisher(), version=34)
+
+    if end == "refused":
+        fleet.engines[1].crash()
+        await fleet.engines[1].restart()
+        with pytest.raises(ConfigError, match="different policy versions"):
+            await to_the_end(store, fleet=fleet)
+    else:
+        with suppress(OSError):
+            async with scheduler(store, fleet=fleet):
+                await asyncio.sleep(2)
+                if end == "save fails":
+                    raise OSError("disk full")
+    caplog.clear()
+    async with scheduler(store, fleet=fleet) as rollouts:
+        assert not rollouts.state.resumed
+        assert any("of an earlier run" in message for message in caplog.messages)
+        await rollouts.update_weights(SimPublisher())
+        batch = await rollouts.next_batch()
+        assert batch.version > (0 if end == "refused" else 34)
+    caplog.clear()
+    async with scheduler(store, fleet=fleet) as rollouts:
+        assert rollouts.state.resumed
+        assert not any("of an earlier run" in message for message in caplog.messages)
 
 
 # --- episodes --------------------------------------------------------------------------------

@@ -19,7 +19,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from aprilsched import SchedulerConfig, SGLangFleet
+from aprilsched.__main__ import main
 from aprilsched.agents.gateway import Gateway, GatewaySettings
+from aprilsched.agents.gateway.settings import for_clients
+from aprilsched.agents.serving import streams
 from aprilsched.agents.serving.calls import CONTROL
 from aprilsched.cli.doctor import examine
 from aprilsched.config import Health
@@ -112,15 +115,17 @@ async def test_metrics_tell_of_the_run_and_of_its_clients():
         assert (await raw.post("/generate", refused))[0] == 400
         assert (await raw.post("/generate", asked(5)))[0] == 503
         assert (await one.raw.post("/generate", asked(5)))[0] == 401
+        assert (await one.raw.get("/v1/models"))[0] == 401
+        assert (await one.raw.get("/ready"))[0] == 200
         await asyncio.gather(reader.end(), whole)
         too_long = {**asked(5), "sampling_params": {"max_new_tokens": 10**9}}
         assert "error" in (await raw.events(too_long))[-1]
         found = await figures()
         refusals = {r: n for (name, r), n in found.items() if name == "gateway_refusals_total"}
-        assert refusals == {"invalid": 2, "busy": 1, "key": 1}
+        assert refusals == {"invalid": 2, "busy": 1, "key": 2}
         answers = {r: n for (name, r), n in found.items() if name == "gateway_requests_total"}
-        assert (answers["400"], answers["401"], answers["503"]) == (1, 1, 1)
-        assert answers["200"] == found["gateway_request_seconds_count", ""] - 3
+        assert (answers["400"], answers["401"], answers["503"]) == (1, 2, 1)
+        assert answers["200"] == found["gateway_request_seconds_count", ""] - 4
         assert found["gateway_first_token_seconds_count", ""] == 2
         assert found["tokens_generated_total", ""] == 2 * LONG
         assert not any((name, "") in found for name in names[:2])
@@ -422,10 +427,55 @@ async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
         status, answer = await two.raw.post("/update_weights_from_disk", {"model_path": str(first)})
         assert (status, answer["success"]) == (200, True)
         assert answer["message"].endswith(f" Not updated, and out of use: {names[0]}.")
+        assert answer["not_updated"] == names[:1]
         await two.servers[0].restart()
-        await until(lambda: mode_of(names[0]) == "standby")
-        engines = (await two.raw.get("/server_info"))[1]["gateway"]["engines"]
-        assert [engine["mode"] for engine in engines] == ["standby", "running"]
+        await until(lambda: mode_of(names[0]) == "running")
+
+
+async def test_a_restarted_server_loads_the_folder_of_the_last_update(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder, _ = two_weights(tmp_path)
+    body = {"model_path": str(folder), "weight_version": "u1"}
+    async with front(engines=2) as two:
+        names = set(two.gateway.service.in_use)
+        assert (await two.raw.post("/update_weights_from_disk", body))[0] == 200
+        for _ in range(2):  # Both at once: nothing else would generate before the next update.
+            for server in two.servers:
+                await server.crash()
+            reader = two.stream(20)
+            await until(lambda: not two.gateway.service.in_use)
+            for server in two.servers:
+                await server.restart()
+            await until(lambda: set(two.gateway.service.in_use) == names)
+            await reader.end()
+            assert reader.last["weight_version"] == "u1"
+        assert any("is on standby, without requests" in m for m in caplog.messages)
+
+        (folder / "model.safetensors").write_text("other weights")
+        await two.servers[0].crash()
+        await until(lambda: len(two.gateway.service.in_use) == 1)
+        await two.servers[0].restart()
+        await until(lambda: any("have changed since the update" in m for m in caplog.messages))
+        assert len(two.gateway.service.in_use) == 1
+
+
+async def test_without_a_store_a_gateway_starts_with_the_newest_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder, _ = two_weights(tmp_path)
+    async with served() as old, served() as new:
+        fleet = SGLangFleet([new.url], stream_interval=INTERVAL)
+        first = Gateway(fleet, settings=GatewaySettings(port=0, drain_s=0))
+        async with first, Raw(first.url) as raw:
+            body = {"model_path": str(folder)}
+            assert (await raw.post("/update_weights_from_disk", body))[0] == 200
+        fleet = SGLangFleet([old.url, new.url], stream_interval=INTERVAL)
+        async with Gateway(fleet, settings=GatewaySettings(port=0, drain_s=0)) as second:
+            assert second.service.in_use == [new.url.removeprefix("http://")]
+            assert any("on standby, without requests" in m for m in caplog.messages)
+            async with Raw(second.url) as raw:
+                await raw.done("/generate", asked(5))
 
 
 @pytest.mark.parametrize("wait_s", [0, 600])
@@ -480,6 +530,73 @@ async def test_without_engines_requests_wait_and_it_is_not_ready():
         await one.servers[0].restart()
         await reader.end()
         assert len(reader.ids) == LONG
+
+
+async def test_an_idle_server_that_ends_is_noticed():
+    async with front(engines=2) as two:
+        for server in two.servers:
+            await server.crash()
+        await until(lambda: not two.gateway.service.in_use)
+        assert (await two.raw.get("/ready"))[0] == 503
+
+
+async def test_control_calls_without_a_server_are_refused_at_once(tmp_path: Path):
+    folder, _ = two_weights(tmp_path)
+    async with front() as one:
+        await one.servers[0].crash()
+        await until(lambda: not one.gateway.service.in_use)
+        for path, body in (
+            ("/update_weights_from_disk", {"model_path": str(folder)}),
+            ("/pause_generation", {"mode": "retract"}),
+            ("/begin_weight_update", {}),
+        ):
+            status, answer = await one.raw.post(path, body)
+            assert (status, answer["error"]["message"][:17]) == (503, "No server answers")
+        await one.servers[0].restart()
+        await one.raw.done("/generate", asked(5))
+
+
+async def test_a_silent_stream_is_kept_open(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streams, "PING_S", 0.02)
+    async with front() as one:
+        assert (await one.raw.post("/pause_generation", {"mode": "retract"}))[0] == 200
+        async with one.raw.session.post("/generate", json={**asked(5), "stream": True}) as answer:
+            assert answer.headers["X-Accel-Buffering"] == "no"
+            for _ in range(3):
+                assert (await answer.content.readline()).startswith(b": ")
+                await answer.content.readline()
+            assert (await one.raw.post("/continue_generation", {}))[0] == 200
+            *_, done = [line async for line in answer.content if line.startswith(b"data: ")]
+            assert done == b"data: [DONE]\n"
+
+
+async def test_the_log_the_answer_and_a_header_have_one_id(
+    one: Front, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level("INFO", "aprilsched"):
+        async with one.raw.session.post("/generate", json=asked(5)) as answer:
+            name = (await answer.json())["meta_info"]["id"]
+            assert answer.headers["X-Request-Id"] == name
+        body = {**asked(5), "sampling_params": {"max_new_tokens": 10**9}}
+        async with one.raw.session.post("/generate", json=body) as answer:
+            assert answer.status == 400
+            refused = answer.headers["X-Request-Id"]
+    assert any(f"id={name!r}" in message for message in caplog.messages)
+    assert any("status=400" in m and f"id={refused!r}" in m for m in caplog.messages)
+    assert not [r for r in caplog.records if r.levelname == "ERROR"]
+
+
+def test_limits_of_the_fleet_replace_those_of_the_scheduler():
+    given = GatewaySettings(fleet_wait_s=0, stall_s=5)
+    health = for_clients(SchedulerConfig(), given).health
+    assert (health.fleet_wait_s, health.stall_s) == (0, 5)
+    assert for_clients(SchedulerConfig(), GatewaySettings()).health == Health()
+
+
+async def test_anthropics_api_is_refused_with_its_place(one: Front):
+    status, answer = await one.raw.post("/v1/messages", {})
+    assert status == 404
+    assert "only in sessions" in answer["error"]["message"]
 
 
 async def test_each_request_has_a_line_in_the_log(caplog: pytest.LogCaptureFixture):
@@ -646,3 +763,8 @@ async def test_the_doctor_finds_nothing_wrong_with_it(tmp_path: Path, text: bool
         assert [finding for finding in findings.values() if finding.status == "fail"] == []
         warned = {name for name, finding in findings.items() if finding.status == "warn"}
         assert warned == {"refit by its logprobs"}
+
+
+async def test_the_doctor_command_refuses_a_gateway(one: Front, capsys: pytest.CaptureFixture[str]):
+    assert await asyncio.to_thread(main, ["doctor", one.gateway.url]) == 2
+    assert "is a gateway; name its servers instead" in capsys.readouterr().out

@@ -25,6 +25,7 @@ from aprilsched.testing.contract import until
 from aprilsched.types import Prompt
 from tests.support.gateway import LONG, Front, Reader, spans
 from tests.support.sim_http import INTERVAL, Raw, asked, served, two_weights
+from tests.support.tiny_tokenizer import bytes_tokenizer
 
 
 @pytest.fixture
@@ -210,6 +211,24 @@ async def test_a_damaged_file_of_labels_is_refused(server: SimServer, tmp_path: 
     with pytest.raises(StoreError, match="remove the file"):
         async with gateway(server, tmp_path / "store"):
             pass
+
+
+async def test_a_restarted_gateway_reloads_the_folder_and_its_tokenizer(
+    server: SimServer, tmp_path: Path
+):
+    folder, _ = two_weights(tmp_path)
+    model = bytes_tokenizer(tmp_path / "model")
+    store = tmp_path / "store"
+    async with gateway(server, store, tokenizer=model) as one:
+        body = {"model_path": str(folder), "weight_version": "u1"}
+        assert (await one.raw.post("/update_weights_from_disk", body))[0] == 200
+    await server.crash()
+    await server.restart()
+    async with gateway(server, store) as again:
+        await until(lambda: bool(again.gateway.service.in_use))
+        assert again.gateway.service.label == "u1"
+        assert again.gateway.service.model_path == str(folder)
+        assert (await again.raw.post("/tokenize", {"prompt": "the"}))[0] == 200
 
 
 async def test_a_failing_store_does_not_stop_the_gateway(

@@ -92,6 +92,7 @@ def test_a_lost_engine_is_back_at_the_fleets_version(caplog: pytest.LogCaptureFi
     text = [record.getMessage() for record in caplog.records]
     assert text == [
         "engine sim-1 is out of use: its machine burnt",
+        "engine sim-1 has version 0 and is on standby, without requests, until the next update",
         "engine sim-1 takes part again, at version 2",
     ]
 

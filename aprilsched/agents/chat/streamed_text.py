@@ -25,6 +25,9 @@ class Texts:
         folder: the model's tokenizer; None takes the folder of the engines' model, if this machine
             can read it.
         response_template: see :func:`~aprilsched.agents.chat.tokenizer.load_tokenizer`.
+
+    Attributes:
+        folder: the folder of the loaded tokenizer; empty without one.
     """
 
     def __init__(self, folder: Path | None = None, response_template: Path | None = None) -> None:
@@ -32,9 +35,10 @@ class Texts:
         self._template = response_template
         self._tokenizer: ModelTokenizer | None = None
         self._why_not = "the gateway is not started"
+        self.folder = ""
 
-    async def open(self, model_path: str) -> None:
-        """Load the tokenizer; `model_path` is the engines' model.
+    async def open(self, *folders: str) -> None:
+        """Load the tokenizer from the first of `folders` that has one, unless one is configured.
 
         Raises:
             ConfigError: if the configured tokenizer cannot be used. The tokenizer of the engines'
@@ -42,17 +46,22 @@ class Texts:
         """
         if self._tokenizer is not None:
             return
-        folder = Path(model_path) if self._folder is None else self._folder
-        if self._folder is None and not model_path:
+        found = [Path(each) for each in folders if each] if self._folder is None else [self._folder]
+        if not found:
             self._why_not = "the engines report no folder of their model"
-            return
-        try:
-            self._tokenizer = await asyncio.to_thread(load_tokenizer, folder, self._template)
-        except ConfigError as error:
-            if self._folder is not None or self._template is not None:
-                raise
-            self._why_not = str(error)
-            log.info("the gateway takes no text: %s", error)
+        for folder in found:
+            try:
+                self._tokenizer = await asyncio.to_thread(load_tokenizer, folder, self._template)
+                self.folder = str(folder)
+                return
+            except ConfigError as error:
+                if self._folder is not None or (self._template is not None and folder is found[-1]):
+                    raise
+                self._why_not = str(error)
+        log.warning(
+            "the gateway takes no text, and chats get 400: %s; start it with --tokenizer PATH",
+            self._why_not,
+        )
 
     @property
     def there(self) -> bool:

@@ -23,6 +23,7 @@ from aprilsched.agents.gateway.updates import (
     handles,
     join_group,
     leave_group,
+    stamp_of,
 )
 from aprilsched.agents.serving.calls import BroadcastBody, DiskBody, JoinBody, PauseMode, TensorBody
 from aprilsched.agents.serving.refusals import Unavailable
@@ -166,13 +167,21 @@ class ControlCalls:
         return not control.engines and bool(control.standby) and state.weights.update is None
 
     def _not_updated(self, failed: Iterable[str] = ()) -> str:
-        """Return the end of a sentence that names the engines an update has not reached.
+        """Return the names of the engines that an update has not reached, joined by commas.
 
         These have `failed` or were lost before. Empty if the update has reached all.
         """
         lost = {name for name in self.names if self.mode_of(name) == "lost"}
-        missed = ", ".join(sorted(lost.union(failed)))
-        return f" Not updated, and out of use: {missed}." if missed else ""
+        return ", ".join(sorted(lost.union(failed)))
+
+    def _check_servers(self) -> None:
+        """Refuse a call that would wait for a server.
+
+        Raises:
+            Unavailable: if no server answers.
+        """
+        if not any(self._scheduler.state.fleet.control.all()):
+            raise Unavailable("No server answers, so nothing was done; send the call again later.")
 
     async def abort(self, rid: str) -> None:
         """End a response; see :meth:`Responses.abort`."""
@@ -202,10 +211,15 @@ class ControlCalls:
 
         Raises:
             TimeoutError: if an engine is not paused in time. The pause still holds.
+            Unavailable: if no server answers.
         """
         if mode == "abort":
             self._responses.abort_all()
-        return self._hold()
+        return self._pause()
+
+    async def _pause(self) -> None:
+        self._check_servers()
+        await self._hold()
 
     async def resume(self) -> None:
         """End the pause; returns when every engine in use generates again.
@@ -284,7 +298,10 @@ class ControlCalls:
                 "Another update is open, whose weights come in calls; end it with "
                 "/update_weight_version or /continue_generation."
             )
-        report = await self._update(FromDisk(body.model_path), body.weight_version)
+        stamp = await asyncio.to_thread(stamp_of, body.model_path)
+        report = await self._update(
+            FromDisk(self._labels), body.weight_version, body.model_path, stamp
+        )
         self.model_path = body.model_path
         return self._not_updated(report.quarantined)
 
@@ -371,6 +388,7 @@ class ControlCalls:
     def _open_update(self) -> _Open:
         """Return the open update, or start one."""
         if self._open is None or self._open.task.done():
+            self._check_servers()
             version, weights = self._scheduler.version + 1, FromCalls()
             task = asyncio.create_task(
                 self._scheduler.update_weights(
@@ -395,9 +413,12 @@ class ControlCalls:
             opened.weights.end()
         return await self._explained(asyncio.shield(opened.task))
 
-    async def _update(self, publisher: WeightPublisher, label: str | None) -> RefitReport:
+    async def _update(
+        self, publisher: WeightPublisher, label: str | None, folder: str = "", stamp: str = ""
+    ) -> RefitReport:
+        self._check_servers()
         version = self._scheduler.version + 1
-        await self._name(version, label)
+        await self._name(version, label, folder, stamp)
         # With a store, a response is kept until its client has read it, whatever loads before that.
         return await self._explained(
             self._scheduler.update_weights(
@@ -414,13 +435,14 @@ class ControlCalls:
                 raise
             raise RefitError(f"{error} {_STRANDED}") from error
 
-    async def _name(self, version: int, label: str | None) -> None:
+    async def _name(
+        self, version: int, label: str | None, folder: str = "", stamp: str = ""
+    ) -> None:
         """Label a version before it is loaded, because its tokens may arrive at once."""
         if label is not None:
             Labels.check(label)
-        await asyncio.to_thread(
-            self._labels.name, version, str(version) if label is None else label
-        )
+        label = str(version) if label is None else label
+        await asyncio.to_thread(self._labels.name, version, label, folder, stamp)
 
     async def close(self) -> None:
         """Cancel the open calls and the open update, so that partial weights are never in use."""

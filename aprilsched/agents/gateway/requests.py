@@ -73,6 +73,8 @@ def answer_in(dialect: type[Dialect]) -> Handler:
         group = request.headers.get(GROUP_HEADER)
         asked_for = _new_responses(service, asked, inputs, fields, group, answer_name)
         with service.admission.open(asked_for) as responses:
+            if dialect.is_native and len(responses) == 1:
+                REQUEST_ID.set(responses[0].rid)  # The id in its answer.
             repeated = [each for each in inputs for _ in range(asked.n)]
             readings = [
                 Reading(
@@ -98,7 +100,7 @@ def answer_in(dialect: type[Dialect]) -> Handler:
                 service.clients.streams += 1
                 try:
                     items = _items(service, asked, answer, readings)
-                    return await send_stream(request, items)
+                    return await send_stream(request, items, dialect.ping)
                 finally:
                     service.clients.streams -= 1
             async with aclosing(parts_of(readings)) as parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +15,10 @@ from aiohttp.typedefs import Handler
 from aprilsched.agents.dialects.openai import Chats, Completions
 from aprilsched.agents.dialects.sglang import Generate
 from aprilsched.agents.gateway.requests import REQUEST_ID, answer_in
-from aprilsched.agents.gateway.service import SERVICE, Service
+from aprilsched.agents.gateway.service import SERVICE, Service, UnknownModel
 from aprilsched.agents.gateway.settings import GatewaySettings
 from aprilsched.agents.serving.bodies import Bodies, body_of
-from aprilsched.agents.serving.calls import Route, make_app
+from aprilsched.agents.serving.calls import FREE, Route, make_app
 from aprilsched.agents.serving.listener import Listener
 from aprilsched.agents.serving.refusals import Refused, as_json
 from aprilsched.errors import AprilschedError, MissingExtra
@@ -92,6 +93,7 @@ class Gateway:
                 outermost=[_note_request],
             )
             app[SERVICE] = self.service
+            app.on_response_prepare.append(_send_id)
             await self._listener.open(app)
             if self._keys == (None, None) and self._listener.reachable:
                 log.warning(
@@ -156,12 +158,18 @@ async def _note_request(request: web.Request, handler: Handler) -> web.StreamRes
         )
 
 
+async def _send_id(_: web.BaseRequest, answer: web.StreamResponse) -> None:
+    """Send the id that the log has, if it can be a header."""
+    if re.fullmatch("[!-~]{2,256}", name := REQUEST_ID.get()):
+        answer.headers["X-Request-Id"] = name
+
+
 async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     answer = await handler(request)
     if answer.status == web.HTTPServiceUnavailable.status_code:
         answer.headers["Retry-After"] = str(request.app[SERVICE].admission.retry_s)
     # A readiness probe is not a request that could be refused.
-    if answer.status >= web.HTTPBadRequest.status_code and request.method == "POST":
+    if answer.status >= web.HTTPBadRequest.status_code and request.path not in FREE:
         request.app[SERVICE].refused(answer.status)
     return answer
 
@@ -240,6 +248,11 @@ async def workers(request: web.Request) -> web.Response:
     return as_json({"workers": [worker], "total": 1})
 
 
+async def messages(_: web.Request) -> web.Response:
+    """POST /v1/messages: refused with the place where Anthropic's API is."""
+    raise UnknownModel("Anthropic's API is only in sessions, not here; send /v1/chat/completions.")
+
+
 _REQUESTS: Sequence[Route] = (
     ("POST", "/generate", answer_in(Generate)),
     ("POST", "/tokenize", tokenize),
@@ -248,6 +261,7 @@ _REQUESTS: Sequence[Route] = (
     ("POST", "/v1/detokenize", detokenize),
     ("POST", "/v1/completions", answer_in(Completions)),
     ("POST", "/v1/chat/completions", answer_in(Chats)),
+    ("POST", "/v1/messages", messages),
     ("GET", "/workers", workers),
     ("GET", "/metrics", metrics),
 )

@@ -23,7 +23,7 @@ from aprilsched.agents.gateway.control import ControlCalls, cancel_all
 from aprilsched.agents.gateway.labels import Labels
 from aprilsched.agents.gateway.responses import Responses
 from aprilsched.agents.gateway.settings import GatewaySettings, for_clients
-from aprilsched.agents.gateway.updates import ranks_of
+from aprilsched.agents.gateway.updates import FromDisk, ranks_of
 from aprilsched.agents.serving.refusals import Refused
 from aprilsched.errors import AprilschedError, ConfigError, RefitError
 from aprilsched.kernel.core.config import SchedulerConfig
@@ -259,6 +259,7 @@ class Service:
         """
         self.labels.open()
         self._failed: asyncio.Future[AprilschedError] = asyncio.get_running_loop().create_future()
+        self._scheduler.republish_with(FromDisk(self.labels))
         await self._closing.enter_async_context(self._scheduler)
         for batch in self._scheduler.state.delivery.batches_again:
             # Restore it before delivery, because its client may reconnect at once.
@@ -269,11 +270,14 @@ class Service:
                 "own."
             )
         first = facts_of(self.fleet.engines[0])
+        version = self._scheduler.version
         if first is not None:
-            self.controls.model_path = first.model_path
-            if self._scheduler.version not in self.labels:
-                self.labels.name(self._scheduler.version, first.label)
-        await self.texts.open(self.model_path)
+            # The first engine may be on standby with other weights.
+            self.controls.model_path = self.labels.weights(version).folder or first.model_path
+        await self.texts.open(self.model_path, self.labels.weights(version).tokenizer)
+        self.labels.tokenizer = self.texts.folder
+        if first is not None and version not in self.labels:
+            self.labels.name(version, first.label)
         if self._stored:
             self.admission.expire_later()
         self._delivering = asyncio.create_task(self._deliver(), name="aprilsched gateway")

@@ -109,6 +109,9 @@ class GatewaySettings:
     fleet_wait_s: Annotated[float, AT_LEAST_0] | None = None
     """Seconds for which requests wait while no server is left. After that they end with the reason,
     and the gateway exits; 600 if not given."""
+    stall_s: Annotated[float, AT_LEAST_1] | None = None
+    """Seconds without a token for any request of a server after which the server is lost; 60 if not
+    given."""
     reclaim_s: Annotated[float, AT_LEAST_0] = 600.0
     """Seconds after a restart for which responses of the prior process wait for their clients.
     After that, unclaimed responses are given up."""
@@ -195,10 +198,14 @@ def for_clients(config: SchedulerConfig, settings: GatewaySettings) -> Scheduler
             # One client's refused requests must not end the service for the others.
             failed_groups=_NEVER,
         ),
-        health=(
-            config.health
-            if settings.fleet_wait_s is None
-            else replace(config.health, fleet_wait_s=settings.fleet_wait_s)
+        health=replace(
+            config.health,
+            fleet_wait_s=(
+                config.health.fleet_wait_s
+                if settings.fleet_wait_s is None
+                else settings.fleet_wait_s
+            ),
+            stall_s=settings.stall_s or config.health.stall_s,
         ),
         timeouts=config.timeouts,
         save_interval_s=config.save_interval_s,

@@ -9,10 +9,14 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import logging
+import os
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, cast, runtime_checkable
 
+from aprilsched.agents.gateway.labels import Labels
 from aprilsched.agents.serving.calls import BroadcastBody, JoinBody
 from aprilsched.errors import ConfigError, EngineRejected, RefitError
 from aprilsched.kernel.engines.base import Engine
@@ -25,6 +29,8 @@ from aprilsched.kernel.engines.refit import (
 )
 from aprilsched.kernel.weights.disk import DiskEngine
 from aprilsched.kernel.weights.threads import Takers, call_each
+
+log = logging.getLogger("aprilsched")
 
 _NOT_THERE = 409
 """Status if an engine lacks a method that the call needs."""
@@ -44,12 +50,22 @@ Bucket = Callable[[Taker], Awaitable[None]]
 
 
 class FromDisk:
-    """Lets every engine load a directory, which the gateway itself need not see."""
+    """Lets every engine load a directory, which the gateway itself need not see.
+
+    An engine that rejoins loads it too, unless the gateway sees that its files have changed.
+
+    Args:
+        labels: the directory of each version.
+    """
 
     loads_whole = True
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
+    def __init__(self, labels: Labels) -> None:
+        self._labels = labels
+
+    def holds(self, version: int) -> bool:
+        """Whether the directory of `version` is known."""
+        return bool(self._labels.weights(version).folder)
 
     async def prepare(self, version: int) -> None:
         """Do nothing: the client has written the directory."""
@@ -61,8 +77,32 @@ class FromDisk:
         takers: Takers[DiskEngine] = Takers(
             engines, RefitFromDisk, "load weights from a disk", "send them in buckets"
         )
-        await takers.each(lambda engine: engine.update_from_disk(self._path, version))
+        weights = self._labels.weights(version)
+        path = Path(weights.folder)
+        names = ", ".join(engine.name for engine in engines)
+        log.info("%s loads weights label=%r folder=%s", names, weights.label, path)
+
+        async def load(engine: DiskEngine) -> None:
+            if await asyncio.to_thread(stamp_of, path) != weights.stamp:
+                raise ConfigError(
+                    f"the files in {path} have changed since the update; send "
+                    "/update_weights_from_disk again."
+                )
+            await engine.update_from_disk(path, version)
+
+        await takers.each(load)
+        for name, error in _failed(takers.outcomes).items():
+            log.error("%s has not loaded %s: %s", name, path, error)
         return takers.outcomes
+
+
+def stamp_of(path: str | Path) -> str:
+    """Return a digest of names, sizes and times of a directory's files; empty if it is not here."""
+    try:
+        found = sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns) for e in os.scandir(path))
+    except OSError:
+        return ""
+    return hashlib.sha256(repr(found).encode()).hexdigest()
 
 
 class FromCalls:

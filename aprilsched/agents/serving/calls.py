@@ -171,7 +171,7 @@ class Control(Protocol):
     """The calls that change a server.
 
     A call that fails raises an :class:`~aprilsched.errors.AprilschedError`. Updates return the
-    further fields of a successful answer, or nothing.
+    names of the engines that they have not reached, joined by commas.
     """
 
     async def carry_out(self, call: Coroutine[Any, Any, T]) -> T:
@@ -316,7 +316,10 @@ async def _answer_update(
     except AprilschedError as error:
         content = {"success": False, "message": f"Failed to update weights: {error}"}
         return as_json({**content, **more}, 400)
-    return as_json({"success": True, "message": f"{done}{missed}", **more})
+    if missed:
+        more["not_updated"] = missed.split(", ")
+        done += f" Not updated, and out of use: {missed}."
+    return as_json({"success": True, "message": done, **more})
 
 
 async def _begin_update(request: web.Request) -> web.Response:
@@ -454,6 +457,8 @@ _CONTROL: Sequence[Route] = (
     ("POST", "/init_weights_update_group", _join_group),
     ("POST", "/destroy_weights_update_group", _leave_group),
 )
+FREE = tuple(path for _, path, _ in _FREE)
+"""Paths of the probes, which need no key."""
 INFO = tuple(path for _, path, _ in (*_INFO, *_FREE))
 """Paths of the read-only calls."""
 CONTROL = tuple(dict.fromkeys(path for _, path, _ in _CONTROL))
@@ -488,7 +493,7 @@ def make_app(
         api_key=api_key,
         admin_key=admin_key,
         control={path for _, path, _ in (*_CONTROL, *control)},
-        free={path for _, path, _ in _FREE},
+        free=FREE,
     )
     app = web.Application(middlewares=[*outermost, answer_refusals, keys])
     app[BODIES] = bodies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -18,7 +18,13 @@ Item: TypeAlias = Event | bytes
 DONE = b"data: [DONE]\n\n"
 """The end of every stream."""
 
-STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8"}
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    # nginx would pass the events on at the end of the stream.
+    "X-Accel-Buffering": "no",
+}
+PING_S = 10.0
+"""Seconds after which an empty event keeps a silent stream open."""
 
 
 def frame_item(item: Item) -> bytes:
@@ -47,14 +53,34 @@ async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[t
         await asyncio.gather(*(each.aclose() for each in streams), return_exceptions=True)
 
 
-async def send_stream(request: web.Request, items: AsyncGenerator[Item]) -> web.StreamResponse:
-    """Stream `items` as the answer; close them when it ends or the client disconnects."""
+async def send_stream(
+    request: web.Request, items: AsyncGenerator[Item], ping: bytes = b""
+) -> web.StreamResponse:
+    """Stream `items` as the answer; close them when it ends or the client disconnects.
+
+    While none comes, `ping` is sent, unless it is empty.
+    """
     stream = web.StreamResponse(headers=STREAM_HEADERS)
+    loop = asyncio.get_running_loop()
+    sent_at = loop.time()
+
+    async def keep_open() -> None:
+        with suppress(ConnectionResetError):
+            while True:
+                await asyncio.sleep(PING_S)
+                if loop.time() >= sent_at + PING_S:
+                    await stream.write(ping)
+
+    pinging = asyncio.ensure_future(keep_open()) if ping else None
     try:
         await stream.prepare(request)
         async with aclosing(items):
             async for item in items:
+                sent_at = loop.time()
                 await stream.write(frame_item(item))
     except ConnectionResetError:  # The client is gone.
         pass
+    finally:
+        if pinging is not None:
+            pinging.cancel()
     return stream

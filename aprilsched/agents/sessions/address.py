@@ -29,7 +29,7 @@ from aprilsched.agents.serving.refusals import (
     answer_refusals,
     as_json,
 )
-from aprilsched.agents.serving.streams import STREAM_HEADERS
+from aprilsched.agents.serving.streams import PING_S, STREAM_HEADERS
 from aprilsched.agents.sessions.asking import ask, render_events, render_whole
 from aprilsched.errors import AprilschedError, ConfigError, EpisodeError, TurnRefused
 from aprilsched.types import Score
@@ -41,8 +41,6 @@ T = TypeVar("T")
 
 _LARGEST_BODY = 2**26
 _ALL_BODIES = 2**28
-_PING_S = 10.0
-"""Seconds after which an empty event keeps a silent stream open."""
 _LONGEST_WAIT_S = 60.0
 _GONE = 410
 _RETRY_S = 5
@@ -203,7 +201,7 @@ async def _stream(
     asking = asyncio.ensure_future(answer)
     try:
         while not asking.done():
-            await asyncio.wait([asking], timeout=_PING_S)
+            await asyncio.wait([asking], timeout=PING_S)
             if not asking.done():
                 await stream.prepare(request)
                 await stream.write(dialect.ping)

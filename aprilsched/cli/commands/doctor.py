@@ -145,8 +145,8 @@ def _examined(
 ) -> list[Finding]:
     """Return the lines of one server; a single one if it could not be examined."""
     try:
-        asked = examine(url, admin_key=admin_key, api_key=api_key, refit=refit, rows=rows)
-        return asyncio.run(asked)
+        keys = {"admin_key": admin_key, "api_key": api_key}
+        return asyncio.run(examine(url, **keys, refit=refit, rows=rows, gateways=False))
     except EngineError as error:
         finding = Finding(
             check=REACHED,

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from aprilsched.cli.doctor.server import Finding, LeftOut, Row, Server, Verdict, kept, one_line
-from aprilsched.errors import MissingExtra
+from aprilsched.errors import EngineProtocolError, MissingExtra
 from aprilsched.kernel.engines.addresses import VLLM
 from aprilsched.kernel.engines.generations import despite_cancellation
 from aprilsched.kernel.engines.http import HttpLimits
@@ -251,7 +251,8 @@ async def left_as_found(server: Server) -> Verdict:
     wrong += ["it is paused"] if paused and not server.is_paused else []
     wrong += ["requests are on it"] if server.others == 0 and not await server.is_idle() else []
     if wrong:
-        return Verdict("fail", " and ".join(wrong), "look at its log, and restart it")
+        to_do = "if no other client updates it, look at its log, and restart it"
+        return Verdict("fail", " and ".join(wrong), to_do)
     return Verdict(
         "pass", f"its label is {found!r}, and it is {'still' if paused else 'not'} paused"
     )
@@ -303,11 +304,12 @@ async def examine(
     api_key: str | None = None,
     refit: str | None = None,
     rows: Sequence[Row] = ROWS,
+    gateways: bool = True,
 ) -> list[Finding]:
     """Run every check of the server at `url`, and return the findings in the order of the table.
 
     `refit` is a folder with other weights of the model, readable by the server; an idle server is
-    refitted with them and back. `rows` replaces the table.
+    refitted with them and back. `rows` replaces the table. Without `gateways` a gateway is refused.
 
     Raises:
         EngineError: if the server cannot be reached or used, is not the program that its URL
@@ -325,6 +327,8 @@ async def examine(
     await engine.open()
     server = Server(engine, refit)
     try:
+        if engine.facts.is_gateway and not gateways:
+            raise EngineProtocolError(engine.name, "is a gateway; name its servers instead.")
         await server.look()
         found = [await row.finding(server) for row in rows]
         return [finding for finding in found if finding is not None]

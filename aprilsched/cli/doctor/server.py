@@ -80,12 +80,17 @@ class Server:
         self._may_be_paused = False
         self.is_paused = False
         """Whether another client has paused it."""
+        self.is_owned = False
+        """Whether a scheduler or gateway owns it, which would stop at a pause of this command."""
         self.others: int | None = None
         """Requests of other clients; None if the server does not report its load."""
 
     async def look(self) -> None:
         """Find out whether other clients use or have paused it, and how fast it responds."""
         self.is_paused = bool(await self.engine.is_paused())
+        if not self.is_paused:
+            self.is_owned = not await self.engine.claim()
+            await self.engine.disclaim()
         with suppress(EngineError):
             self.others = await self.requests()
             if self.others:
@@ -128,6 +133,8 @@ class Server:
             raise LeftOut("another client has paused it")
         if not alone:
             return
+        if self.is_owned:
+            raise LeftOut("a scheduler or gateway owns it; examine it before that starts")
         if self.others is None:
             raise LeftOut("it does not report whether other clients have requests on it")
         if self.others or not await self.is_idle():

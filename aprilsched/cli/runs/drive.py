@@ -281,7 +281,7 @@ class PriorRun:
         Raises:
             RunFolderError: if nothing was saved, or if the log cannot be read.
         """
-        if not state.resumed:
+        if not state.restored:
             raise RunFolderError(
                 f"{self._folder} has nothing saved that could be resumed; start a new run with "
                 f"--config {self._folder / CONFIG}."

@@ -106,6 +106,7 @@ class Facts:
             is.
         graph_requests: size of the largest batch with a CUDA graph; None if unknown.
         conservativeness: factor of what SGLang reserves for running requests; None if unknown.
+        is_gateway: whether it is a gateway of this package.
     """
 
     model_path: str
@@ -118,6 +119,7 @@ class Facts:
     own_draft: bool = False
     graph_requests: int | None = None
     conservativeness: float | None = None
+    is_gateway: bool = False
 
 
 def graph_requests(config: Any, *path: str, ranks: int) -> int | None:

@@ -6,11 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Callable
 from contextlib import aclosing
 
 from aprilsched.errors import AprilschedError
 from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.messages.events import EngineInfo, EngineJoined, EngineLost
+from aprilsched.kernel.core.messages.events import EngineInfo, EngineLost
 from aprilsched.kernel.engines.base import Engine, Fleet, WatchesMembership
 from aprilsched.kernel.shell.handback import HandBack
 from aprilsched.kernel.shell.opening import examine
@@ -24,9 +25,16 @@ class Membership(Part):
     """Keeps the session's engines equal to the fleet's."""
 
     def __init__(
-        self, shell: Shell, *, fleet: Fleet, readmission: Readmission, hand_back: HandBack
+        self,
+        shell: Shell,
+        *,
+        fleet: Fleet,
+        readmission: Readmission,
+        hand_back: HandBack,
+        join: Callable[[EngineInfo], None],
     ) -> None:
         super().__init__(shell)
+        self._joined = join
         self._fleet = fleet
         self._readmission = readmission
         self._hand_back = hand_back
@@ -65,7 +73,7 @@ class Membership(Part):
             log.warning("engine %s joined but does not work yet: %s", engine.name, error)
             self._readmission.expect(engine.name)
         else:
-            self._feed(EngineJoined(info=info))
+            self._joined(info)
 
 
 _FIRST_S = 1.0
@@ -84,8 +92,11 @@ class Readmission(Part):
     This is a circuit breaker for each engine: a lost engine is open, a try is half open.
     """
 
-    def __init__(self, shell: Shell, hand_back: HandBack) -> None:
+    def __init__(
+        self, shell: Shell, hand_back: HandBack, join: Callable[[EngineInfo], None]
+    ) -> None:
         super().__init__(shell)
+        self._join = join
         self._losses: Counter[str] = Counter()
         """Number of consecutive losses soon after a readmission, by engine."""
         self._back_at: dict[str, float] = {}
@@ -130,7 +141,7 @@ class Readmission(Part):
             else:
                 self._back_at[name] = asyncio.get_running_loop().time()
                 del self._watching[name]
-                self._feed(EngineJoined(info=info))
+                self._join(info)
                 return
 
     async def _try(self, name: str) -> EngineInfo:

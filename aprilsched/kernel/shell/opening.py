@@ -33,12 +33,14 @@ async def check_engines(
     *,
     resumed: bool = False,
     trusted: bool = False,
+    takes_newest: bool = False,
 ) -> Opened:
     """Check and flush all engines, and describe them for the core.
 
     In a `resumed` run an engine may have any version, or inconsistent weights. An engine without
-    the run's own version waits for a refit. In a fresh run labelled weights are logged, because
-    they come from an earlier run, unless the trainer labels them itself (`trusted`).
+    the run's own version waits for a refit. Labelled weights are logged, because they come from an
+    earlier run, unless this run has published them or the trainer labels them itself (`trusted`).
+    With `takes_newest` a fresh run takes the newest version, and other engines wait for a refit.
 
     Raises:
         ConfigError: if the engines have different policy versions, or if an engine cannot do what
@@ -56,7 +58,7 @@ async def check_engines(
     # harmless.
     await asyncio.gather(*(engine.resume() for engine in engines))
     versions = await asyncio.gather(*(_version(engine, resumed) for engine in engines))
-    if len(set(versions)) > 1 and not resumed:
+    if len(set(versions)) > 1 and not (resumed or takes_newest):
         found = ", ".join(f"{e.name} has {v}" for e, v in zip(engines, versions, strict=True))
         raise ConfigError(
             f"the engines have different policy versions ({found}); restart them, or load one "
@@ -70,7 +72,7 @@ async def check_engines(
             ", ".join(tiered[:SHOWN]),
             ", …" if len(tiered) > SHOWN else "",
         )
-    if not (resumed or trusted):
+    if not trusted:
         _log_labels(engines, versions)
     # Before the first pause, which stops the requests of others, and after which SGLang's figures
     # are old.

@@ -27,13 +27,16 @@ from aprilsched.kernel.shell.session import Session
 from aprilsched.kernel.shell.updates import Updates
 from aprilsched.kernel.shell.work import Work
 from aprilsched.kernel.store.in_memory import Store
-from aprilsched.kernel.weights.publisher import WeightPublisher
+from aprilsched.kernel.weights.publisher import RepublishingPublisher, WeightPublisher
 from aprilsched.observe.figures.alignment import alignment_of
 from aprilsched.observe.figures.run_figures import AlignmentFigures
 from aprilsched.planning import Planner
 from aprilsched.types import Batch, Prompt
 
 log = logging.getLogger("aprilsched")
+
+_NEVER = 2**31 - 1
+"""`failed_groups` of a scheduler that no number of failed groups ends, such as a gateway's."""
 
 
 class SchedulerOptions(TypedDict, total=False):
@@ -120,6 +123,10 @@ class RolloutScheduler(AsyncScheduler):
             episode=episode,
             feed=self._feed,
             rejections=lambda: self.state.prompts.consecutive_rejections,
+            # The client of an endless service gets the refusal itself.
+            refusal_level=logging.INFO
+            if self.config.retries.failed_groups >= _NEVER
+            else logging.ERROR,
         )
         self._session = Session(
             fleet=fleet,
@@ -305,6 +312,13 @@ class RolloutScheduler(AsyncScheduler):
         """Say, before the scheduler is opened, that the weights in the engines are the trainer's,
         whatever their label, so that a label is not reported as one of an earlier run."""
         self._session.weights_trusted = True
+
+    def republish_with(self, publisher: RepublishingPublisher) -> None:
+        """Set, before the scheduler is opened, the publisher of the version that its store has.
+
+        If it holds that version, engines without it load it at once instead of waiting for an
+        update."""
+        self._session.refits.publisher = publisher
 
     def hold(self, *, held: bool) -> None:
         """Pause the engines with the requests inside them, or let them generate again."""

@@ -19,7 +19,9 @@ from aprilsched.kernel.core.config import Caller, SchedulerConfig
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
+from aprilsched.kernel.core.messages.events import EngineInfo
 from aprilsched.kernel.core.scheduler import Scheduler
+from aprilsched.kernel.core.state.engine_control import Mode
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.engines.base import Engine, Fleet
 from aprilsched.kernel.engines.refit import RefitElsewhere
@@ -47,6 +49,7 @@ from aprilsched.kernel.shell.waits import Waits
 from aprilsched.kernel.shell.watches import Claims, Watch, ask_load, ask_version
 from aprilsched.kernel.shell.work import Work
 from aprilsched.kernel.store.in_memory import Store
+from aprilsched.kernel.weights.publisher import RepublishingPublisher
 from aprilsched.planning import Planner
 
 log = logging.getLogger("aprilsched")
@@ -93,12 +96,18 @@ class Session:
         self._hand_back = HandBack(
             shell, attempts=self.attempts, controls=self._controls, refits=self.refits
         )
-        self._readmission = Readmission(shell, self._hand_back)
+        self._readmission = Readmission(shell, self._hand_back, self._join_engine)
         self._membership = Membership(
-            shell, fleet=fleet, readmission=self._readmission, hand_back=self._hand_back
+            shell,
+            fleet=fleet,
+            readmission=self._readmission,
+            hand_back=self._hand_back,
+            join=self._join_engine,
         )
         knows = self.state.fleet.control.of
-        self._claims = Claims(shell, knows=knows, taken=self._end_taken)
+        self._claims = Claims(
+            shell, knows=knows, taken=self._end_taken, idles=self._idles, gone=self._lose_idle
+        )
         self._version_watch = Watch(shell, self._ask_version)
         self._load_watch = Watch(shell, partial(ask_load, every=config.dispatch.migrate))
         self._planning = Planning(shell, planner)
@@ -161,7 +170,11 @@ class Session:
         except BaseException:
             await self.durability.close()
             raise
-        opened = replace(opened, adopt=adopt)
+        publisher, version = self.refits.publisher, self.state.weights.versions.trainer
+        held = isinstance(publisher, RepublishingPublisher) and publisher.holds(version)
+        if held:
+            self.refits.keep_publisher()
+        opened = replace(opened, adopt=adopt, republishable=held and self.state.restored)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._main = asyncio.create_task(self._run(opened, ready), name="aprilsched")
         try:
@@ -190,8 +203,12 @@ class Session:
             return await check_engines(
                 self._fleet.engines,
                 self.config,
-                resumed=self.state.resumed or self.weights_unknown,
-                trusted=self.weights_trusted or self.config.follow_weights,
+                resumed=self.state.restored or self.weights_unknown,
+                trusted=self.weights_trusted
+                or self.weights_unknown
+                or self.config.follow_weights
+                or self.state.resumed,
+                takes_newest=self.weights_trusted,
             )
         except BaseException:
             try:
@@ -238,6 +255,8 @@ class Session:
                 tasks.run_in(group)
                 self._start()
                 self.feed(opened)
+                for info in opened.engines:
+                    self._log_standby(info)
                 ready.set_result(None)
                 self._work.say_opened()
                 try:
@@ -378,6 +397,15 @@ class Session:
         )
         self._tasks.fail(error)
 
+    def _idles(self, engine: str) -> bool:
+        """Whether neither a request nor an update would show that an engine has ended."""
+        control = self.state.fleet.control.of(engine)
+        idle = not self.state.in_flight.open[engine] and self.state.weights.update is None
+        return idle and control is not None and control.mode is Mode.RUNNING
+
+    def _lose_idle(self, engine: str, cause: str) -> None:
+        self.feed(ev.EngineLost(engine=engine, cause=cause))
+
     def _want_update(self, command: facts.UpdateWanted) -> None:
         error = wants_update(command.engines, command.version, command.base)
         self.waits.refuse(error, batch=command.batch, evaluations=command.evaluations)
@@ -390,6 +418,22 @@ class Session:
         else:
             self._hand_back.start(self.engines[command.engine])
         self._readmission.lost(command)
+
+    def _join_engine(self, info: EngineInfo) -> None:
+        self.feed(ev.EngineJoined(info=info))
+        self._log_standby(info)
+
+    def _log_standby(self, info: EngineInfo) -> None:
+        weights = self.state.weights
+        if info.name in self.state.fleet.control.standby:
+            log.warning(
+                "engine %s has version %s and is on standby, without requests, until %s",
+                info.name,
+                info.version,
+                f"it has loaded version {weights.versions.trainer}"
+                if weights.republishable
+                else "the next update",
+            )
 
     def _admit_engine(self, command: facts.EngineAdmitted) -> None:
         log.warning("engine %s takes part again, at version %d", command.engine, command.version)

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from aprilsched.errors import EngineError, InconsistentWeights
+from aprilsched.errors import EngineError, EngineUnreachable, InconsistentWeights
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.engines.base import CLAIM_INTERVAL_S, Claimable, Engine, TellsPause
 from aprilsched.kernel.engines.load import EngineLoad, ReportsLoad
@@ -85,14 +85,26 @@ def load_seen(engine: str, load: EngineLoad) -> ev.LoadSeen | None:
 
 class Claims(Part):
     """Renews the claims on the engines that the core has (`knows`); an engine that joins is claimed
-    on joining. `taken` is called with the name of an engine whose claim is lost."""
+    on joining. `taken` is called with the name of an engine whose claim is lost.
+
+    Engines that are idle (`idles`) are asked for their version too, because no request would show
+    that one has ended; `gone` is called with its name.
+    """
 
     def __init__(
-        self, shell: Shell, *, knows: Callable[[str], object], taken: Callable[[str, str], None]
+        self,
+        shell: Shell,
+        *,
+        knows: Callable[[str], object],
+        taken: Callable[[str, str], None],
+        idles: Callable[[str], bool],
+        gone: Callable[[str, str], None],
     ) -> None:
         super().__init__(shell)
         self._knows = knows
         self._taken = taken
+        self._idles = idles
+        self._gone = gone
 
     async def run(self) -> None:
         while True:
@@ -103,8 +115,19 @@ class Claims(Part):
                 # Each alone, because a server that loads weights answers afterwards.
                 if not self._tasks.running(("claim", name)):
                     self._tasks.start(("claim", name), self._renew(name, engine))
+                if self._idles(name) and not self._tasks.running(("claim", name, "idle")):
+                    self._tasks.start(("claim", name, "idle"), self._ask_idle(engine))
 
     async def _renew(self, name: str, engine: Claimable) -> None:
         with suppress(EngineError):
             if not await engine.claim():
                 self._taken(name, "is claimed by another scheduler or gateway")
+
+    async def _ask_idle(self, engine: Engine) -> None:
+        try:
+            await engine.version()
+        except EngineUnreachable as error:
+            if self._idles(engine.name):
+                self._gone(engine.name, str(error))
+        except EngineError:
+            pass

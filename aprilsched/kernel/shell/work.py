@@ -19,7 +19,7 @@ from aprilsched.kernel.core.config import RewardScope
 from aprilsched.kernel.core.messages import commands as do
 from aprilsched.kernel.core.messages import events as ev
 from aprilsched.kernel.core.messages import facts
-from aprilsched.kernel.core.state.ledger import Reason
+from aprilsched.kernel.core.state.ledger import REFUSED, Reason
 from aprilsched.kernel.shell.callbacks import (
     Accept,
     CallbackRunner,
@@ -73,6 +73,7 @@ class Work:
         episode: Episode | None,
         feed: Callable[[ev.Event], None],
         rejections: Callable[[], int],
+        refusal_level: int = logging.ERROR,
     ) -> None:
         if reward is not None and scope == "group":
             check_callable('reward with reward_scope="group"', reward, "group")
@@ -88,6 +89,7 @@ class Work:
         self._accept = accept
         self._episode = episode
         self._feed = feed
+        self._refusal_level = refusal_level
         self._rejections = rejections
         """Number of groups that `accept` has rejected in a row before this one."""
         self._runner = CallbackRunner()
@@ -208,7 +210,8 @@ class Work:
         failed = reason not in _EXPECTED and not cause.startswith(_NOTED)
         # Causes of one kind differ in ids, counts and names of engines.
         if failed and self._failures.first(reason, re.sub(r"\d+", "", cause)):
-            log.error(
+            log.log(
+                self._refusal_level if cause.startswith(REFUSED) else logging.ERROR,
                 "%s %s: %s; later failures of this kind are only counted",
                 what,
                 reason,

@@ -61,11 +61,12 @@ class Opened(Event, frozen=True):
     engines may have another version than the run.
 
     `adopt`: if all engines have one version that is newer than the resumed run's, the run takes it
-    over.
+    over. `republishable`: the run's version can be published again.
     """
 
     engines: tuple[EngineInfo, ...]
     adopt: bool = True
+    republishable: bool = False
 
 
 class BatchRequested(Event, frozen=True):

@@ -27,21 +27,23 @@ from aprilsched.kernel.core.steps.turns import take_back
 
 
 def on_opened(state: SchedulerState, event: ev.Opened) -> None:
-    if not state.resumed:
-        _start(state.weights, event.engines[0].version or 0)
+    version = state.weights.versions.trainer
+    if not state.restored:
+        _start(state.weights, max(engine.version or 0 for engine in event.engines))
     elif event.adopt and state.weights.adapter is None:
         _adopt(state.weights, {engine.version for engine in event.engines})
+    state.weights.republishable = event.republishable and version == state.weights.versions.trainer
     state.out.tell(
         facts.RunOpened(
             engines=event.engines,
             version=state.weights.versions.trainer,
-            resumed=state.resumed,
+            resumed=state.restored,
             siblings=state.in_flight.siblings,
             pace=state.config.first_pace,
             batches=state.in_flight.counters.batches,
         )
     )
-    if state.resumed and state.config.pace == "auto":
+    if state.restored and state.config.pace == "auto":
         # The log of the previous run may end before the fact that records the pace.
         tell_schedule(state.plan, state.out, kept=True)
     for engine in event.engines:
@@ -51,7 +53,7 @@ def on_opened(state: SchedulerState, event: ev.Opened) -> None:
         _join(state, engine, standby=standby)
         if not standby:
             state.weights.versions.note(engine.name, engine.version)
-    if state.resumed:
+    if state.restored:
         call_again(state)
 
 

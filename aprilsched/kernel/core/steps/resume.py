@@ -129,7 +129,9 @@ def restore(state: SchedulerState, saved: Saved) -> None:
         release_all(state.in_flight)
     if saved.run.target_groups:
         retarget(state)
-    state.resumed = True
+    state.restored = True
+    # Until then the engines may have the weights of another run.
+    state.resumed = saved.run.counters.updates > 0
 
 
 def call_again(state: SchedulerState) -> None:

@@ -102,6 +102,7 @@ async def probe(asked: Questions, *, vocab_size: int | None = None) -> ServerFac
             info.cuda_graph_config, "decode", "max_bs", ranks=info.dp_ranks
         ),
         conservativeness=info.schedule_conservativeness,
+        is_gateway=info.gateway is not None,
         request_fields=fields,
         expiring_sessions="timeout" in schema.properties("OpenSessionReqInput"),
         one_seed=bool(info.enable_deterministic_inference),

@@ -127,6 +127,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     unified_cache_external_linker_config: Any = None
     schedule_policy: Name | None = None
     schedule_conservativeness: float | None = None
+    gateway: Any = None
     cuda_graph_config: Any = None
     schedule_low_priority_values_first: bool | None = None
     speculative_algorithm: Name | None = None
