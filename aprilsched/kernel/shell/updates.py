@@ -39,7 +39,7 @@ _TAGS = ("kv_cache", "weights", "cuda_graph")
 def _warn_of_trained(state: SchedulerState) -> None:
     """Log that a restored run may get weights of a later version under its own number."""
     delivery = state.delivery
-    if state.resumed and delivery.batches_since_update > len(delivery.unacknowledged):
+    if state.restored and delivery.batches_since_update > len(delivery.unacknowledged):
         log.warning(
             "update_weights() loads version %d, of which a batch was trained on before the run was "
             "saved; publish weights trained on it without version=, and call checkpoint() after "
@@ -126,7 +126,7 @@ class Updates:
         state = self._session.state
         again = new == state.weights.versions.trainer and (
             # A trainer that restores publishes its version, which live engines may still have.
-            not state.fleet.control.engines or (state.resumed and self.last is None)
+            not state.fleet.control.engines or (state.restored and self.last is None)
         )
         if self._is_followed(publisher, new):
             return
