@@ -147,5 +147,5 @@ class Watched:
             batch_units=units or 0,
             modelled=basis.clock == "virtual",
         )
-        meter = BatchMeter(trainer_waits=basis.trainer_waits, bound=basis.bound)
+        meter = BatchMeter(bound=basis.bound)
         return facts, meter, LiveFigures(meter=meter, batch_units=units, clock=None)

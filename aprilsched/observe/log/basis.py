@@ -23,19 +23,13 @@ class Basis:
     """The arguments of the run's own Summary."""
 
     clock: Literal["virtual", "wall"]
-    trainer_waits: bool
     bound: Bound | None
     workload_mean: float | None
     burn_in: int | None
 
     def summary(self) -> Summary:
         """Return a new Summary with these arguments."""
-        return Summary(
-            trainer_waits=self.trainer_waits,
-            bound=self.bound,
-            workload_mean=self.workload_mean,
-            burn_in=self.burn_in,
-        )
+        return Summary(bound=self.bound, workload_mean=self.workload_mean, burn_in=self.burn_in)
 
 
 def basis_of(config: dict[str, Any]) -> Basis:
@@ -45,11 +39,10 @@ def basis_of(config: dict[str, Any]) -> Basis:
         ValueError: if the configuration is not one of a run.
     """
     if not config:
-        return Basis(clock="wall", trainer_waits=True, bound=None, workload_mean=None, burn_in=None)
+        return Basis(clock="wall", bound=None, workload_mean=None, burn_in=None)
     try:
         return Basis(
             clock="virtual" if config["engine"] == _SIMULATED else "wall",
-            trainer_waits=config["scheduler"]["pace"] != "asynchronous",
             bound=_bound(config),
             workload_mean=_workload_mean(config),
             burn_in=config.get("burn_in"),
