@@ -84,7 +84,7 @@ def test_a_point_is_the_mean_of_its_seeds():
     ages = [each.staleness_mean or 0.0 for each in steady]
     assert found.staleness_mean == pytest.approx(np.mean(ages))
     assert found.staleness_mean_range == (min(ages), max(ages))
-    speeds = found.by_seed["delivered_tokens_per_s"]
+    speeds = [each or 0.0 for each in found.by_seed["delivered_tokens_per_s"]]
     assert found.delivered_tokens_per_s == pytest.approx(np.mean(speeds))
     assert found.delivered_tokens_per_s_range == (min(speeds), max(speeds))
     assert (found.seeds, found.siblings) == (3, 2)
@@ -137,8 +137,10 @@ def test_labels_of_a_frontier_cover_nothing(width: float, height: float):
     places: list[tuple[float, float]] = []
     for each in points:
         (left, right), (low, high) = each.staleness_mean_range, each.delivered_tokens_per_s_range
-        places += [(x, each.delivered_tokens_per_s) for x in np.linspace(left, right, 9)]
-        places += [(each.staleness_mean, y) for y in np.linspace(low, high, 9)]
+        places += [
+            (x, each.delivered_tokens_per_s) for x in map(float, np.linspace(left, right, 9))
+        ]
+        places += [(each.staleness_mean, y) for y in map(float, np.linspace(low, high, 9))]
     spots = axes.transData.transform(places)
     assert len(boxes) > (30 if width > 8 else 9)
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
