@@ -70,10 +70,6 @@ def run_table(summary: RunSummary) -> Table:
     return table
 
 
-def _limits(limits: Limits | None) -> str:
-    return ", exact limits" if limits == "exact" else ""
-
-
 def comparison_table(
     rows: Sequence[PolicyRow], burn_in: int, limits: Limits | None = None
 ) -> Table:
@@ -98,7 +94,11 @@ def _steady_table(
     values: Sequence[str],
 ) -> Table:
     """Return a table of the rows, whose column `last` has these values."""
-    table = Table(name, title=f"{title}{_means(rows[0].seeds)}{_limits(limits)}")
+    if (seeds := rows[0].seeds) > 1:
+        title += f", means of {seeds} seeds ± half the range"
+    if limits == "exact":
+        title += ", exact limits"
+    table = Table(name, title=title)
     table.columns[0].overflow = "fold"
     for column in ("tokens/s", "staleness", "oldest", "off-policy", last):
         table.add_column(column, justify="right", no_wrap=True)
@@ -118,10 +118,6 @@ def point_line(row: PolicyRow) -> str:
     """Return a line about a policy whose runs have ended."""
     speed, staleness = number(row.delivered_tokens_per_s), number(row.staleness_mean, 2)
     return f"{row.policy}: {speed} tokens/s at a mean staleness of {staleness}"
-
-
-def _means(seeds: int) -> str:
-    return f", means of {seeds} seeds ± half the range" if seeds > 1 else ""
 
 
 def _ranged(mean: float | None, limits: tuple[float, float] | None, digits: int) -> str:
