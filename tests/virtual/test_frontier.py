@@ -137,10 +137,9 @@ def test_labels_of_a_frontier_cover_nothing(width: float, height: float):
     places: list[tuple[float, float]] = []
     for each in points:
         (left, right), (low, high) = each.staleness_mean_range, each.delivered_tokens_per_s_range
-        places += [
-            (x, each.delivered_tokens_per_s) for x in map(float, np.linspace(left, right, 9))
-        ]
-        places += [(each.staleness_mean, y) for y in map(float, np.linspace(low, high, 9))]
+        for part in range(9):
+            x, y = left + (right - left) * part / 8, low + (high - low) * part / 8
+            places += [(x, each.delivered_tokens_per_s), (each.staleness_mean, y)]
     spots = axes.transData.transform(places)
     assert len(boxes) > (30 if width > 8 else 9)
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
