@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from aprilsched.kernel.values.extras import extra
 from aprilsched.observe.log.over_time import in_flight, window_end
 from aprilsched.observe.log.run import Run
-from aprilsched.simulation.frontier import FrontierPoint
 from aprilsched.simulation.side_by_side import PolicyRow, compare
 
 with extra("plots"):
@@ -82,7 +81,7 @@ def _title(name: str, run: Run) -> str:
 
 
 def frontier(
-    points: Sequence[FrontierPoint],
+    points: Sequence[PolicyRow],
     *,
     width: float = 9,
     height: float | None = None,
@@ -103,12 +102,12 @@ def frontier(
     size = 8 if width < 8 else 10
     figure = new_figure(width, 20 + width)  # large enough to measure any legend in it
     axes = figure.subplots()
-    names, spots = [point.arm.partition("@")[0] for point in points], list[_Spot]()
+    names, spots = [point.policy.partition("@")[0] for point in points], list[_Spot]()
     styles = zip(dict.fromkeys(names), cycle(COLOURS), cycle(MARKERS), strict=False)
     for name, colour, marker in styles:
         own = [point for point, family in zip(points, names, strict=True) if family == name]
-        own.sort(key=lambda point: point.staleness)
-        staleness, speeds = [p.staleness for p in own], [p.tokens_per_s for p in own]
+        own.sort(key=_staleness)
+        staleness, speeds = [*map(_staleness, own)], [*map(_speed, own)]
         label = name if own[0].siblings else f"groups: {name}"
         axes.plot(
             staleness, speeds, color=colour, marker=marker, markersize=size - 3, linewidth=1.6,
@@ -116,12 +115,13 @@ def frontier(
         )  # fmt: skip
         axes.errorbar(
             staleness, speeds, color=colour, fmt="none", elinewidth=1, capsize=3, zorder=1,
-            xerr=_around(staleness, [p.staleness_range for p in own]),
-            yerr=_around(speeds, [p.tokens_per_s_range for p in own]),
+            xerr=_around(staleness, [p.staleness_mean_range for p in own]),
+            yerr=_around(speeds, [p.delivered_tokens_per_s_range for p in own]),
         )  # fmt: skip
-        spots += [(p.arm.rpartition("@")[2], (p.staleness, p.tokens_per_s), colour) for p in own]
+        spots += [(p.policy.rpartition("@")[2], (_staleness(p), _speed(p)), colour) for p in own]
     axes.margins(x=0.06)
-    axes.set_ylim(0, 1.1 * max(point.tokens_per_s_range[1] for point in points))
+    ends = [p.delivered_tokens_per_s_range or (0.0, _speed(p)) for p in points]
+    axes.set_ylim(0, 1.1 * max(most for _, most in ends))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
     x = "mean staleness of delivered tokens, updates"
@@ -150,9 +150,20 @@ def _legend(figure: Figure, title: str, size: int) -> float:
     raise AssertionError
 
 
-def _around(values: Sequence[float], ranges: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
+def _speed(row: PolicyRow) -> float:
+    return row.delivered_tokens_per_s or 0.0
+
+
+def _staleness(row: PolicyRow) -> float:
+    return row.staleness_mean or 0.0
+
+
+def _around(
+    values: Sequence[float], ranges: Sequence[tuple[float, float] | None]
+) -> NDArray[np.float64]:
     """Return the distances from the values to the ends of their ranges, float64 [2, n]."""
-    return np.abs(np.transpose(ranges) - np.array(values))
+    ends = [each or (value, value) for value, each in zip(values, ranges, strict=True)]
+    return np.abs(np.transpose(ends) - np.array(values))
 
 
 _Spot = tuple[str, tuple[float, float], str]
@@ -230,12 +241,12 @@ def _overlap(boxes: _Pixels, others: _Pixels) -> bool:
 def _draw_speed(
     axes: Axes, runs: Mapping[str, Run], rows: Mapping[str, PolicyRow], colours: Mapping[str, str]
 ) -> None:
-    rates = [rows[name].delivered_tokens_per_s or 0.0 for name in runs]
+    rates = [_speed(rows[name]) for name in runs]
     ranges = [rows[name].delivered_tokens_per_s_range for name in runs]
     names = [fill(_title(name, run), 24, break_long_words=False) for name, run in runs.items()]
     drawn = axes.barh(
         names, rates, color=list(colours.values()), height=0.6,
-        xerr=_around(rates, [each for each in ranges if each]) if all(ranges) else None,
+        xerr=_around(rates, ranges) if all(ranges) else None,
         error_kw={"ecolor": "black", "elinewidth": 1, "capsize": 3},
     )  # fmt: skip
     gains = [f"  ({rate / rates[0] - 1:+.0%})" if rates[0] else "" for rate in rates]

@@ -8,16 +8,15 @@ counted and logged once, and the rest arrive in order; the thread ends with
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Self
 
 from aprilsched.kernel.core.messages.facts import Fact, TokensReceived
 from aprilsched.kernel.shell.listener import Listener, TokenChunks
-from aprilsched.observe.worker import Worker
+from aprilsched.observe.worker import HasWorker, Worker
 
 _CLOSE_SECONDS = 5.0
 
 
-class QueuedListener:
+class QueuedListener(HasWorker):
     """Passes facts on to `listener`, later and in another thread.
 
     Use it as ``with QueuedListener(slow) as queued:`` around the scheduler, and pass `queued` as
@@ -57,11 +56,6 @@ class QueuedListener:
         """Number of events whose facts never reached the listener."""
         return self._worker.dropped
 
-    @property
-    def error(self) -> BaseException | None:
-        """The error that the listener raised, after which it receives nothing; None if none."""
-        return self._worker.error
-
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         if self._kinds is not None:
             facts = [fact for fact in facts if fact.__class__ in self._kinds]
@@ -72,13 +66,3 @@ class QueuedListener:
         if self._kinds is None or TokensReceived in self._kinds:
             for fact, at in chunks:
                 self._worker.put(self._listener.on_facts, (fact,), at)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Pass on pending events, for a bounded time."""
-        self._worker.close()

@@ -22,7 +22,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVarTuple
+from typing import Any, Self, TypeVarTuple
 
 from aprilsched.errors import ConfigError
 
@@ -252,3 +252,24 @@ class Worker:
             error,
             exc_info=error,
         )
+
+
+class HasWorker:
+    """A listener whose calls a worker makes; use it as ``with listener:``."""
+
+    _worker: Worker
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error of a call, after which none is made; None if none."""
+        return self._worker.error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Make the pending calls, and what comes at the end, in bounded time."""
+        self._worker.close()

@@ -13,7 +13,7 @@ trainer.
 """
 
 from aprilsched.simulation.engine.settings import SimConfig
-from aprilsched.simulation.frontier import FrontierPoint, frontier
+from aprilsched.simulation.frontier import frontier
 from aprilsched.simulation.modelled_trainer import Costs
 from aprilsched.simulation.results import SimulationResult, simulate
 from aprilsched.simulation.side_by_side import Comparison, PolicyRow, compare
@@ -23,7 +23,6 @@ __all__ = [
     "NEVER",
     "Comparison",
     "Costs",
-    "FrontierPoint",
     "PolicyRow",
     "SimConfig",
     "Simulation",

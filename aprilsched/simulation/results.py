@@ -212,12 +212,7 @@ def simulate(
     if isinstance(engine, SimConfig):  # No bound is known of engines that differ.
         seconds, most = engine.timing.bound_seconds, engine.max_running
         bound = partial(seconds, max_running=most, engines=engines * engine.dp_ranks)
-    summary = Summary(
-        trainer_waits=config.trainer_waits,
-        bound=bound,
-        workload_mean=mean,
-        burn_in=burn_in,
-    )
+    summary = Summary(bound=bound, workload_mean=mean, burn_in=burn_in)
     measuring = Measuring(config, summary, usage)
     simulation = Simulation(
         config,

@@ -25,6 +25,8 @@ class PolicyRow:
     """
 
     policy: str
+    siblings: int | None
+    """Number of siblings of each sample; None if whole groups are delivered."""
     efficiency: float | None
     """T_bound / T: the least possible time for the delivered tokens, divided by the actual time,
     without the time in which the engines idle for the trainer."""
@@ -93,7 +95,7 @@ def compare(
 
     A summary among the results comes from a real run, and a sequence has a result for each seed.
     """
-    rows = [_mean_row(name, result) for name, result in results.items()]
+    rows = [row_of(name, result) for name, result in results.items()]
     base = next((row.delivered_tokens_per_s for row in rows if row.policy == BASELINE), None)
     if base:
         rows = [_compared(row, base) for row in rows]
@@ -134,9 +136,10 @@ def _compared(row: PolicyRow, base: float) -> PolicyRow:
     return row if rate is None else replace(row, speedup=rate / base)
 
 
-def _mean_row(
+def row_of(
     name: str, results: SimulationResult | RunSummary | Sequence[SimulationResult]
 ) -> PolicyRow:
+    """Return the figures of one policy, without its speedup."""
     several = results if isinstance(results, Sequence) else [results]
     rows = [_row(name, result) for result in several]
     if len(rows) == 1:
@@ -170,6 +173,7 @@ def _row(name: str, result: SimulationResult | RunSummary) -> PolicyRow:
     steps, spread = summary.steady_steps_s, spread_of_steps(summary)
     return PolicyRow(
         policy=name,
+        siblings=None if simulated is None else simulated.config.policies.siblings,
         efficiency=steady.efficiency,
         step_efficiency=summary.step_efficiency,
         delivered_tokens_per_s=steady.delivered_tokens_per_s,

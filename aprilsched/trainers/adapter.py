@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,12 @@ from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.values.files import read_regular, written_whole
 from aprilsched.trainers.advantages import advantages
 from aprilsched.types import Batch, BoolArray, Media, Rollout, SamplingParams, Unit
+
+if TYPE_CHECKING:
+    Theirs = Any
+else:
+    Theirs = object
+"""The base of a class whose other base, a class of the trainer, is known only at run time."""
 
 
 def package(trainer: str, module: str) -> Any:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
@@ -42,6 +42,7 @@ from aprilsched.kernel.values.files import open_regular, written_whole
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.trainers.adapter import (
+    Theirs,
     check_fixed_groups,
     class_of,
     forget_delivered,
@@ -55,11 +56,6 @@ from aprilsched.trainers.adapter import (
 )
 from aprilsched.trainers.pushed import NOT_TOKENIZED
 from aprilsched.types import Batch, Prompt, Sample, SamplingParams, Score, Unit
-
-if TYPE_CHECKING:
-    _Theirs = Any
-else:
-    _Theirs = object
 
 log = logging.getLogger("aprilsched")
 
@@ -442,7 +438,7 @@ def samples_generator(delivery: Delivery = "groups") -> type[Any]:
     return type("SamplesGenerator", (_Samples, theirs), {"delivery": delivery})
 
 
-class _Samples(_Theirs):
+class _Samples(Theirs):
     """The methods that the scheduler adds to OpenRLHF's SamplesGenerator."""
 
     delivery: ClassVar[Delivery]

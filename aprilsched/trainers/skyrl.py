@@ -26,7 +26,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.publisher import WeightPublisher
 from aprilsched.trainers.adapter import (
+    Theirs,
     check_fixed_groups,
     package,
     read_state,
@@ -49,11 +50,6 @@ from aprilsched.trainers.adapter import (
 )
 from aprilsched.trainers.pushed import NOT_TOKENIZED, GroupLost, PushedRollouts, as_pushed
 from aprilsched.types import Prompt, SamplingParams, Score
-
-if TYPE_CHECKING:
-    _Theirs = Any
-else:
-    _Theirs = object
 
 log = logging.getLogger("aprilsched")
 
@@ -68,7 +64,7 @@ _GROUP: ContextVar[_Group] = ContextVar("group")
 """The group whose agent loops are starting."""
 
 
-class ScheduledRollouts(_Theirs):
+class ScheduledRollouts(Theirs):
     """Makes an experiment of SkyRL take its rollouts from a scheduler.
 
     .. code-block:: python
@@ -133,7 +129,7 @@ class ScheduledRollouts(_Theirs):
         return made
 
 
-class ScheduledTrainer(_Theirs):
+class ScheduledTrainer(Theirs):
     """The methods that the scheduler adds to SkyRL's trainer."""
 
     directory: Path

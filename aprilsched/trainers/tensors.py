@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,55 +21,12 @@ from numpy.typing import NDArray
 from aprilsched.kernel.values.companions import Companion, CompanionLog, CompanionRows, Rows
 from aprilsched.kernel.values.extras import extra
 from aprilsched.trainers.advantages import baselines
-from aprilsched.types import Unit
+from aprilsched.types import Rollout, Unit
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["PackedTensors", "PaddedTensors", "RaggedTensor", "TokensOfRollout", "pack", "pad"]
-
-
-class TokensOfRollout(Protocol):
-    """The part of a :class:`~aprilsched.types.Rollout` that the tensors need.
-
-    P is its number of prompt tokens, T its number of response tokens.
-    """
-
-    @property
-    def prompt_ids(self) -> NDArray[np.int32]:
-        """int32 [P]."""
-        ...
-
-    @property
-    def token_ids(self) -> NDArray[np.int32]:
-        """int32 [T]."""
-        ...
-
-    @property
-    def logprobs(self) -> NDArray[np.float32]:
-        """float32 [T]."""
-        ...
-
-    @property
-    def versions(self) -> NDArray[np.int32]:
-        """int32 [T], the policy version that sampled each token."""
-        ...
-
-    @property
-    def loss_mask(self) -> NDArray[np.bool_]:
-        """bool [T]."""
-        ...
-
-    @property
-    def reward(self) -> float | None: ...
-    @property
-    def group_id(self) -> int: ...
-    @property
-    def companions(self) -> Mapping[str, CompanionRows]:
-        """P + T - 1 rows of each companion of the context, T of each companion of tokens."""
-        ...
-
-    def __len__(self) -> int: ...
+__all__ = ["PackedTensors", "PaddedTensors", "RaggedTensor", "pack", "pad"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -155,7 +112,7 @@ class PackedTensors(_BatchTensors):
 
 
 def pad(
-    rollouts: Sequence[TokensOfRollout],
+    rollouts: Sequence[Rollout],
     *,
     pad_id: int,
     no_version: int,
@@ -183,7 +140,7 @@ def pad(
 
 
 def pack(
-    rollouts: Sequence[TokensOfRollout],
+    rollouts: Sequence[Rollout],
     *,
     no_version: int,
     units: Sequence[Unit] = (),
@@ -205,7 +162,7 @@ def pack(
 
 def _companions(
     torch: ModuleType,
-    rollouts: Sequence[TokensOfRollout],
+    rollouts: Sequence[Rollout],
     lay_out: Callable[[NDArray[Any]], NDArray[Any]],
 ) -> dict[str, Any]:
     """Return the fields of companions.
@@ -232,7 +189,7 @@ def _companions(
     return {"companions": found, "companions_exact": exact}
 
 
-def _none(kind: Companion, rollout: TokensOfRollout) -> CompanionRows:
+def _none(kind: Companion, rollout: Rollout) -> CompanionRows:
     """Return the rows of a rollout whose prompt did not ask for this companion."""
     sampled = np.ones(len(rollout), np.bool_)
     return CompanionLog(kind).whole(prompt=len(rollout.prompt_ids), sampled=sampled)
@@ -244,12 +201,12 @@ def _torch() -> ModuleType:
     return torch
 
 
-def _lengths(rollouts: Iterable[TokensOfRollout]) -> NDArray[np.int64]:
+def _lengths(rollouts: Iterable[Rollout]) -> NDArray[np.int64]:
     """Return the number of tokens of each rollout, prompt and response together."""
     return np.array([len(r.prompt_ids) + len(r) for r in rollouts], dtype=np.int64)
 
 
-def _flat(rollouts: Sequence[TokensOfRollout], no_version: int) -> dict[str, NDArray[Any]]:
+def _flat(rollouts: Sequence[Rollout], no_version: int) -> dict[str, NDArray[Any]]:
     """Every per-token field, with one rollout after the other. The arrays are new and writable."""
     return {
         "input_ids": _join((part for r in rollouts for part in (r.prompt_ids, r.token_ids)), "i8"),
@@ -261,9 +218,7 @@ def _flat(rollouts: Sequence[TokensOfRollout], no_version: int) -> dict[str, NDA
     }
 
 
-def _per_rollout(
-    rollouts: Sequence[TokensOfRollout], units: Sequence[Unit]
-) -> dict[str, NDArray[Any]]:
+def _per_rollout(rollouts: Sequence[Rollout], units: Sequence[Unit]) -> dict[str, NDArray[Any]]:
     rewards = np.array([np.nan if r.reward is None else r.reward for r in rollouts])
     baseline = np.full(len(rollouts), np.nan)
     if units:
@@ -285,7 +240,7 @@ def _join(parts: Iterable[NDArray[Any]], dtype: str) -> NDArray[Any]:
     return np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="unsafe")
 
 
-def _after(rollout: TokensOfRollout, values: NDArray[Any], prompt: int) -> NDArray[Any]:
+def _after(rollout: Rollout, values: NDArray[Any], prompt: int) -> NDArray[Any]:
     """`values` of the response after one value `prompt` for each prompt token."""
     return np.concatenate((np.full(len(rollout.prompt_ids), prompt, values.dtype), values))
 

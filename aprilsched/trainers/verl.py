@@ -47,6 +47,7 @@ from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.kernel.weights.external import ExternalWeights
 from aprilsched.trainers.adapter import (
+    Theirs,
     check_fixed_groups,
     check_replay,
     class_of,
@@ -64,10 +65,6 @@ from aprilsched.types import NO_VERSION, Batch, Prompt, Rollout, SamplingParams,
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
-
-    _Theirs = Any
-else:
-    _Theirs = object
 
 log = logging.getLogger("aprilsched")
 
@@ -402,7 +399,7 @@ def _advantages(
     return found, found
 
 
-class _ScheduledBatches(_Theirs):
+class _ScheduledBatches(Theirs):
     """The method that the scheduler replaces in verl's ReplayBufferAsync."""
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, Row]:
@@ -494,7 +491,7 @@ def _scheduler() -> type[Any]:
     return type("Scheduler", (_Scheduler, worker), {})
 
 
-class _Scheduler(_Theirs):
+class _Scheduler(Theirs):
     """The methods added to verl's agent-loop worker; its prompts go to a RolloutScheduler."""
 
     def __init__(

@@ -196,7 +196,7 @@ def run(workload: Workload, config: SchedulerConfig) -> dict[str, Any]:
     last = BATCHES
     one = partial(workload.model.bound_seconds, max_running=workload.max_running)
     meter = Meter(workload)
-    summary = Summary(trainer_waits=True, bound=lambda p, n: one(p, n) / workload.engines)
+    summary = Summary(bound=lambda p, n: one(p, n) / workload.engines)
     simulation = simulation_of(workload, config, last + 1, [summary, meter])
     with rare_collections():
         simulation.run()

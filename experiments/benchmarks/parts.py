@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,9 @@ def _simulation(policy: str) -> Any:
     presets = named("PRESETS", "planning.presets", "presets")
     prompts = list(islice(LongTailWorkload(), (BATCHES + 4) * BATCH_GROUPS))
     config = presets[policy](SchedulerConfig(batch_groups=BATCH_GROUPS, max_staleness=None))
-    listeners = [summary(trainer_waits=True)]
+    # Before November 2026 the pace was an argument.
+    pace = {"trainer_waits": True} if "trainer_waits" in signature(summary).parameters else {}
+    listeners = [summary(**pace)]
     return simulation(config, prompts, engines=1, batches=BATCHES, listeners=listeners)
 
 

@@ -311,7 +311,7 @@ class Meter:
     """A listener that measures whole steps: from one update's end to the next one's."""
 
     def __init__(self, cell: Cell) -> None:
-        self.summary = Summary(trainer_waits=cell.config.first_pace == "synchronous")
+        self.summary = Summary()
         self.cap = round(6000 * cell.scale)
         self.events: list[tuple[float, str]] = []
         """Seconds from the first batch's start, and what became of an engine or a group."""

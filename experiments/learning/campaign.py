@@ -403,7 +403,7 @@ def run(
         train.train(taken, trainer, publisher, log)
     events.close()
     state, noted = RunState(), Schedules()
-    summary = Summary(trainer_waits=config.first_pace == "synchronous")
+    summary = Summary()
     replay(folder / "events.jsonl", [state, summary, noted])
     figures = msgspec.to_builtins(summary.result(remainder_of(state), clock="wall"))
     figures.pop("per_batch", None)

@@ -52,7 +52,7 @@ def simulated(arm: str) -> dict[str, float]:
     base = SchedulerConfig(batch_groups=32, group_size=8, max_staleness=8)
     config = replace(PRESETS[preset](base), straggler=straggler)
     ends = Ends()
-    summary = Summary(trainer_waits=config.first_pace == "synchronous")
+    summary = Summary()
     simulation = Simulation(
         config,
         LongTailWorkload(**LENGTHS, group_size=8, seed=1, vocab_size=256, limits="exact"),

@@ -60,7 +60,7 @@ def test_a_rule_is_a_line_of_the_frontier(rules: None, capsys: pytest.CaptureFix
     """Settings reach the configuration of the user's function, and its rule stays."""
     arms = ["--arms", f"{MODULE}.half_waves@1.5|2:ready_batches=2,{MODULE}.kept:over_provision=1.5"]
     assert main(["frontier", *arms, *SMALL, "--out", "none"]) == 0
-    names = [row["arm"] for row in json.loads(capsys.readouterr().out)]
+    names = [row["policy"] for row in json.loads(capsys.readouterr().out)]
     half = f"{MODULE}.half_waves"
     assert names == [f"{half}@{n} ready_batches=2" for n in ("1.5", "2")] + [f"{MODULE}.kept 1.5"]
     for policy, ratio in zip(chosen(arms[1]), (1.5, 2, 1.5), strict=True):

@@ -64,21 +64,29 @@ def experts() -> list[Any]:
 
 
 def point(arm: str, file: str = "result") -> Any:
-    return next(row for row in result(f"frontier/{file}.json") if row["arm"] == arm)
+    return next(row for row in result(f"frontier/{file}.json") if row["policy"] == arm)
+
+
+def tokens_per_s(arm: str, file: str = "result") -> float:
+    return point(arm, file)["delivered_tokens_per_s"]
 
 
 def speed(arm: str, file: str = "result") -> str:
-    return f"{point(arm, file)['tokens_per_s']:,.0f}"
+    return f"{tokens_per_s(arm, file):,.0f}"
+
+
+def staleness(arm: str, file: str = "result") -> float:
+    return point(arm, file)["staleness_mean"]
 
 
 def age(arm: str, file: str = "result") -> str:
-    return f"{point(arm, file)['staleness']:.2f}"
+    return f"{staleness(arm, file):.2f}"
 
 
 def fastest_wave() -> list[str]:
     """The ratio, the speed and the staleness of the fastest waves of whole groups."""
-    waves = [row for row in result("frontier/result.json") if row["arm"].startswith("wave@")]
-    arm = max(waves, key=lambda row: row["tokens_per_s"])["arm"]
+    waves = [row for row in result("frontier/result.json") if row["policy"].startswith("wave@")]
+    arm = max(waves, key=lambda row: row["delivered_tokens_per_s"])["policy"]
     return [arm.removeprefix("wave@"), speed(arm), age(arm)]
 
 
@@ -170,7 +178,7 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         (
             "docs/frontier.md",
             rf"\n\| `{arm}`[^|]*\| ([\d,]+) \| ([\d.]+) \| (\d+) \|",
-            lambda arm=arm: [speed(arm), age(arm), point(arm)["oldest"]],
+            lambda arm=arm: [speed(arm), age(arm), point(arm)["staleness_max"]],
         )
         for arm in (
             "wave@2",
@@ -187,11 +195,11 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
         r"`samples:4@2` delivers ([\d.]+) times[\s\S]*is as fast as `wave@(\d)`, at ([\d.]+) "
         r"instead of (\d\.\d+)\.[\s\S]*as with groups, at ([\d.]+) of the staleness",
         lambda: [
-            f"{point('samples:4@2')['tokens_per_s'] / point('wave@2')['tokens_per_s']:.2f}",
+            f"{tokens_per_s('samples:4@2') / tokens_per_s('wave@2'):.2f}",
             fastest_wave()[0],
             age("samples:4@2"),
             fastest_wave()[2],
-            f"{point('samples:4@auto')['staleness'] / point('auto')['staleness']:.2f}",
+            f"{staleness('samples:4@auto') / staleness('auto'):.2f}",
         ],
     ),
     (

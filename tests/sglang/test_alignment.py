@@ -71,7 +71,7 @@ async def run(
 ) -> tuple[list[Batch], AlignmentFigures]:
     """Take batches, report the log-probabilities of `trainer` for each (by default of the servers'
     own `models`), and update. Leaves the log of the run in `folder`."""
-    summary, log = Summary(trainer_waits=True), EventLog(folder / "events.jsonl")
+    summary, log = Summary(), EventLog(folder / "events.jsonl")
     log.start()
     config = SchedulerConfig(
         batch_groups=4, group_size=4, over_provision=2.0, dispatch=Dispatch(placement="spread")

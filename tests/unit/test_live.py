@@ -38,7 +38,7 @@ class Shown:
     requests of the same ids, on the first or the second engine."""
 
     def __init__(self, run: RunFacts = RUN, *, engines: tuple[str, ...] = ("a", "b")) -> None:
-        meter = BatchMeter(trainer_waits=False, bound=lambda prompts, lengths: 6.0)
+        meter = BatchMeter(bound=lambda prompts, lengths: 6.0)
         self.now = 100.0
         self.figures = LiveFigures(meter=meter, batch_units=1, clock=None)
         self.view = LiveView(Console(file=io.StringIO()), run, self.figures)
@@ -46,7 +46,8 @@ class Shown:
         self._listeners = (meter, *self.view.listeners)
         able = replace(ABLE, kv_tokens=100, max_running_requests=1)
         infos = [ev.EngineInfo(name=e, version=0, able=able) for e in engines]
-        self.add(of.RunOpened(engines=tuple(infos), version=0), of.BatchRequested())
+        opened = of.RunOpened(engines=tuple(infos), version=0, pace="asynchronous")
+        self.add(opened, of.BatchRequested())
 
     def add(self, *recorded: Fact, after: float = 0.0) -> None:
         self.now += after

@@ -1212,7 +1212,6 @@ def test_a_trial_discards_what_the_simulation_discards(preset: str) -> None:
     """In both, a restarted prompt draws new lengths, which agree only in their distribution."""
     settings = PRESETS[preset](SchedulerConfig(batch_groups=16))
     summary = Summary(
-        trainer_waits=True,
         bound=partial(H200_QWEN3_4B_LINEAR.bound_seconds, max_running=512),
         burn_in=10,
     )

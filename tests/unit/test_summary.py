@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from aprilsched.config import Pace
 from aprilsched.kernel.core.lengths.observed import GroupLengths
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
@@ -52,12 +53,10 @@ def summed(
     in_flight: Sequence[int] = (),
     open_groups: Sequence[GroupLengths] = (),
     ledger: Ledger | None = None,
-    trainer_waits: bool = True,
     workload_mean: float | None = None,
     burn_in: int | None = None,
 ) -> RunSummary:
     summary = Summary(
-        trainer_waits=trainer_waits,
         bound=lambda prompts, lengths: sum(prompts) + sum(lengths) / 10,
         workload_mean=workload_mean,
         burn_in=burn_in,
@@ -73,18 +72,17 @@ def summed(
     return summary.result(remainder, clock="virtual")
 
 
-def two_batches(trainer_waits: bool = True) -> RunSummary:
+def two_batches(pace: Pace = "synchronous") -> RunSummary:
     """A run that opened at 10 s, with batches at 15 and 30 s, and 2 s of update and 3 s of trainer
     between them."""
     return summed(
-        (10.0, OPENED),
+        (10.0, replace(OPENED, pace=pace)),
         (10.0, of.BatchRequested()),
         (15.0, deliver(0, 0, rollout(1, [0] * 10), rollout(2, [0] * 30))),
         (16.0, of.UpdateBegun(version=1)),
         (18.0, of.UpdateFinished(version=1)),
         (20.0, of.BatchRequested()),
         (30.0, deliver(1, 1, rollout(3, [0] * 20 + [1] * 40), rollout(4, [1] * 20))),
-        trainer_waits=trainer_waits,
     )
 
 
@@ -95,7 +93,7 @@ def test_two_batches_by_hand():
     assert [b.trainer_seconds for b in summary.per_batch] == [0.0, 3.0]
     seconds = summary.seconds
     assert (seconds.trainer, seconds.update, seconds.wall) == (3.0, 2.0, 20.0)
-    assert [b.seconds for b in two_batches(trainer_waits=False).per_batch] == [5.0, 15.0]
+    assert [b.seconds for b in two_batches("asynchronous").per_batch] == [5.0, 15.0]
     assert [b.tokens for b in summary.per_batch] == [40, 80]
     assert [b.t_bound for b in summary.per_batch] == [6 + 4.0, 6 + 8.0]
     assert summary.delivered_tokens_per_s == 120 / 20

@@ -59,7 +59,7 @@ async def summed(scheduler: RolloutScheduler, summary: Summary) -> RunSummary:
 async def run(
     path: Path, batches: int = 4
 ) -> tuple[list[Batch], list[AlignmentFigures], RunSummary]:
-    summary, log = Summary(trainer_waits=True), EventLog(path)
+    summary, log = Summary(), EventLog(path)
     log.start()
     taken: list[Batch] = []
     reported: list[AlignmentFigures] = []
@@ -99,14 +99,14 @@ def test_a_mismatch_is_distinguished_from_staleness(tmp_path: Path):
 
 def test_the_log_agrees_with_the_summary(tmp_path: Path):
     *_, summary = run_virtual(run(tmp_path / "events.jsonl"))
-    again = Summary(trainer_waits=True)
+    again = Summary()
     replay(tmp_path / "events.jsonl", [again])
     assert again._alignment.figures() == summary.alignment  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_run_without_a_report_is_an_error():
     async def silent() -> RunSummary:
-        summary = Summary(trainer_waits=True)
+        summary = Summary()
         scheduler = RolloutScheduler(SimFleet(1), workload(), config=CONFIG, listeners=[summary])
         async with scheduler as rollouts:
             await rollouts.next_batch()
@@ -131,7 +131,7 @@ def test_a_report_that_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(logprob_comparison, "_TOKENS_AT_ONCE", 1)
 
     async def cancelled() -> RunSummary:
-        summary = Summary(trainer_waits=True)
+        summary = Summary()
         scheduler = RolloutScheduler(SimFleet(1), workload(), config=CONFIG, listeners=[summary])
         async with scheduler as rollouts:
             batch = await rollouts.next_batch()
@@ -146,7 +146,7 @@ def test_a_report_that_is_cancelled_leaves_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_blocking_scheduler_reports_too():
-    summary = Summary(trainer_waits=True)
+    summary = Summary()
     fleet = SimFleet(2, time_scale=0.001)
     scheduler = blocking.RolloutScheduler(fleet, workload(), config=CONFIG, listeners=[summary])
     with scheduler as rollouts:

@@ -350,9 +350,7 @@ def steady(preset: str, straggler: str, batches: int) -> SteadyState:
     settings = PRESETS[preset](config(over_provision=1.5, batch_groups=32, group_size=8))
     free = Objective(staleness_scale=math.inf, distance_price=0.0)
     settings = replace(settings, straggler=straggler, objective=free)  # type: ignore[arg-type]
-    summary = Summary(
-        trainer_waits=True, bound=partial(H200_QWEN3_4B.bound_seconds, max_running=512), burn_in=15
-    )
+    summary = Summary(bound=partial(H200_QWEN3_4B.bound_seconds, max_running=512), burn_in=15)
     simulation = Simulation(settings, LongTailWorkload(), batches=batches, listeners=[summary])
     try:
         simulation.run()

@@ -39,7 +39,7 @@ def measured(meter: BatchMeter, at: float, fact: of.Fact) -> Measured | None:
 
 
 def test_a_batch_has_the_forecast_in_force_at_its_start() -> None:
-    meter = BatchMeter(trainer_waits=True)
+    meter = BatchMeter()
     meter.on_facts([of.RunOpened(engines=(), version=0), of.BatchRequested()], 0.0)
     changed = of.ScheduleChanged(schedule="a wave: good", forecast=FORECAST, refill="wave")
     meter.on_facts([of.BatchRequested()], 1.0)
@@ -74,7 +74,7 @@ def test_a_batch_has_the_forecast_in_force_at_its_start() -> None:
 
 
 def test_a_forecast_does_not_outlive_its_process() -> None:
-    meter = BatchMeter(trainer_waits=True)
+    meter = BatchMeter()
     meter.on_facts([of.RunOpened(engines=(), version=0)], 0.0)
     meter.on_facts([of.ScheduleChanged(schedule="a wave", forecast=FORECAST)], 0.0)
     meter.on_facts([of.RunOpened(engines=(), version=0, resumed=True)], 100.0)

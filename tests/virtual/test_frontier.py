@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict, replace
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,17 @@ import pytest
 from aprilsched import LongTailWorkload, SchedulerConfig, __version__
 from aprilsched.__main__ import main
 from aprilsched.errors import ConfigError
-from aprilsched.simulation import FrontierPoint, SimulationResult, frontier, simulate
+from aprilsched.simulation import PolicyRow, SimulationResult, compare, frontier, simulate
 from tests.support.table import each_row
 
 SMALL = ["--batches", "6", "--batch-groups", "4", "--group-size", "4", "--median", "60", "--cap",
          "600", "--kv", "keep"]  # fmt: skip
-BASE: dict[str, Any] = {"batch_groups": 4, "group_size": 4, "straggler": "in_place"}
+BASE: dict[str, Any] = {
+    "batch_groups": 4,
+    "group_size": 4,
+    "straggler": "in_place",
+    "max_staleness": None,
+}
 ARMS = {
     "wave@1": SchedulerConfig(**BASE, over_provision=1.0),
     "wave@2": SchedulerConfig(**BASE, over_provision=2.0),
@@ -34,12 +41,21 @@ def run(config: SchedulerConfig, seed: int, batches: int = 6) -> SimulationResul
     return simulate(workload, config, batches=batches, seed=seed, usage=False)
 
 
-def point(arm: str, age: float, speed: float, spread: float = 0.0) -> FrontierPoint:
-    return FrontierPoint(
-        arm=arm, siblings=4 if arm.startswith("samples") else None, seeds=2 if spread else 1,
-        tokens_per_s=speed, tokens_per_s_range=(speed * (1 - spread), speed * (1 + spread)),
-        staleness=age, staleness_range=(age - spread, age + spread), oldest=1,
-        off_policy_share=0.5, efficiency=None, schedule="",
+@cache
+def simulated() -> PolicyRow:
+    return compare({"arm": run(ARMS["wave@1"], 0)}).policies[0]
+
+
+def point(arm: str, age: float, speed: float, spread: float = 0.0) -> PolicyRow:
+    row = replace(
+        simulated(), policy=arm, siblings=4 if arm.startswith("samples") else None,
+        delivered_tokens_per_s=speed, staleness_mean=age,
+    )  # fmt: skip
+    if not spread:
+        return row
+    return replace(
+        row, seeds=2, staleness_mean_range=(age - spread, age + spread),
+        delivered_tokens_per_s_range=(speed * (1 - spread), speed * (1 + spread)),
     )  # fmt: skip
 
 
@@ -51,18 +67,14 @@ def test_the_command_has_the_points_of_python(tmp_path: Path, capsys: pytest.Cap
     rows = json.loads(captured.out)
     points = frontier(ARMS, run, seeds=2, first_seed=3)
     assert captured.err == ""
-    assert [row["arm"] for row in rows] == [each.arm for each in points] == list(ARMS)
+    assert [row["policy"] for row in rows] == [each.policy for each in points] == list(ARMS)
     for row, each in zip(rows, points, strict=True):
-        for name in ("siblings", "seeds", "tokens_per_s", "staleness", "oldest", "efficiency"):
-            assert row[name] == getattr(each, name)
-        assert row["staleness_range"] == list(each.staleness_range)
-        assert row["staleness_by_seed"] == list(each.staleness_by_seed)
-        assert [min(row["staleness_by_seed"]), max(row["staleness_by_seed"])] == list(
-            each.staleness_range
-        )
+        assert {name: row[name] for name in asdict(each)} == json.loads(json.dumps(asdict(each)))
+        ages = row["by_seed"]["staleness_mean"]
+        assert [min(ages), max(ages)] == row["staleness_mean_range"]
         assert row["aprilsched"] == __version__
         assert row["settings"]["workload"]["cap"] == 600
-        assert row["settings"]["scheduler"]["over_provision"] == float(row["arm"].split("@")[1])
+        assert row["settings"]["scheduler"]["over_provision"] == float(row["policy"].split("@")[1])
 
 
 def test_a_point_is_the_mean_of_its_seeds():
@@ -70,11 +82,13 @@ def test_a_point_is_the_mean_of_its_seeds():
     (found,) = frontier({"arm": config}, run, seeds=3, first_seed=5)
     steady = [run(config, seed).summary.steady_state for seed in (5, 6, 7)]
     ages = [each.staleness_mean or 0.0 for each in steady]
-    assert found.staleness == pytest.approx(np.mean(ages))
-    assert found.staleness_range == (min(ages), max(ages))
-    assert found.tokens_per_s_range[0] < found.tokens_per_s < found.tokens_per_s_range[1]
+    assert found.staleness_mean == pytest.approx(np.mean(ages))
+    assert found.staleness_mean_range == (min(ages), max(ages))
+    speeds = [each or 0.0 for each in found.by_seed["delivered_tokens_per_s"]]
+    assert found.delivered_tokens_per_s == pytest.approx(np.mean(speeds))
+    assert found.delivered_tokens_per_s_range == (min(speeds), max(speeds))
     assert (found.seeds, found.siblings) == (3, 2)
-    assert found.oldest == max(each.staleness_max for each in steady)
+    assert found.staleness_max == max(each.staleness_max for each in steady)
 
 
 def test_a_run_without_a_steady_state_is_refused():
@@ -101,7 +115,7 @@ def test_the_arms_may_be_lengths_of_a_file(tmp_path: Path, capsys: pytest.Captur
     lengths = ["--batches", "4", "--batch-groups", "2", "--lengths", str(tmp_path / "lengths.txt")]
     arms = ["--arms", "april:over_provision=1.5|2", "--out", "none", "--json", "--quiet"]
     assert main(["frontier", *lengths, *arms]) == 0
-    names: list[str] = [row["arm"] for row in json.loads(capsys.readouterr().out)]
+    names: list[str] = [row["policy"] for row in json.loads(capsys.readouterr().out)]
     assert names == ["april 1.5", "april 2"]
 
 
@@ -112,7 +126,7 @@ def test_labels_of_a_frontier_cover_nothing(width: float, height: float):
 
     rng = np.random.default_rng(0)
     kinds = ("wave", "pool", "samples:2", "samples:4", "a", "b")
-    points = [
+    points: list[Any] = [
         point(f"{kind}@{1 + n / 4:g}", n / 2 + rng.normal(0, 0.2), 4000 + 1000 * n, 0.05)
         for kind in kinds for n in range(7)
     ]  # fmt: skip
@@ -120,10 +134,13 @@ def test_labels_of_a_frontier_cover_nothing(width: float, height: float):
     (axes,) = figure.axes
     figure.draw_without_rendering()
     boxes = [Text.get_window_extent(text) for text in axes.texts]  # without the lines to points
-    spots = axes.transData.transform(
-        [(x, p.tokens_per_s) for p in points for x in np.linspace(*p.staleness_range, 9)]
-        + [(p.staleness, y) for p in points for y in np.linspace(*p.tokens_per_s_range, 9)]
-    )
+    places: list[tuple[float, float]] = []
+    for each in points:
+        (left, right), (low, high) = each.staleness_mean_range, each.delivered_tokens_per_s_range
+        for part in range(9):
+            x, y = left + (right - left) * part / 8, low + (high - low) * part / 8
+            places += [(x, each.delivered_tokens_per_s), (each.staleness_mean, y)]
+    spots = axes.transData.transform(places)
     assert len(boxes) > (30 if width > 8 else 9)
     assert not [pair for pair in combinations(boxes, 2) if pair[0].overlaps(pair[1])]
     assert not [box for box in boxes for spot in spots if box.contains(*spot)]

@@ -75,7 +75,7 @@ async def test_the_view_shows_what_the_scheduler_holds(pace: Pace, straggler: St
     config = SchedulerConfig(
         batch_groups=4, group_size=4, over_provision=2.0, pace=pace, straggler=straggler
     )
-    meter = BatchMeter(trainer_waits=pace == "synchronous")
+    meter = BatchMeter()
     figures = LiveFigures(meter=meter, batch_units=4, clock=None)
     watching = Watching(figures, [meter, figures])
     fleet = SimFleet(3, stream_interval=8)

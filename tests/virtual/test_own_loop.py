@@ -34,7 +34,7 @@ async def train(
     **settings: Any,
 ) -> RunSummary:
     """Train as the documents do, 2 s for each batch; return the summary of a listener."""
-    own = Summary(trainer_waits=config(**settings).trainer_waits)
+    own = Summary()
     with EventLog(path, append=store is not None, patient=True) as log:
         async with RolloutScheduler(
             SimFleet(2, stream_interval=8),

@@ -157,7 +157,7 @@ def simulated(
     batches: int = 20,
     **changes: object,
 ) -> tuple[RunSummary, Facts, float]:
-    summary, facts = Summary(trainer_waits=True, burn_in=4), Facts()
+    summary, facts = Summary(burn_in=4), Facts()
     costs = Costs(train_seconds=train_seconds, refit_seconds=1.5)
     settings = config(batch_groups=8, straggler="in_place", **changes)
     simulation = Simulation(

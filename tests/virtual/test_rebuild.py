@@ -151,8 +151,8 @@ def check_rebuilt(
     """Run `program` with a log, and check that the rebuilt summary equals the scheduler's, which it
     returns."""
     path = tmp_path / "events.jsonl"
-    own = Summary(trainer_waits=True)
-    again_state, rebuilt = RunState(), Summary(trainer_waits=True)
+    own = Summary()
+    again_state, rebuilt = RunState(), Summary()
     log = EventLog(path)
     log.start()
 

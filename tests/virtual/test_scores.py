@@ -213,7 +213,7 @@ async def test_a_score_that_cannot_be_kept_is_an_entry_of_the_ledger(
 
 def run_with_log(folder: Path) -> tuple[RunSummary, dict[int, Mapping[str, float]], list[Batch]]:
     """Return the summary of a run, the figures that a tracker got, and the batches."""
-    log, summary = EventLog(folder / "events.jsonl", patient=True), Summary(trainer_waits=True)
+    log, summary = EventLog(folder / "events.jsonl", patient=True), Summary()
     figures = LiveFigures(clock=None)
     steps: dict[int, Mapping[str, float]] = {}
 
@@ -268,7 +268,7 @@ def test_the_log_the_summary_and_trackers_have_them(tmp_path: Path):
     }
     for rollout in rollouts:
         assert logged[rollout.rollout_id] == (rollout.reward, rollout.reward_parts, rollout.info)
-    again = Summary(trainer_waits=True)
+    again = Summary()
     replay(tmp_path / "events.jsonl", [again])
     assert [batch.figures.rewards for batch in again.batches] == [
         figures.rewards for figures in summary.per_batch

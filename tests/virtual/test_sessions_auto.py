@@ -43,7 +43,7 @@ async def test_the_forecast_of_sessions_with_slow_tools_is_close(tmp_path: Path)
             text += reply.message["content"] + "more"
         return 1.0
 
-    summary = Summary(trainer_waits=True)
+    summary = Summary()
     config = SchedulerConfig(
         batch_groups=4,
         group_size=4,

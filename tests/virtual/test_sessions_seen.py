@@ -52,7 +52,7 @@ async def judge(session: Session, prompt: Prompt) -> float:
 async def test_the_time_of_sessions_has_a_cause_everywhere(tmp_path: Path):
     tokenizer = load_tokenizer(bytes_tokenizer(tmp_path / "tokenizer", parses=True))
     folder = tmp_path / "run"
-    log, summary = EventLog(folder / "events.jsonl", patient=True), Summary(trainer_waits=True)
+    log, summary = EventLog(folder / "events.jsonl", patient=True), Summary()
     figures = LiveFigures(meter=summary.meter, batch_units=1, clock=None)
     config = SchedulerConfig(
         batch_groups=1,

@@ -28,6 +28,8 @@ from aprilsched import (
     SGLangFleet,
 )
 from aprilsched.__main__ import main
+from aprilsched.cli.commands.serve_sim import ServeSimCommand
+from aprilsched.cli.runs.settings import SimSettings
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.engines.sglang import SGLangEngine
@@ -105,6 +107,14 @@ def test_the_command_refuses_what_cannot_be(capsys: pytest.CaptureFixture[str]):
     ):
         assert main(["serve-sim", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_command_passes_on_the_settings_of_engines():
+    sim = SimSettings(prefix_cache=True, dp_ranks=2, max_running=8)
+    (server,) = ServeSimCommand(port=0, sim=sim).servers()
+    able = server.engine.capabilities
+    assert able.caches_contexts
+    assert able.max_running_requests == 16
 
 
 @each_row(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

@@ -447,7 +447,7 @@ def drawn_again(preset: str) -> tuple[Again, RunSummary]:
     """Return a run of a preset without stale tokens, and its summary."""
     config = PRESETS[preset](SchedulerConfig(batch_groups=32, group_size=GROUP))
     prompts = workload()
-    listener, summary = Again(prompts), Summary(trainer_waits=True)
+    listener, summary = Again(prompts), Summary()
     simulation = Simulation(
         config, prompts, engine=TIMED, batches=100, listeners=[listener, summary]
     )

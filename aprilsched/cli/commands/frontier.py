@@ -26,7 +26,7 @@ from aprilsched.cli.runs.virtual_time import simulate
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.extras import extra
-from aprilsched.simulation import FrontierPoint, SimulationResult, frontier
+from aprilsched.simulation import PolicyRow, SimulationResult, frontier
 
 DEFAULT_ARMS = (
     "wave@1|1.25|1.5|2|2.5|3|4,pool@1|1.75|2.5,auto,samples:2@1.25|1.5|2|2.5,"
@@ -87,18 +87,18 @@ def main(arguments: Sequence[str]) -> int:
             progress.advance(task)
             return result
 
-        points: list[FrontierPoint] = []
+        points: list[PolicyRow] = []
         for name, config in arms.items():
             progress.update(task, description=name)
             points += frontier({name: config}, run, seeds=len(seeds), first_seed=command.seed)
             if not command.quiet:
-                line = point_line(name, points[-1].tokens_per_s, points[-1].staleness)
+                line = point_line(points[-1])
                 messages.print(line, soft_wrap=True, highlight=False, markup=False)
     if command.json:
         rows = [
             asdict(point)
             | {"aprilsched": __version__}
-            | {"settings": as_toml(command.settings(arms[point.arm], seed=command.seed))}
+            | {"settings": as_toml(command.settings(arms[point.policy], seed=command.seed))}
             for point in points
         ]
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")

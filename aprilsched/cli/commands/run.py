@@ -17,7 +17,6 @@ from aprilsched.cli.runs.drive import Run
 from aprilsched.cli.runs.pictures import leave_report, leave_trace
 from aprilsched.cli.runs.settings import RunSettings
 from aprilsched.cli.runs.setup import prepare, servers
-from aprilsched.cli.runs.showing import screen_of
 from aprilsched.cli.runs.tables import run_table
 from aprilsched.cli.runs.workload_limits import fitted
 from aprilsched.errors import ConfigError
@@ -75,10 +74,9 @@ def main(arguments: Sequence[str]) -> int:
     setup = prepare(settings)
     folder = _folder(command)
     messages = Console(stderr=True)
-    screen = screen_of(setup, messages, title="run", where=str(folder.path))
     # A virtual clock does not measure the time that a thread takes, so the store uses none.
     store = SqliteStore(folder.store, inline=setup.clock == "virtual")
-    summary = Run(setup, folder, None if command.quiet else screen, store=store).execute()
+    summary = Run(setup, folder, None if command.quiet else messages, store=store).execute()
     if command.json:
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
     elif not command.quiet:

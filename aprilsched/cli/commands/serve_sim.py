@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from aprilsched.cli import told_to_end
@@ -66,17 +66,10 @@ class ServeSimCommand:
         Raises:
             ConfigError: if a setting is wrong.
         """
-        sim = self.sim
+        sim = replace(self.sim, rank_rule="round_robin")
         check_range(AT_LEAST_1, **{"sim.engines": sim.engines})
         config = SimConfig(
-            dp_ranks=sim.dp_ranks,
-            rank_rule="round_robin",
-            max_running=sim.max_running,
-            kv_tokens=sim.kv_tokens,
-            admission=sim.admission,
-            reserve_clip=sim.reserve_clip,
-            conservativeness=sim.conservativeness,
-            stream_interval=sim.stream_interval,
+            **sim.of_engine,
             stream_at_pause=False,
             vocab_size=self.vocab_size,
         )

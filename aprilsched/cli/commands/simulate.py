@@ -282,8 +282,7 @@ def main(arguments: Sequence[str]) -> int:
                 progress.advance(task)
             if not command.quiet:
                 (row,) = compare({arm.policy.name: outcomes[arm.policy.name]}).policies
-                speed, staleness = row.delivered_tokens_per_s, row.staleness_mean
-                _print(messages, point_line(row.policy, speed, staleness))
+                _print(messages, point_line(row))
     comparison = compare(outcomes)
     write_json(root / "comparison.json", comparison)
     folders = {arm.policy.name: arm.policy.folder for arm in arms}

@@ -139,13 +139,14 @@ class Watched:
 
     def _configured(self) -> tuple[RunFacts, BatchMeter, LiveFigures]:
         config = config_in(self._folder)
-        basis, units = basis_of(config), batch_units_of(config)
+        clock, summary = basis_of(config)
+        units = batch_units_of(config)
         facts = RunFacts(
             title="run",
             where=str(self._folder),
             batches=config.get("batches", 0),
             batch_units=units or 0,
-            modelled=basis.clock == "virtual",
+            modelled=clock == "virtual",
         )
-        meter = BatchMeter(trainer_waits=basis.trainer_waits, bound=basis.bound)
-        return facts, meter, LiveFigures(meter=meter, batch_units=units, clock=None)
+        figures = LiveFigures(meter=summary.meter, batch_units=units, clock=None)
+        return facts, summary.meter, figures

@@ -13,10 +13,11 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
+from rich.console import Console
+
 from aprilsched.cli.runs.config_file import as_toml
 from aprilsched.cli.runs.exports import exporters
 from aprilsched.cli.runs.setup import Setup, run_on_clock
-from aprilsched.cli.runs.showing import Screen
 from aprilsched.cli.runs.workload_limits import live_figures_of, summary_of
 from aprilsched.errors import AprilschedError, ConfigError, PromptsExhausted, RunFolderError
 from aprilsched.kernel.core.messages.facts import Fact
@@ -26,6 +27,7 @@ from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.store.in_memory import Store
 from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.summary import Remainder, Summary
+from aprilsched.observe.live import LiveView, RunFacts
 from aprilsched.observe.log import EventLog
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.run import readable
@@ -41,7 +43,7 @@ class Run:
     Args:
         setup: the parts of the run.
         folder: run folder for its files: a new one, or the folder of a run to resume.
-        screen: the display of the run; None shows nothing.
+        console: shows the run; None shows nothing.
         store: saves the run, so that it can resume after a crash; a resumed run needs its old
             store.
     """
@@ -50,7 +52,7 @@ class Run:
         self,
         setup: Setup,
         folder: RunFolder,
-        screen: Screen | None,
+        console: Console | None,
         *,
         store: Store | None = None,
     ) -> None:
@@ -68,11 +70,21 @@ class Run:
         self._summary = summary_of(setup)
         self._figures = live_figures_of(setup, self._summary)
         self._exported: list[AnyListener] = []
-        self._shown = None if screen is None else screen.shown(self._figures)
+        self._shown = None if console is None else self._view(console)
         self._prior = PriorRun(folder.path, self._summary) if folder.resumed else None
         self._scheduler: RolloutScheduler | None = None
         self._interrupted = False
         self._end: PromptsExhausted | None = None
+
+    def _view(self, console: Console) -> LiveView:
+        facts = RunFacts(
+            title="run",
+            where=str(self._folder.path),
+            batches=self._setup.settings.batches,
+            batch_units=self._setup.config.batch_units,
+            modelled=self._setup.clock == "virtual",
+        )
+        return LiveView(console, facts, self._figures)
 
     def execute(self) -> RunSummary:
         """Run to the end or to Ctrl-C; return the summary, which is also written to the folder.

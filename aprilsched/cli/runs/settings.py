@@ -16,7 +16,7 @@ from aprilsched.config import SamplingParams, SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.observe.exports.tracker_writers import tracker_names
 from aprilsched.observe.log.lengths_of_run import distribution_of, known_lengths
-from aprilsched.simulation.engine.settings import Admission, RankRule
+from aprilsched.simulation.engine.settings import Admission, RankRule, SimConfig
 from aprilsched.simulation.workload import Empirical, Limits, LongTailWorkload
 
 CAP = 6000
@@ -126,6 +126,12 @@ class SimSettings:
     """Seconds for loading new weights."""
     reward_seconds: float = 0.0
     """Seconds for scoring one rollout. Only simulate uses it."""
+
+    @property
+    def of_engine(self) -> dict[str, Any]:
+        """The settings of one engine, as arguments of SimConfig and SimFleet."""
+        values = _values(self)
+        return {each.name: values[each.name] for each in fields(SimConfig) if each.name in values}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -120,20 +120,7 @@ def _fleet(settings: RunSettings, timing: StepTimeModel) -> Fleet:
     sim = settings.sim
     if not settings.simulated:
         return servers(settings)
-    return SimFleet(
-        sim.engines,
-        dp_ranks=sim.dp_ranks,
-        rank_rule=sim.rank_rule,
-        max_running=sim.max_running,
-        kv_tokens=sim.kv_tokens,
-        admission=sim.admission,
-        reserve_clip=sim.reserve_clip,
-        conservativeness=sim.conservativeness,
-        stream_interval=sim.stream_interval,
-        refit_seconds=sim.refit_seconds,
-        prefix_cache=sim.prefix_cache,
-        timing=timing,
-    )
+    return SimFleet(sim.engines, timing=timing, refit_seconds=sim.refit_seconds, **sim.of_engine)
 
 
 def servers(settings: RunSettings) -> ServerFleet:

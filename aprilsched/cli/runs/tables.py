@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from aprilsched.observe.figures.run_figures import RunSummary
-from aprilsched.simulation import FrontierPoint
-from aprilsched.simulation.side_by_side import PolicyRow
+from aprilsched.simulation import PolicyRow
 from aprilsched.simulation.workload import Limits
 
 
@@ -71,57 +70,54 @@ def run_table(summary: RunSummary) -> Table:
     return table
 
 
-def _limits(limits: Limits | None) -> str:
-    return ", exact limits" if limits == "exact" else ""
-
-
 def comparison_table(
     rows: Sequence[PolicyRow], burn_in: int, limits: Limits | None = None
 ) -> Table:
     """Return a table with one row per policy, for the steady state."""
-    seeds = rows[0].seeds
-    title = f"steady state, after the first {burn_in} batches{_means(seeds)}{_limits(limits)}"
-    table = Table("policy", title=title)
+    title = f"steady state, after the first {burn_in} batches"
+    steps = [number(row.step_s, 1) for row in rows]
+    return _steady_table(rows, "policy", title, limits, "step, s", steps)
+
+
+def frontier_table(rows: Sequence[PolicyRow], limits: Limits | None = None) -> Table:
+    """Return a table with one row per arm."""
+    efficiency = [percent(row.efficiency) for row in rows]
+    return _steady_table(rows, "arm", "steady state", limits, "efficiency", efficiency)
+
+
+def _steady_table(
+    rows: Sequence[PolicyRow],
+    name: str,
+    title: str,
+    limits: Limits | None,
+    last: str,
+    values: Sequence[str],
+) -> Table:
+    """Return a table of the rows, whose column `last` has these values."""
+    if (seeds := rows[0].seeds) > 1:
+        title += f", means of {seeds} seeds ± half the range"
+    if limits == "exact":
+        title += ", exact limits"
+    table = Table(name, title=title)
     table.columns[0].overflow = "fold"
-    for name in ("tokens/s", "staleness", "oldest", "off-policy", "step, s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
+    for column in ("tokens/s", "staleness", "oldest", "off-policy", last):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row, value in zip(rows, values, strict=True):
         table.add_row(
             row.policy,
             _ranged(row.delivered_tokens_per_s, row.delivered_tokens_per_s_range, 0),
             _ranged(row.staleness_mean, row.staleness_mean_range, 2),
             number(row.staleness_max),
             percent(row.off_policy_share),
-            number(row.step_s, 1),
+            value,
         )
     return table
 
 
-def frontier_table(points: Sequence[FrontierPoint], limits: Limits | None = None) -> Table:
-    """Return a table with one row per arm."""
-    seeds = points[0].seeds
-    table = Table("arm", title=f"steady state{_means(seeds)}{_limits(limits)}")
-    for name in ("tokens/s", "staleness", "oldest", "off-policy", "efficiency"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for point in points:
-        table.add_row(
-            point.arm,
-            _ranged(point.tokens_per_s, point.tokens_per_s_range if seeds > 1 else None, 0),
-            _ranged(point.staleness, point.staleness_range if seeds > 1 else None, 2),
-            number(point.oldest),
-            percent(point.off_policy_share),
-            percent(point.efficiency),
-        )
-    return table
-
-
-def point_line(name: str, speed: float | None, staleness: float | None) -> str:
+def point_line(row: PolicyRow) -> str:
     """Return a line about a policy whose runs have ended."""
-    return f"{name}: {number(speed)} tokens/s at a mean staleness of {number(staleness, 2)}"
-
-
-def _means(seeds: int) -> str:
-    return f", means of {seeds} seeds ± half the range" if seeds > 1 else ""
+    speed, staleness = number(row.delivered_tokens_per_s), number(row.staleness_mean, 2)
+    return f"{row.policy}: {speed} tokens/s at a mean staleness of {staleness}"
 
 
 def _ranged(mean: float | None, limits: tuple[float, float] | None, digits: int) -> str:

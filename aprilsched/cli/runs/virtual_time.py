@@ -59,19 +59,7 @@ def _simulation(setup: Setup, costs: Costs | None, listeners: list[AnyListener])
         setup.config,
         setup.prompts,
         engines=sim.engines,
-        engine=SimConfig(
-            timing=setup.timing,
-            dp_ranks=sim.dp_ranks,
-            rank_rule=sim.rank_rule,
-            max_running=sim.max_running,
-            kv_tokens=sim.kv_tokens,
-            admission=sim.admission,
-            reserve_clip=sim.reserve_clip,
-            conservativeness=sim.conservativeness,
-            stream_interval=sim.stream_interval,
-            prefix_cache=sim.prefix_cache,
-            make_tokens=False,
-        ),
+        engine=SimConfig(timing=setup.timing, make_tokens=False, **sim.of_engine),
         costs=costs
         or Costs(
             refit_seconds=sim.refit_seconds,

@@ -101,10 +101,7 @@ def _filled(
 def summary_of(setup: Setup) -> Summary:
     """Return the listener that summarizes the run described by `setup`."""
     return Summary(
-        trainer_waits=setup.config.trainer_waits,
-        bound=setup.bound,
-        workload_mean=setup.workload_mean,
-        burn_in=setup.settings.burn_in,
+        bound=setup.bound, workload_mean=setup.workload_mean, burn_in=setup.settings.burn_in
     )
 
 

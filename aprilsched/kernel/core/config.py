@@ -317,11 +317,6 @@ class SchedulerConfig:
         return "synchronous" if self.pace == "auto" else self.pace
 
     @property
-    def trainer_waits(self) -> bool:
-        """Whether the engines pause while the trainer trains, at the start of the run."""
-        return self.first_pace == "synchronous"
-
-    @property
     def _straggler(self) -> Behaviour:
         rule = self.straggler
         return rule if isinstance(rule, Behaviour) else BEHAVIOURS[rule]

@@ -13,14 +13,14 @@ tracker runs in another thread, and the run never waits for it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol, Self
+from typing import Protocol
 
 from aprilsched.kernel.core.messages.facts import BatchDelivered
 from aprilsched.kernel.shell.listener import DispatchingListener
 from aprilsched.observe.figures.engine_time import PARTS, Part
 from aprilsched.observe.figures.live_figures import LiveFigures
 from aprilsched.observe.figures.table import FIGURES, Moment, values_at
-from aprilsched.observe.worker import Worker
+from aprilsched.observe.worker import HasWorker, Worker
 
 _MAX_PENDING = 1_000
 _CLOSE_SECONDS = 30.0
@@ -41,7 +41,7 @@ class Writer(Protocol):
         ...
 
 
-class StepTracker(DispatchingListener):
+class StepTracker(HasWorker, DispatchingListener):
     """Sends the figures of each batch to `writer` and closes it at the end, both in a worker
     thread. The step is the number of the delivered batch.
 
@@ -74,21 +74,6 @@ class StepTracker(DispatchingListener):
             close_seconds=close_seconds,
             at_end=writer.close,
         )
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of the writer, after which it receives nothing; None if none."""
-        return self._worker.error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Write what is pending and close the writer, in bounded time."""
-        self._worker.close()
 
     def _step(self, fact: BatchDelivered) -> None:
         if fact.again:

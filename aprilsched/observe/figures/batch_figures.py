@@ -156,12 +156,8 @@ def _reward_means(
 
 
 class BatchTime(DispatchingListener):
-    """Measures the time of each batch, without the trainer's time.
-
-    Args:
-        trainer_waits: whether the engines are initially paused while the trainer trains
-            (synchronous pace), so that the schedule is not charged for the trainer's time. A
-            schedule with the other pace changes it.
+    """Measures the time of each batch, without the time in which the engines are paused because the
+    trainer trains (synchronous pace): the schedule is not charged for it.
 
     Attributes:
         seconds: time of the latest delivered batch, without the trainer's time.
@@ -170,10 +166,10 @@ class BatchTime(DispatchingListener):
         delivered_at: when that batch was delivered; the start of the run before the first batch.
     """
 
-    def __init__(self, *, trainer_waits: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.seconds = self.of_trainer = self.trainer_seconds = self.delivered_at = 0.0
-        self._trainer_waits = trainer_waits
+        self._trainer_waits = False
         self._began = False
         self._trainer = 0.0
         """Seconds of the trainer since the last delivery."""
@@ -189,12 +185,12 @@ class BatchTime(DispatchingListener):
         }
 
     def _opened(self, fact: of.RunOpened) -> None:
-        self._trainer_waits &= fact.pace == "synchronous"
         if self._began:
             self._stop_idling()
         else:
             self._began = True
             self.delivered_at = self._now
+        self._trainer_waits = fact.pace == "synchronous"
         self._idle_since = self._now
 
     def _idle(self, _: of.UpdateFinished) -> None:
@@ -225,7 +221,6 @@ class BatchMeter(RolloutTime):
     """Listens to a run and measures each batch.
 
     Args:
-        trainer_waits: as in :class:`BatchTime`.
         bound: returns T_bound of a batch in seconds; None without a step-time model.
 
     Attributes:
@@ -233,10 +228,10 @@ class BatchMeter(RolloutTime):
         time: the time of the batches.
     """
 
-    def __init__(self, *, trainer_waits: bool, bound: Bound | None = None) -> None:
+    def __init__(self, *, bound: Bound | None = None) -> None:
         super().__init__()
         self.recent: deque[Measured] = deque(maxlen=RECENT_BATCHES)
-        self.time = BatchTime(trainer_waits=trainer_waits)
+        self.time = BatchTime()
         self._bound = bound
         self._parts: set[str] = set()
         """Names of the counted reward parts."""

@@ -48,7 +48,7 @@ class LiveFigures:
     ) -> None:
         self.lock = threading.Lock()
         self.state = RunState(batch_units=batch_units)
-        self._meter = meter or BatchMeter(trainer_waits=False)
+        self._meter = meter or BatchMeter()
         self._clock = clock
         self.counters: Counters = self.state.counters
         self.ledger: Ledger = self.state.ledger

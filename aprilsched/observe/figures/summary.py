@@ -54,8 +54,6 @@ class Summary(DispatchingListener):
     """A listener that summarizes a run.
 
     Args:
-        trainer_waits: whether the engines are initially paused while the trainer trains
-            (synchronous pace), so that this time is not part of the schedule's time.
         bound: T_bound of a batch; None without a step-time model.
         workload_mean: mean response length; None if unknown beforehand.
         burn_in: number of batches that are left out of the steady state; by default
@@ -65,13 +63,12 @@ class Summary(DispatchingListener):
     def __init__(
         self,
         *,
-        trainer_waits: bool,
         bound: Bound | None = None,
         workload_mean: float | None = None,
         burn_in: int | None = None,
     ) -> None:
         super().__init__()
-        self.meter = BatchMeter(trainer_waits=trainer_waits, bound=bound)
+        self.meter = BatchMeter(bound=bound)
         """The figures of each batch. Listeners after this one may use it too."""
         self._workload_mean = workload_mean
         self._burn_in = burn_in

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from aprilsched.errors import ConfigError
 from aprilsched.observe.figures.batch_figures import Bound
@@ -15,41 +14,22 @@ from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.planning.step_times.model_file import load_model
 from aprilsched.simulation.workload import LongTailWorkload
 
+Clock: TypeAlias = Literal["virtual", "wall"]
 _SIMULATED = ["sim"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Basis:
-    """The arguments of the run's own Summary."""
-
-    clock: Literal["virtual", "wall"]
-    trainer_waits: bool
-    bound: Bound | None
-    workload_mean: float | None
-    burn_in: int | None
-
-    def summary(self) -> Summary:
-        """Return a new Summary with these arguments."""
-        return Summary(
-            trainer_waits=self.trainer_waits,
-            bound=self.bound,
-            workload_mean=self.workload_mean,
-            burn_in=self.burn_in,
-        )
-
-
-def basis_of(config: dict[str, Any]) -> Basis:
-    """Return the basis of a run with this resolved configuration, which is empty if unknown.
+def basis_of(config: dict[str, Any]) -> tuple[Clock, Summary]:
+    """Return the clock of a run with this resolved configuration, which is empty if unknown, and a
+    new Summary with the arguments of the run's own.
 
     Raises:
         ValueError: if the configuration is not one of a run.
     """
     if not config:
-        return Basis(clock="wall", trainer_waits=True, bound=None, workload_mean=None, burn_in=None)
+        return "wall", Summary()
     try:
-        return Basis(
-            clock="virtual" if config["engine"] == _SIMULATED else "wall",
-            trainer_waits=config["scheduler"]["pace"] != "asynchronous",
+        clock: Clock = "virtual" if config["engine"] == _SIMULATED else "wall"
+        return clock, Summary(
             bound=_bound(config),
             workload_mean=_workload_mean(config),
             burn_in=config.get("burn_in"),

@@ -12,7 +12,7 @@ from aprilsched.kernel.values.files import read_regular
 from aprilsched.observe.figures.run_figures import SUMMARY_VERSION, RunSummary
 from aprilsched.observe.figures.run_state import RunState
 from aprilsched.observe.figures.summary import Remainder
-from aprilsched.observe.log.basis import basis_of
+from aprilsched.observe.log.basis import Clock, basis_of
 from aprilsched.observe.log.line_format import LogEnded, Versioned, refuse_newer
 from aprilsched.observe.log.reading import replay
 from aprilsched.observe.log.run_folder import EVENTS, SUMMARY, config_in
@@ -66,15 +66,16 @@ class Rebuilding:
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._basis, self._state = basis_of(config), RunState()
-        self._summary = self._basis.summary()
+        self._clock: Clock
+        self._clock, self._summary = basis_of(config)
+        self._state = RunState()
         self.listeners: tuple[Listener, ...] = (self._state, self._summary)
 
     def result(self, end: LogEnded | None) -> RunSummary:
         """Return the summary up to now; `end` is the last line of a log that has ended."""
         return self._summary.result(
             remainder_of(self._state),
-            clock=self._basis.clock,
+            clock=self._clock,
             interrupted=end is not None and end.interrupted,
             error=NOT_ENDED if end is None else end.error,
         )

@@ -121,37 +121,29 @@ FIELDS: dict[str, dict[str, str]] = {
 """The meaning of each field, by the source of the line."""
 
 
-class DescriptionLine(
-    msgspec.Struct, frozen=True, kw_only=True, tag_field="source", tag="description"
-):
+class _Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="source"):
+    t: float
+
+
+class DescriptionLine(_Line, frozen=True, kw_only=True, omit_defaults=False, tag="description"):
     """The first line of the file. `interval` is the number of seconds between two samples, and
     `version` is the version of the format."""
 
-    t: float
     interval: float
     version: int = SAMPLES_VERSION
     labels: dict[str, str] = msgspec.field(default_factory=LABELS.copy)
     fields: dict[str, dict[str, str]] = msgspec.field(default_factory=FIELDS.copy)
 
 
-class ResumedLine(msgspec.Struct, frozen=True, kw_only=True, tag_field="source", tag="resumed"):
+class ResumedLine(_Line, frozen=True, kw_only=True, omit_defaults=False, tag="resumed"):
     """The first line of a process that resumes the run."""
 
-    t: float
     version: int = SAMPLES_VERSION
 
 
-class EngineLine(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    tag_field="source",
-    tag="engine",
-):
+class EngineLine(_Line, frozen=True, kw_only=True, tag="engine"):
     """An engine at one time; :data:`FIELDS` describes the fields."""
 
-    t: float
     engine: str
     running: int | None = None
     queued: int | None = None
@@ -166,17 +158,9 @@ class EngineLine(
     error: str | None = None
 
 
-class DeviceLine(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    tag_field="source",
-    tag="device",
-):
+class DeviceLine(_Line, frozen=True, kw_only=True, tag="device"):
     """A GPU that is sampled from now on."""
 
-    t: float
     device: int
     name: str = ""
     uuid: str = ""
@@ -184,17 +168,9 @@ class DeviceLine(
     power_limit_w: float | None = None
 
 
-class GpuLine(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-    omit_defaults=True,
-    tag_field="source",
-    tag="nvml",
-):
+class GpuLine(_Line, frozen=True, kw_only=True, tag="nvml"):
     """A GPU at one time; :data:`FIELDS` describes the fields."""
 
-    t: float
     device: int
     utilization: float | None = None
     memory_utilization: float | None = None

@@ -323,7 +323,7 @@ class SchedulerState:
                 else Schedule(over_provision=policies.over_provision, refill=policies.refill)
             ),
             usual_group=self.stop.amount / config.batch_groups,
-            wave_due=not config.trainer_waits,
+            wave_due=config.first_pace != "synchronous",
         )
         self.times = TrainerTimes()
         self.calls = CallerTimes()
