@@ -114,7 +114,7 @@ def test_the_bound_on_staleness_is_that_of_verl_or_stricter(configure: Callable[
     with pytest.raises(ConfigError, match="must be below trainer"):
         _settings(configure(*SAMPLER), SchedulerConfig(max_staleness=8))
     unbound = "trainer.v1.sampler.max_off_policy_threshold=null"
-    free = _settings(configure(*SAMPLER, unbound), SchedulerConfig())
+    free = _settings(configure(*SAMPLER, unbound), SchedulerConfig(max_staleness=None))
     assert free.policies.staleness.bound is None
 
 
