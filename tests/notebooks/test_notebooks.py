@@ -61,8 +61,8 @@ def test_it_begins_with_its_question_and_ends_with_its_answer(script: Path):
     assert answer.source.startswith("**Answer.** ")
     # The figures in words come from this cell, which checks the sentences of the answer.
     assert "print(" in computed.source
-    assert "# What the answer below reports:\n" in computed.source
-    assert computed.source.rsplit("\n", 1)[1].startswith("assert ")
+    assert "# What the answer below reports" in computed.source
+    assert computed.source.rsplit("\n", 1)[1].lstrip().startswith("assert ")
     assert computed.outputs[0].text.strip()
 
 
