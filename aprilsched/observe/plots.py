@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import cycle, product
 from textwrap import fill
@@ -21,6 +22,7 @@ with extra("plots"):
     from matplotlib.axes import Axes
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
+    from matplotlib.path import Path
     from matplotlib.text import Text
     from matplotlib.ticker import MaxNLocator
 
@@ -32,11 +34,14 @@ COLOURS = (*PALETTE[:6], GREY, "#CC0044", "#A679D2", "#267359", "#C9AB9C", "#D40
 2009), and are visible on white and on near-black; yellow is not visible on white."""
 MARKERS = "os^D*vPXp<>hd"
 """Shapes that distinguish lines in grey. With the colours they distinguish 156 lines."""
-_DIRECTIONS = [(0, 1), (0, -1), (1, 0), (-1, 0), (1, 1), (-1, 1), (1, -1), (-1, -1)]
+_DIRECTIONS = [each for each in product((0, 1, -1, 0.5, -0.5), repeat=2) if 1 in np.abs(each)]
 """The directions from a point in which a place for its label is tried, in this order."""
-_DISTANCES = (0, 10, 22, 36)
-"""The distances of these places from the point, in typographic points. Labels that are not next to
-their point get a line to it."""
+_DISTANCES = (6, 7.5, 9, 14, 20, 28, 38, 50)
+"""The distances of these places from the point, in typographic points."""
+_LEADER = 14
+"""Labels at this distance or farther get a line to their point."""
+_RADIUS = 5
+"""The room of a marker, from its centre to its edge in typographic points, with a margin."""
 _KV = {"in_place": "KV kept", "retract": "KV recomputed", "abort": "KV recomputed"}
 """What happens to the KV of unfinished responses at an update, by the straggler rule."""
 
@@ -89,29 +94,32 @@ def frontier(
 ) -> Figure:
     """Draw speed against staleness, one line for each family of arms.
 
-    Bars are the smallest and the largest of several seeds. A label is left out if it would cover
-    another label, a point or a line at every place.
+    Bars are the smallest and the largest of several seeds. The point that is nearest to a label is
+    its own, unless a line leads from the label to its point; a label is left out if it would cover
+    another label, a point or a line at every place. The legend has the names of
+    families without the modules of your own rules.
 
     Args:
         points: the arms; the part of a name after "@" is the label of its point.
         width: in inches. Text has 8 points below 8 inches and 10 from there on, so draw the picture
             in the size in which it is shown: 3.3 for a column of two.
-        height: in inches; None for half of the width and the legend.
+        height: in inches; None for half of the width, and the rows of the legend.
         title: a title; none if empty, as in papers.
     """
     size = 8 if width < 8 else 10
     figure = new_figure(width, 20 + width)  # large enough to measure any legend in it
     axes = figure.subplots()
     names, spots = [point.policy.partition("@")[0] for point in points], list[_Spot]()
-    styles = zip(dict.fromkeys(names), cycle(COLOURS), cycle(MARKERS), strict=False)
-    for name, colour, marker in styles:
+    siblings = dict(zip(names, (point.siblings for point in points), strict=True))
+    styles = dict(zip(siblings, zip(cycle(COLOURS), cycle(MARKERS), strict=False), strict=False))
+    for name in sorted(siblings, key=lambda name: siblings[name] is not None):
+        colour, marker = styles[name]
         own = [point for point, family in zip(points, names, strict=True) if family == name]
         own.sort(key=_staleness)
         staleness, speeds = [*map(_staleness, own)], [*map(_speed, own)]
-        label = name if own[0].siblings else f"groups: {name}"
         axes.plot(
             staleness, speeds, color=colour, marker=marker, markersize=size - 3, linewidth=1.6,
-            label=fill(label, int(10 * width)),
+            label=fill(_legend_name(name, siblings[name]), 27),
         )  # fmt: skip
         axes.errorbar(
             staleness, speeds, color=colour, fmt="none", elinewidth=1, capsize=3, zorder=1,
@@ -129,10 +137,17 @@ def frontier(
     note = "numbers: over-provisioning ratio"
     if (seeds := max(point.seeds for point in points)) > 1:
         note += f"; bars: range of {seeds} seeds"
-    legend_height = _legend(figure, fill(note, int(120 * width / size)), size)
+    legend_height = _legend(figure, fill(note, int(140 * width / size)), size)
     figure.set_size_inches(width, height or max(2.4, width / 2) + legend_height)
     _label(axes, spots, size)
     return figure
+
+
+def _legend_name(family: str, siblings: int | None) -> str:
+    """Return the unit of delivery and the rule; a rule of the user is named without its module."""
+    unit = "whole groups" if siblings is None else f"single samples, {siblings} siblings"
+    rule = re.sub(r"^(groups$|samples(:\d+)?(\+|$)|([A-Za-z_]\w*\.)+(?=[A-Za-z_]))", "", family)
+    return f"{unit}, {rule}" if rule else unit
 
 
 def _legend(figure: Figure, title: str, size: int) -> float:
@@ -140,7 +155,8 @@ def _legend(figure: Figure, title: str, size: int) -> float:
     for columns in range(6, 0, -1):
         legend = figure.legend(
             loc="outside lower center", ncols=columns, frameon=False, fontsize=size,
-            title=title, title_fontsize=size, columnspacing=1.2, handlelength=1.6,
+            title=title, title_fontsize=size, columnspacing=1, handlelength=1.6,
+            labelspacing=0.25, handletextpad=0.5, borderpad=0,
         )  # fmt: skip
         figure.draw_without_rendering()
         extent = legend.get_window_extent()
@@ -167,21 +183,30 @@ def _around(
 
 
 _Spot = tuple[str, tuple[float, float], str]
-"""The label of a point, its place in data, and its colour."""
+"""The label of a point, its place in data, and the colour of the label."""
 _Pixels = NDArray[np.float64]
 
 
 def _label(axes: Axes, spots: Sequence[_Spot], size: int) -> None:
-    """Label each point at the nearest place where the label covers nothing, in letters of `size`.
-    The figure must be finished otherwise."""
+    """Label each point at the nearest place where the label covers nothing and is not nearer to
+    another point, in letters of `size`; if possible, not across a line of another colour. The
+    figure must be finished otherwise."""
     figure = axes.get_figure(root=True)
     assert figure is not None  # noqa: S101 - `axes` were made by a figure
     figure.draw_without_rendering()  # lays the axes out, so that places in pixels are known
     unit, inside = figure.dpi / 72, axes.get_window_extent().get_points()
     taken, labels = _covered(axes, unit), np.empty((0, 2, 2))
-    for name, at, colour in spots:
+    at: _Pixels = axes.transData.transform([spot for _, spot, _ in spots])
+    apart = _distances(at, at)
+    np.fill_diagonal(apart, np.inf)
+    for index in map(int, np.argsort(apart.min(axis=1), kind="stable")):  # crowded ones first
+        name, where, colour = spots[index]
+        spot: _Pixels = at[index]
+        others: _Pixels = np.delete(at, index, 0)
+        # A line may leave a marker that another one covers, on the other side.
+        room = np.minimum(_RADIUS * unit, 0.9 * np.delete(apart[index], index))
         text = axes.annotate(
-            name, at, (0, 0), textcoords="offset points", fontsize=size,
+            name, where, (0, 0), textcoords="offset points", fontsize=size, color=colour,
             ha="center", va="center", multialignment="center",
             arrowprops={
                 "arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 4,
@@ -189,23 +214,48 @@ def _label(axes: Axes, spots: Sequence[_Spot], size: int) -> None:
         )  # fmt: skip
         text.set_in_layout(False)  # the places below hold for the present layout
         half = np.array(Text.get_window_extent(text).size) / 2 + unit  # without the line
-        spot: _Pixels = axes.transData.transform(at)
+        foreign = [
+            line.get_transform().transform_path(line.get_path())
+            for line in axes.lines
+            if line.get_linestyle() != "None" and line.get_color() != colour
+        ]
+        found: list[tuple[bool, float, _Pixels]] = []
         for distance, direction in product(_DISTANCES, np.array(_DIRECTIONS)):
-            place = spot + direction * (half + (7 + distance) * unit)
+            place = spot + direction * (half + distance * unit)
             box = np.array([[place - half, place + half]])
-            line = _boxes_along(np.array([place, spot]), unit)
-            fits = (box[0, 0] >= inside[0]).all() and (box[0, 1] <= inside[1]).all()
-            if fits and not _overlap(box, taken) and not (distance and _overlap(line, labels)):
-                text.set_position(tuple((place - spot) / unit))
-                labels = np.concatenate([labels, box])
-                taken = np.concatenate([taken, box])
-                if distance:
-                    taken = np.concatenate([taken, line])
-                elif text.arrow_patch is not None:
-                    text.arrow_patch.set_visible(False)
-                break
-        else:
+            if (box[0, 0] < inside[0]).any() or (box[0, 1] > inside[1]).any():
+                continue
+            line = _along(place, spot)
+            if distance < _LEADER:
+                misread = (_gaps(place, half, others) < 1.25 * _gaps(place, half, spot)).any()
+            else:
+                near = _distances(others, line).min(axis=1, initial=np.inf) < room
+                misread = near.any() or _overlap(_boxes(line, unit), labels)
+            if not misread and not _overlap(box, taken):
+                end = spot + _RADIUS * unit * (place - spot) / np.linalg.norm(place - spot)
+                way = Path([place, end])
+                crosses = any(way.intersects_path(each, filled=False) for each in foreign)
+                found.append((crosses, distance, place))
+        if not found:
             text.remove()
+            continue
+        _, distance, place = min(found, key=lambda each: each[:2])
+        text.set_position(tuple((place - spot) / unit))
+        box = np.array([[place - half, place + half]])
+        labels, taken = np.concatenate([labels, box]), np.concatenate([taken, box])
+        if distance >= _LEADER:
+            taken = np.concatenate([taken, _boxes(_along(place, spot), unit)])
+        elif text.arrow_patch is not None:
+            text.arrow_patch.set_visible(False)
+
+
+def _distances(points: _Pixels, others: _Pixels) -> _Pixels:
+    return np.linalg.norm(points[:, None] - others, axis=-1)
+
+
+def _gaps(place: _Pixels, half: _Pixels, points: _Pixels) -> _Pixels:
+    """Return the distances of points from a box, by its centre and half of its size."""
+    return np.linalg.norm(np.maximum(np.abs(points - place) - half, 0), axis=-1)
 
 
 def _covered(axes: Axes, unit: float) -> _Pixels:
@@ -213,9 +263,10 @@ def _covered(axes: Axes, unit: float) -> _Pixels:
     found = [np.empty((0, 2, 2))]
     for line in axes.lines:
         corners: _Pixels = line.get_transform().transform(line.get_xydata())
-        found.append(_boxes_along(corners, unit))
+        if line.get_linestyle() != "None":
+            found.append(_boxes_along(corners, unit))
         if line.get_marker() != "None":
-            found.append(_boxes(corners, 5 * unit))
+            found.append(_boxes(corners, _RADIUS * unit))
     for bars in axes.collections:
         if isinstance(bars, LineCollection):
             ends = map(axes.transData.transform, bars.get_segments())
@@ -225,7 +276,11 @@ def _covered(axes: Axes, unit: float) -> _Pixels:
 
 def _boxes_along(corners: _Pixels, radius: float) -> _Pixels:
     """Return squares around many points of a line through the corners, float64 [n, 2]."""
-    return _boxes(np.linspace(corners[:-1], corners[1:], 40).reshape(-1, 2), radius)
+    return _boxes(_along(corners[:-1], corners[1:]).reshape(-1, 2), radius)
+
+
+def _along(start: _Pixels, end: _Pixels) -> _Pixels:
+    return np.linspace(start, end, 40)
 
 
 def _boxes(at: _Pixels, radius: float) -> _Pixels:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from functools import cache
 from itertools import combinations
@@ -47,8 +48,9 @@ def simulated() -> PolicyRow:
 
 
 def point(arm: str, age: float, speed: float, spread: float = 0.0) -> PolicyRow:
+    samples = re.match(r"samples:(\d+)", arm)
     row = replace(
-        simulated(), policy=arm, siblings=4 if arm.startswith("samples") else None,
+        simulated(), policy=arm, siblings=int(samples[1]) if samples else None,
         delivered_tokens_per_s=speed, staleness_mean=age,
     )  # fmt: skip
     if not spread:
@@ -184,11 +186,71 @@ def test_twenty_kinds_of_arms_differ_in_the_picture():
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 20
     for unlike in ([line.get_color() for line in lines], [line.get_marker() for line in lines]):
         assert len(set(unlike[:12])) == 12, "in grey, or to one who cannot see a colour"
-    assert names == [f"samples:{n}" for n in range(1, 21)]
+    assert names == [f"single samples, {n} siblings" for n in range(1, 21)]
 
 
-def test_whole_groups_are_named_in_the_legend():
+def test_the_legend_names_the_unit_and_the_rule():
     plots = pytest.importorskip("aprilsched.observe.plots")
-    figure = plots.frontier([point("wave@2", 1.0, 5.0), point("auto", 2.0, 6.0)])
-    assert figure.axes[0].get_legend_handles_labels()[1] == ["groups: wave", "groups: auto"]
-    assert [text.get_text() for text in figure.axes[0].texts] == ["2", "auto"]
+    points = [point("samples:4@2", 1.0, 5.0), point("wave@2", 1.0, 5.0), point("auto", 2.0, 6.0)]
+    points += [point("april 1.5", 3.0, 5.0), point("my_rules.thirds@2", 3.0, 7.0)]
+    points += [point("samples:4+pool@2", 4.0, 5.0), replace(points[-1], policy="a.b.c@2", siblings=4)]
+    figure = plots.frontier(points)
+    _, names = figure.axes[0].get_legend_handles_labels()
+    groups = ["wave", "auto", "april 1.5", "thirds"]
+    assert [name.replace("\n", " ") for name in names] == [
+        *(f"whole groups, {name}" for name in groups),
+        *(f"single samples, 4 siblings{name}" for name in ("", ", pool", ", c")),
+    ]
+
+
+CROWDED = {
+    "sync": (0.0, 5107), "wave@1.5": (0.869, 8832), "wave@2": (1.525, 9819),
+    "wave@3": (2.696, 10535), "pool@1.75": (4.552, 11080), "auto": (5.171, 11137),
+    "samples:4@1.5": (1.055, 10152), "samples:4@2": (1.736, 10705),
+    "samples:4@auto": (2.815, 11114), "thirds@2": (1.269, 9249), "kept@2": (1.523, 9651),
+    "thirds_samples@2": (1.391, 10357),
+}  # fmt: skip
+"""Arms of which some are at nearly the same place."""
+
+
+@each_row("width", [3.3, 4.5, 7.0, 9.0])
+def test_a_label_is_read_as_that_of_its_point(width: float):
+    """It has the colour of its series, and is nearest to its point or has a line to it, which
+    crosses no other marker."""
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    from matplotlib.colors import same_color
+    from matplotlib.text import Text
+
+    points = [point(arm, *where, 0.02) for arm, where in CROWDED.items()]
+    figure = plots.frontier(points, width=width)
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    lines, names = axes.get_legend_handles_labels()
+    families = [" ".join(name.split()).split(", ")[-1] for name in names]
+    colours = dict(zip(families, [line.get_color() for line in lines], strict=True))
+    places = {arm: axes.transData.transform(where) for arm, where in CROWDED.items()}
+    assert len(axes.texts) == len(points)
+    leaders = 0
+    for text in axes.texts:
+        arm = next(arm for arm, where in CROWDED.items() if where == text.xy)
+        assert text.get_text() == arm.split("@")[-1]
+        family = "4 siblings" if arm.startswith("samples") else arm.split("@")[0]
+        assert same_color(text.get_color(), colours[family])
+        box = Text.get_window_extent(text)
+        spot, others = places[arm], [place for other, place in places.items() if other != arm]
+        if text.arrow_patch.get_visible():
+            leaders += 1
+            assert same_color(text.arrow_patch.get_edgecolor(), colours[family])
+            centre = np.array([(box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2])
+            for other in others:
+                apart = float(np.hypot(*(other - spot)))
+                way = [centre + share * (spot - centre) for share in np.linspace(0, 1, 200)]
+                near = min(float(np.hypot(*(each - other))) for each in way)
+                assert near >= min(4 * figure.dpi / 72, 0.85 * apart), (arm, text)
+        else:
+            own, *foreign = (
+                np.hypot(max(box.x0 - x, 0, x - box.x1), max(box.y0 - y, 0, y - box.y1))
+                for x, y in [spot, *others]
+            )
+            assert own < min(foreign), arm
+    assert leaders <= 4
