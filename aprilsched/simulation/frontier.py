@@ -7,7 +7,7 @@
         "samples:4@2": SchedulerConfig(over_provision=2.0, delivery="samples", siblings=4),
     }
     points = frontier(arms, lambda config, seed: simulate(workload, config, seed=seed), seeds=3)
-    figure = aprilsched.observe.plots.frontier(points)
+    figure = aprilsched.observe.plots.frontier(points)  # after `import aprilsched.observe.plots`
 """
 
 from __future__ import annotations

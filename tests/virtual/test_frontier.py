@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import asdict, replace
@@ -12,9 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from aprilsched import LongTailWorkload, SchedulerConfig, __version__
 from aprilsched.__main__ import main
+from aprilsched.cli.commands.frontier import main as frontier_command
+from aprilsched.cli.runs.tables import frontier_table
 from aprilsched.errors import ConfigError
 from aprilsched.simulation import PolicyRow, SimulationResult, compare, frontier, simulate
 from tests.support.table import each_row
@@ -121,6 +125,71 @@ def test_the_arms_may_be_lengths_of_a_file(tmp_path: Path, capsys: pytest.Captur
     assert names == ["april 1.5", "april 2"]
 
 
+def test_a_stored_frontier_is_redrawn_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The rows and the picture are those of the simulation; only their width differs."""
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    first, again = tmp_path / "first.svg", tmp_path / "again.svg"
+    arms = ["--arms", "wave@2,samples:2@2", "--seeds", "2", "--seed", "3"]
+    assert main(["frontier", *SMALL, *arms, "--json", "--out", str(first)]) == 0
+    simulated = capsys.readouterr()
+    stored = tmp_path / "result.json"
+    stored.write_text(simulated.out)
+    assert main(["frontier", "--redraw", str(stored), "--json", "--out", str(again)]) == 0
+    redrawn = capsys.readouterr()
+    assert redrawn.out == simulated.out
+    assert again.read_bytes() == first.read_bytes()
+    caption = (
+        "Simulated: delivered tokens per second against their mean staleness, with batches of 4 "
+        "groups of 4, responses of at most 600 tokens, 1 engine, and KV kept at updates; means "
+        "and ranges (bars) of seeds 3 to 4."
+    )
+    assert {row["caption"] for row in json.loads(simulated.out)} == {caption}
+    for captured in (simulated, redrawn):
+        picture, last = captured.err.splitlines()[-2:]
+        assert (picture.startswith("The picture is"), last) == (True, caption)
+        assert "samples:2@2 │" in captured.err, "the table"
+    narrow = ["--width", "3.3", "--quiet", "--out", str(first)]
+    assert main(["frontier", "--redraw", str(stored), *narrow]) == 0
+    assert "samples:2@2" in capsys.readouterr().out
+    assert first.read_bytes() != again.read_bytes()
+    assert plots
+
+
+@each_row(
+    ("text", "why"),
+    [
+        (None, "No such file or directory"),
+        ("no JSON", "JSON is malformed"),
+        ("[]", "Expected `array` of length >= 1"),
+        ('[{"arm": "wave@2"}]', "missing required field"),
+    ],
+)
+def test_a_file_that_is_no_frontier_is_refused(text: str | None, why: str, tmp_path: Path):
+    path = tmp_path / "result.json"
+    path.unlink(missing_ok=True)
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=f"redraw must be a file that .*{re.escape(why)}"):
+        frontier_command(["--redraw", str(path), "--out", "none"])
+
+
+def test_the_caption_names_all_settings_of_the_arms(capsys: pytest.CaptureFixture[str]):
+    arms = ["--arms", "wave@2,wave@2:group_size=2:straggler=retract", "--sim.engines", "2"]
+    assert main(["frontier", *SMALL, *arms, "--out", "none", "--json", "--quiet"]) == 0
+    caption = json.loads(capsys.readouterr().out)[0]["caption"]
+    assert "batches of 4 groups of 2 or 4 groups of 4, " in caption
+    assert caption.endswith("2 engines, and KV kept or recomputed at updates; seed 0.")
+
+
+def test_the_table_of_a_frontier_folds_long_names():
+    points = [point(f"my_rules.kept_{n}_with_a_long_name@2", 1.5, 12345.6, 0.1) for n in (1, 2)]
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(frontier_table(points))
+    cells = [line.split("│")[1].strip() for line in captured.get().splitlines() if "│" in line]
+    assert "".join(cells) == "".join(each.policy for each in points)
+
+
 @each_row(("width", "height"), [(12.0, 6.0), (9.0, 5.6), (4.5, 5.0)])
 def test_labels_of_a_frontier_cover_nothing(width: float, height: float):
     plots = pytest.importorskip("aprilsched.observe.plots")
@@ -193,7 +262,8 @@ def test_the_legend_names_the_unit_and_the_rule():
     plots = pytest.importorskip("aprilsched.observe.plots")
     points = [point("samples:4@2", 1.0, 5.0), point("wave@2", 1.0, 5.0), point("auto", 2.0, 6.0)]
     points += [point("april 1.5", 3.0, 5.0), point("my_rules.thirds@2", 3.0, 7.0)]
-    points += [point("samples:4+pool@2", 4.0, 5.0), replace(points[-1], policy="a.b.c@2", siblings=4)]
+    points.append(point("samples:4+pool@2", 4.0, 5.0))
+    points.append(replace(points[-1], policy="a.b.c@2"))
     figure = plots.frontier(points)
     _, names = figure.axes[0].get_legend_handles_labels()
     groups = ["wave", "auto", "april 1.5", "thirds"]

@@ -4,10 +4,10 @@ same prompts and engines."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from rich.console import Console
@@ -35,9 +35,18 @@ DEFAULT_ARMS = (
 
 _NOT_HERE = {"policy", "delivery", "gpus", "train-gpu-seconds", "split"}
 EVERYDAY = " ".join(
-    ["arms", "width", "title", *(f for f in SIMULATE_EVERYDAY.split() if f not in _NOT_HERE)]
+    [
+        "arms",
+        "redraw",
+        "width",
+        "title",
+        *(f for f in SIMULATE_EVERYDAY.split() if f not in _NOT_HERE),
+    ]
 )
 """The flags that ``--help`` shows; ``--help-all`` shows the others too."""
+
+_KV = {"keep": "kept", "recompute": "recomputed", "apart": "of each version apart"}
+"""The words of a caption for the treatment of KV at an update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +59,23 @@ class FrontierCommand(ComparedSettings):
     the policies of aprilsched simulate."""
     out: Path | None = Path("frontier.png")
     """The picture, a PNG, SVG or PDF by its suffix; none for no picture."""
+    redraw: Path | None = None
+    """A file that this command wrote with --json. Its arms are shown and drawn without simulating
+    again, for example with another --width; settings of the simulation do not count."""
     width: float = 9.0
     """Inches of the picture's width: 3.3 for a column of two. Text has 8 points below 8 inches."""
     title: str = ""
     """A title in the picture; none if not given."""
     json: bool = False
-    """Print a list of objects as JSON on stdout, one for each arm, with its settings and the values
-    of each seed; everything else goes to stderr."""
+    """Print a list of objects as JSON on stdout, one for each arm, with its settings, the values of
+    each seed and the caption; everything else goes to stderr."""
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code.
 
     Raises:
-        AprilschedError: if a setting is refused or the picture cannot be written.
+        AprilschedError: if a setting is refused, or a file cannot be read or written.
     """
     command = parsed(FrontierCommand, arguments, "aprilsched frontier", everyday=EVERYDAY)
     if command.out is not None:
@@ -72,8 +84,41 @@ def main(arguments: Sequence[str]) -> int:
         picture_format(command.out)
         if not 2 <= command.width <= 40:
             raise ConfigError(f"width must be from 2 to 40 inches, got {command.width:g}.")
-    seeds = command.every_seed
     messages = Console(stderr=True)
+    rows = _stored(command.redraw) if command.redraw else _simulated(command, messages)
+    points = msgspec.convert(rows, list[PolicyRow])
+    if command.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
+    if not (command.json and command.quiet):
+        limits = rows[0].get("settings", {}).get("workload", {}).get("limits")
+        Console(stderr=command.json).print(frontier_table(points, limits))
+    if command.out is not None:
+        from aprilsched.observe import plots
+        from aprilsched.observe.report.style import save
+
+        save(plots.frontier(points, width=command.width, title=command.title), command.out)
+        messages.print(f"The picture is {command.out}", soft_wrap=True, highlight=False)
+    if not command.quiet and (caption := rows[0].get("caption")):
+        messages.print(caption, soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
+def _stored(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of ``--json``."""
+    try:
+        rows = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
+        msgspec.convert(rows, Annotated[list[PolicyRow], msgspec.Meta(min_length=1)])
+    except (OSError, msgspec.MsgspecError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"redraw must be a file that aprilsched frontier --json wrote, got {path} ({why})."
+        ) from None
+    return rows
+
+
+def _simulated(command: FrontierCommand, messages: Console) -> list[dict[str, Any]]:
+    """Simulate the arms, and return a row for each."""
+    seeds = command.every_seed
     configs = command.configs(chosen(command.arms), messages)
     command.warn(messages)
     arms = {policy.name: config for policy, config in configs.items()}
@@ -94,20 +139,25 @@ def main(arguments: Sequence[str]) -> int:
             if not command.quiet:
                 line = point_line(points[-1])
                 messages.print(line, soft_wrap=True, highlight=False, markup=False)
-    if command.json:
-        rows = [
-            asdict(point)
-            | {"aprilsched": __version__}
-            | {"settings": as_toml(command.settings(arms[point.policy], seed=command.seed))}
-            for point in points
-        ]
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
-    else:
-        Console().print(frontier_table(points, command.workload.limits))
-    if command.out is not None:
-        from aprilsched.observe import plots
-        from aprilsched.observe.report.style import save
+    caption = _caption(command, arms)
+    return [
+        asdict(point)
+        | {"aprilsched": __version__, "caption": caption}
+        | {"settings": as_toml(command.settings(arms[point.policy], seed=command.seed))}
+        for point in points
+    ]
 
-        save(plots.frontier(points, width=command.width, title=command.title), command.out)
-        messages.print(f"The picture is {command.out}", soft_wrap=True, highlight=False)
-    return 0
+
+def _caption(command: FrontierCommand, arms: Mapping[str, SchedulerConfig]) -> str:
+    """Return a sentence for the caption of the picture."""
+    configs, engines, seeds = arms.values(), command.sim.engines, command.every_seed
+    sizes = {f"{each.batch_groups} groups of {each.group_size}" for each in configs}
+    kv = {_KV[each.cached_kv] for each in configs}
+    cap = command.workload.checked(seed=command.seed, group_size=command.group_size).cap
+    values = f"means and ranges (bars) of seeds {seeds[0]} to" if len(seeds) > 1 else "seed"
+    return (
+        "Simulated: delivered tokens per second against their mean staleness, with batches of "
+        f"{' or '.join(sorted(sizes))}, responses of at most {cap:,} tokens, {engines} "
+        f"engine{'s' * (engines != 1)}, and KV {' or '.join(sorted(kv))} at updates; "
+        f"{values} {seeds[-1]}."
+    )
