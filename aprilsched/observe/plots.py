@@ -196,10 +196,13 @@ def _label(axes: Axes, spots: Sequence[_Spot], size: int) -> None:
     figure.draw_without_rendering()  # lays the axes out, so that places in pixels are known
     unit, inside = figure.dpi / 72, axes.get_window_extent().get_points()
     taken, labels = _covered(axes, unit), np.empty((0, 2, 2))
-    at: _Pixels = axes.transData.transform([spot for _, spot, _ in spots])
+    places = np.array([spot for _, spot, _ in spots], float).reshape(-1, 2)  # may be empty
+    at: _Pixels = axes.transData.transform(places)
     apart = _distances(at, at)
     np.fill_diagonal(apart, np.inf)
-    for index in map(int, np.argsort(apart.min(axis=1), kind="stable")):  # crowded ones first
+    for index in map(
+        int, np.argsort(apart.min(axis=1, initial=np.inf), kind="stable")
+    ):  # crowded ones first
         name, where, colour = spots[index]
         spot: _Pixels = at[index]
         others: _Pixels = np.delete(at, index, 0)

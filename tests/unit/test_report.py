@@ -35,6 +35,7 @@ from aprilsched.observe.report.time_charts import gpu, losses, lost_most, utiliz
 from aprilsched.observe.report.words import percent, ran, written
 from aprilsched.observe.sampling.labels import NVML_UTILIZATION, STEP_SHARE
 from aprilsched.observe.sampling.sample_log import DescriptionLine, DeviceLine, EngineLine, GpuLine
+from aprilsched.simulation import compare
 from tests.support import facts
 from tests.support.reported import with_reports
 
@@ -291,6 +292,16 @@ def test_two_runs_are_held_against_each_other(reports: Mapping[str, RunReport]):
     assert {difference.verdict for difference in differences(a, a)} <= {"same", ""}
     assert "more tokens per second" in verdict(a, b)
     assert "as fast as" in verdict(a, a)
+
+
+def test_a_comparison_of_unknown_staleness_has_no_points(folders: Mapping[str, Path]):
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    runs = {"sync": read_run(folders["sync"])}
+    (row,) = compare({"sync": runs["sync"].summary}).policies
+    for known, labels in ((0.0, ["sync"]), (None, [])):
+        figure = plots.comparison(runs, [replace(row, staleness_mean=known)])
+        found = [text.get_text() for text in figure.axes[1].texts]
+        assert found == ["the bound of any schedule", *labels]
 
 
 def test_a_comparison_names_what_happened_to_kv(folders: Mapping[str, Path]):
