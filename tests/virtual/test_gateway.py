@@ -126,6 +126,10 @@ async def test_metrics_tell_of_the_run_and_of_its_clients():
         answers = {r: n for (name, r), n in found.items() if name == "gateway_requests_total"}
         assert (answers["400"], answers["401"], answers["503"]) == (1, 2, 1)
         assert answers["200"] == found["gateway_request_seconds_count", ""] - 4
+        assert (await one.raw.get("/ready"))[0] == 200
+        # The call of the metrics before counts now, and the probe does not.
+        later = (await figures())["gateway_request_seconds_count", ""]
+        assert later == found["gateway_request_seconds_count", ""] + 1
         assert found["gateway_first_token_seconds_count", ""] == 2
         assert found["tokens_generated_total", ""] == 2 * LONG
         assert not any((name, "") in found for name in names[:2])

@@ -189,7 +189,7 @@ async def test_an_update_that_no_server_accepts_reports_the_stop(
     two: Front, tmp_path: Path, paused: bool, caplog: pytest.LogCaptureFixture
 ):
     """A server that refuses a folder may have loaded a part of it, so all of them wait."""
-    reports = "Nothing is generated until an update succeeds"
+    reports = "or an update succeeds"
     if paused:
         await two.raw.done("/pause_generation", {"mode": "retract"})
     missing = {"model_path": str(tmp_path / "missing")}

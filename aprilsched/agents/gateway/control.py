@@ -38,8 +38,9 @@ from aprilsched.kernel.weights.publisher import WeightPublisher
 T = TypeVar("T")
 
 _STRANDED = (
-    "Nothing is generated until an update succeeds, because no server surely has complete weights; "
-    "send /update_weights_from_disk with a folder that every server can read, or weights in parts."
+    "No server surely has complete weights. Nothing is generated until one has loaded the folder "
+    "of the last update again, or an update succeeds; send /update_weights_from_disk with a folder "
+    "that every server can read, or weights in parts."
 )
 _MAX_WAITING_CALLS = 64
 """Control calls that may wait for their turn. They stay queued if their clients disconnect, so

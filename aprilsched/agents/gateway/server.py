@@ -151,7 +151,8 @@ async def _note_request(request: web.Request, handler: Handler) -> web.StreamRes
         # Without a status the client has left. The raw path may contain what must not be logged.
         route, seconds = request.match_info.route.resource, time.monotonic() - started
         path = "-" if route is None else route.canonical
-        service.answered("left" if status is None else str(status), seconds)
+        if request.path not in FREE:  # A probe is no request that could fail or be slow.
+            service.answered("left" if status is None else str(status), seconds)
         log.info(
             "method=%s path=%s status=%s seconds=%.3f id=%r",
             *(request.method, path, status or "left", seconds, REQUEST_ID.get()[:_LOGGED_ID]),
