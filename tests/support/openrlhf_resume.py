@@ -197,6 +197,7 @@ def main() -> None:
         config=SchedulerConfig(
             **{
                 "over_provision": 3.0,
+                "max_staleness": None,
                 "refill": "pool",
                 "pace": "asynchronous",
                 "companions": (EXPERTS,),
