@@ -200,9 +200,13 @@ def _label(axes: Axes, spots: Sequence[_Spot], size: int) -> None:
     at: _Pixels = axes.transData.transform(places)
     apart = _distances(at, at)
     np.fill_diagonal(apart, np.inf)
-    for index in map(
-        int, np.argsort(apart.min(axis=1, initial=np.inf), kind="stable")
-    ):  # crowded ones first
+    lines = [
+        (line.get_color(), line.get_transform().transform_path(line.get_path()))
+        for line in axes.lines
+        if line.get_linestyle() != "None"
+    ]
+    crowded_first = np.argsort(apart.min(axis=1, initial=np.inf), kind="stable")
+    for index in map(int, crowded_first):
         name, where, colour = spots[index]
         spot: _Pixels = at[index]
         others: _Pixels = np.delete(at, index, 0)
@@ -217,11 +221,7 @@ def _label(axes: Axes, spots: Sequence[_Spot], size: int) -> None:
         )  # fmt: skip
         text.set_in_layout(False)  # the places below hold for the present layout
         half = np.array(Text.get_window_extent(text).size) / 2 + unit  # without the line
-        foreign = [
-            line.get_transform().transform_path(line.get_path())
-            for line in axes.lines
-            if line.get_linestyle() != "None" and line.get_color() != colour
-        ]
+        foreign = [path for other, path in lines if other != colour]
         found: list[tuple[bool, float, _Pixels]] = []
         for distance, direction in product(_DISTANCES, np.array(_DIRECTIONS)):
             place = spot + direction * (half + distance * unit)

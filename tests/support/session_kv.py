@@ -15,12 +15,9 @@ SESSIONS, TURN = 8, 300
 WAIT_S = 600.0
 
 
-async def fall_and_recover(fleet: Fleet) -> tuple[EngineLoad, float, float]:
-    """Run sessions that overflow the pool, then wait until preemptions are forgotten.
-
-    Returns the engine's last report, a share of the pool that sessions could use after preemptions,
-    and the share at the end.
-    """
+async def fall_and_recover(fleet: Fleet) -> EngineLoad:
+    """Run sessions that overflow the pool, and check that preemptions lower the share of the pool
+    that sessions may use, and that it recovers. Returns the engine's last report."""
 
     def pool() -> SessionPool:
         (engine,) = fleet.engines
@@ -51,4 +48,10 @@ async def fall_and_recover(fleet: Fleet) -> tuple[EngineLoad, float, float]:
         await until(lambda: pool().share > lowest, WAIT_S)
         (engine,) = fleet.engines
         assert isinstance(engine, ReportsLoad)
-        return await engine.load(metrics=True), lowest, pool().share
+        load, last = await engine.load(metrics=True), pool().share
+    assert engine.capabilities.caches_contexts
+    assert load.preemptions is not None
+    assert load.preemptions > 0
+    assert lowest < 1.0
+    assert last > lowest
+    return load

