@@ -11,6 +11,7 @@ from aprilsched.agents.dialects.sglang import GenerateBody, check_vocabulary
 from aprilsched.agents.serving.refusals import Crashed, Refused
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import GenerationRequest
+from aprilsched.kernel.engines.sglang.dp_ranks import RANK_FIELDS
 from aprilsched.kernel.values.checks import OWN
 from aprilsched.kernel.values.companions import MOST_KEPT, Companion, top_logprobs
 from aprilsched.kernel.values.sampling import SERVER, sampling_params
@@ -22,8 +23,7 @@ _KNOWN = {*OWN, *SERVER, "n", "stop", "stream_interval"}
 """SGLang's sampling parameters; the server-specific ones are not modelled."""
 
 
-_RANK = ("routed_dp_rank", "data_parallel_rank")
-_TOLD = ("priority", *_RANK, "custom_logit_processor", "return_hidden_states")
+_TOLD = ("priority", *RANK_FIELDS, "custom_logit_processor", "return_hidden_states")
 _KEPT = ("request", "dp_rank")
 """Fields of the request that the last event of its response repeats, so that tests can check what
 the server received, and the rank that generated it."""
@@ -52,7 +52,7 @@ def generation_request(body: GenerateBody, rid: str, config: SimConfig) -> Gener
     if not body.input_ids:
         raise Refused("input_ids cannot be empty.")
     # The rank 0 is a value, and a priority of 0 or False is the default.
-    fields = {n: v for n in _TOLD if (v := getattr(body, n)) or (n in _RANK and v == 0)}
+    fields = {n: v for n in _TOLD if (v := getattr(body, n)) or (n in RANK_FIELDS and v == 0)}
     sampling = _sampling(body.sampling_params or {})
     check_vocabulary(config.vocab_size, body.input_ids, sampling)
     sampling = replace(sampling, extra={}, request=fields, keep=_KEPT)

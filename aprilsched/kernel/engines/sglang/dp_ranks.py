@@ -19,13 +19,14 @@ TOKENS_PER_LEAD = 512
 which costs more than prefilling a short prompt on several ranks: with 8 ranks of 30B-A3B in virtual
 time a lead of 8 took 7 % of the speed for prompts of 8 tokens, and gave 44 % for 8,192 tokens."""
 _MOST_PREFIXES = 2**17
-_NAMED = ("routed_dp_rank", "data_parallel_rank")
+RANK_FIELDS = ("routed_dp_rank", "data_parallel_rank")
+"""Fields of a request that name its rank."""
 
 
 def named_rank(request: GenerationRequest) -> int | None:
     """Return the rank that a request names itself, or None."""
     fields = request.sampling.request
-    return next((fields[name] for name in _NAMED if fields.get(name) is not None), None)
+    return next((fields[name] for name in RANK_FIELDS if fields.get(name) is not None), None)
 
 
 class DpRanks:
