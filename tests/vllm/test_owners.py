@@ -9,7 +9,7 @@ from aprilsched.agents.gateway import Gateway, GatewaySettings
 from aprilsched.kernel.engines.vllm import VLLMEngine
 from tests.vllm.server import VLLMServer
 
-LONG = {"input_ids": [3, 5, 7], "sampling_params": {"max_new_tokens": 400, "ignore_eos": True}}
+LONG = {"input_ids": [3, 5, 7], "sampling_params": {"max_new_tokens": 7000, "ignore_eos": True}}
 
 
 async def test_a_paused_server_is_claimed_once_its_owner_is_gone(clean_server: VLLMServer):
