@@ -230,6 +230,13 @@ FIGURES: list[tuple[str, str, Callable[[], Sequence[Any]]]] = [
     ),
     (
         "README.md",
+        r"under the default bound \(last row\), ([\d.]+) times at ([\d.]+) of their staleness",
+        lambda: [
+            ratio("auto-samples@4:s0", "auto@4:s0", key) for key in ("generated_s", "staleness")
+        ],
+    ),
+    (
+        "README.md",
         r"made a schedule ([\d.]+) times as fast\.[^\n]*samples are ([\d.]+) times as fast as "
         r"groups \(ratio 2.0\), or ([\d.]+) times",
         lambda: [ratio("pool@1.75:clip:s1", "pool@1.75:s1"), *reserve()[:1:-1]],
