@@ -1,38 +1,20 @@
 """``aprilsched calibrate LOG``: fits the step-time model of a server to the server's log."""
 
-# matplotlib's own signatures end in untyped **kwargs.
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from aprilsched.cli.arguments import POSITIONAL, parsed
 from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
-from aprilsched.kernel.values.extras import extra
-from aprilsched.planning.step_times import (
-    Fit,
-    Windows,
-    fit,
-    predicted_seconds,
-    read_log,
-    save_model,
-    windows_of,
-)
-from aprilsched.planning.step_times.model import StepTimeModel
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
+from aprilsched.planning.step_times import Fit, fit, read_log, save_model, windows_of
 
 _UNITS = {
     "t0": (1e3, "ms a step"),
@@ -47,8 +29,6 @@ _UNITS = {
     "prefill_rate": (1.0, "tokens/s"),
     "prefill_chunk": (1.0, "tokens"),
 }
-_LIMIT = 40.0
-"""Largest error that the picture shows, in percent; larger ones are drawn at the edge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +39,6 @@ class CalibrateCommand:
     """The server's log, or a CSV with running_requests, kv_tokens and decode_tokens_per_s."""
     json: bool = False
     """Print an object on stdout instead of tables."""
-    plot: Path | None = None
-    """Draw measured and predicted step times and their errors here (PNG, SVG or PDF)."""
     out: Path | None = None
     """Write the model here (TOML), for ``load_model``."""
     linear: bool = False
@@ -77,16 +55,13 @@ def main(arguments: Sequence[str]) -> int:
     """
     command = parsed(CalibrateCommand, arguments, "aprilsched calibrate")
     check_range(AT_LEAST_1, steps=command.steps)
-    windows = windows_of(read_log(command.log), steps=command.steps)
-    found = fit(windows, linear=command.linear)
+    found = fit(windows_of(read_log(command.log), steps=command.steps), linear=command.linear)
     if command.json:
         sys.stdout.write(msgspec.json.encode(asdict(found)).decode() + "\n")
     else:
         _print(found)
     if command.out is not None:
         save_model(found.model, command.out, _origin(command.log, found))
-    if command.plot is not None:
-        _draw(found.model, windows, command.plot)
     return 0
 
 
@@ -135,48 +110,3 @@ def _summary(found: Fit) -> Table:
                 name, str(of.windows), f"{of.median:.1%}", f"{of.p90:.1%}", f"{of.total:.3f}"
             )
     return table
-
-
-def _draw(model: StepTimeModel, windows: Windows, path: Path) -> None:
-    """Draw measured and predicted step times and their errors.
-
-    Raises:
-        ConfigError: if matplotlib is missing or the file cannot be written.
-    """
-    with extra("plots"):
-        from aprilsched.observe.report.style import finish, new_figure, save
-    figure = new_figure(12, 4.6)
-    left, middle, right = figure.subplots(1, 3)
-    _steps(left, model, windows)
-    finish(left, title="Decode step", x="predicted, ms", y="measured, ms")
-    _errors(middle, model, windows, windows.running)
-    finish(middle, title="Error by batch", x="running requests", y="predicted / measured - 1, %")
-    _errors(right, model, windows, windows.kv)
-    finish(right, title="Error by context", x="context tokens", y="predicted / measured - 1, %")
-    save(figure, path)
-
-
-def _steps(axes: Axes, model: StepTimeModel, windows: Windows) -> None:
-    from aprilsched.observe.report.style import GREY, PALETTE
-
-    steady = windows.where(windows.steady)
-    predicted = 1e3 * predicted_seconds(model, steady) / steady.steps
-    axes.scatter(predicted, 1e3 * steady.seconds / steady.steps, s=6, color=PALETTE[0])
-    top = float(predicted.max())
-    axes.plot([0, top], [0, top], color=GREY, linewidth=1)
-    axes.set_xlim(0, 1.05 * top)
-    axes.set_ylim(0, 1.3 * top)
-
-
-def _errors(axes: Axes, model: StepTimeModel, windows: Windows, x: np.ndarray) -> None:
-    from aprilsched.observe.report.style import GREY, PALETTE
-
-    error = 100 * (predicted_seconds(model, windows) / windows.seconds - 1)
-    error = np.clip(error, -_LIMIT, _LIMIT)
-    kinds = (("decoding", windows.steady), ("with prefill", windows.stalled))
-    for (name, chosen), color in zip(kinds, PALETTE, strict=False):
-        axes.scatter(x[chosen], error[chosen], s=6, color=color, label=name)
-    axes.axhline(0, color=GREY, linewidth=1)
-    axes.set_xscale("log")
-    axes.set_ylim(-_LIMIT, _LIMIT)
-    axes.legend(frameon=False, fontsize=9)
