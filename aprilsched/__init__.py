@@ -21,7 +21,6 @@ from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.kernel.weights.distributed import DistributedPublisher
 from aprilsched.kernel.weights.external import ExternalWeights, Handshake
 from aprilsched.kernel.weights.lora import LoraPublisher
-from aprilsched.kernel.weights.relay import RelayPublisher
 from aprilsched.kernel.weights.tensor import TensorPublisher
 from aprilsched.kernel.weights.vllm_transfer import VLLMPublisher
 from aprilsched.simulation.engine import SimFleet, SimPublisher
@@ -61,7 +60,6 @@ __all__ = [
     "Prompt",
     "PromptQueue",
     "RefitReport",
-    "RelayPublisher",
     "Rollout",
     "RolloutScheduler",
     "SGLangFleet",

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from aprilsched import (
     Batch,
     DiskPublisher,
-    RelayPublisher,
     RolloutScheduler,
 )
 from aprilsched.config import Pool, Prices
@@ -28,7 +26,6 @@ from aprilsched.testing.contract import until
 from aprilsched.types import Rollout
 from tests.sglang.recorded import Recorder, check_greedy, check_whole, scheduled
 from tests.sglang.server import CpuServer
-from tests.sglang.trained import tensors
 
 
 @dataclass
@@ -37,9 +34,6 @@ class Trainer:
 
     models: tuple[Path, Path]
     version: int = 0
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return tensors(self.models[self.version % 2])
 
     def save(self, path: Path) -> None:
         shutil.copytree(self.models[self.version % 2], path, dirs_exist_ok=True)
@@ -55,9 +49,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-async def step(
-    rollouts: RolloutScheduler, trainer: Trainer, publisher: DiskPublisher | RelayPublisher
-) -> Batch:
+async def step(rollouts: RolloutScheduler, trainer: Trainer, publisher: DiskPublisher) -> Batch:
     """A batch, then the next version's weights."""
     batch = await rollouts.next_batch()
     trainer.version = rollouts.version + 1
@@ -79,13 +71,11 @@ def check(
 
 @pytest.mark.shows("rolling refits", engine="SGLang")
 @pytest.mark.long
-@pytest.mark.parametrize("way", ["disk", "relay"])
 async def test_every_token_is_of_its_version_and_no_rollout_of_two(
-    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path, way: str
+    clean_pair: tuple[CpuServer, CpuServer], models: tuple[Path, Path], tmp_path: Path
 ):
     recorder, trainer = Recorder(), Trainer(models)
-    relay = RelayPublisher(trainer.weights, backend="gloo", bucket_bytes=64 * 1024)
-    publisher = relay if way == "relay" else DiskPublisher(tmp_path / "weights", trainer.save)
+    publisher = DiskPublisher(tmp_path / "weights", trainer.save)
     mixed = 0
     async with scheduled([server.url for server in clean_pair], recorder, **SETTINGS) as rollouts:
         batches: list[Batch] = []
@@ -98,7 +88,6 @@ async def test_every_token_is_of_its_version_and_no_rollout_of_two(
         delivered = check(batches, rollouts, models, tmp_path)
         for rollout in delivered:
             assert rollout.versions.tolist() == recorder.reported(rollout)
-        await relay.aclose()
     assert rollouts.version == len(batches)
     assert mixed, "the servers always had one version"
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from aprilsched.errors import ConfigError, EngineRejected
 from aprilsched.kernel.weights import tensor as module
-from aprilsched.kernel.weights.relay import RelayPublisher
 from aprilsched.kernel.weights.tensor import TensorPublisher
 from tests.unit.weights_engines import SocketEngine, TensorEngine, as_engines
 
@@ -190,39 +189,3 @@ async def test_weights_that_every_rank_gathers_are_read_to_the_end_whatever_happ
     assert len(started) == 2
     with pytest.raises(ConfigError, match="weights is a generator; give a function"):
         TensorPublisher(weights())  # type: ignore[arg-type]
-
-
-async def test_a_relay_hands_each_engine_the_copy_of_its_version(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The trainer changes its tensors in place while the relay sends."""
-    trained, handed = torch.zeros(4), list[float]()
-    serialize = Serializer.serialize
-
-    def seen(payload: Any, output_str: bool = False) -> str:
-        flat = payload["flattened_tensor"].view(torch.float32)
-        handed.extend(set(flat.tolist()))
-        return serialize(payload, output_str)
-
-    monkeypatch.setattr(Serializer, "serialize", seen)
-    relay = RelayPublisher(
-        lambda: iter([("a", trained)]), through=TensorPublisher, device="cpu", bucket_bytes=32
-    )
-    one, two, other = TensorEngine("one"), TensorEngine("two"), SocketEngine("other")
-    trained += 1
-    await relay.prepare(1)
-    assert relay.holds(1)
-    trained += 1
-    assert await relay.publish(1, as_engines(one)) == {"one": None}
-    await relay.prepare(2)
-    trained += 1
-    outcomes = await relay.publish(2, as_engines(two, other))
-    assert outcomes["two"] is None
-    assert isinstance(outcomes["other"], ConfigError)
-    assert handed == [1.0, 2.0]
-    assert (one.calls[-1], two.calls[-1]) == (("end", 1), ("end", 2))
-    assert not relay.holds(1)
-    await relay.aclose()
-    assert not relay.holds(2)
-    with pytest.raises(ConfigError, match="bucket_bytes"):
-        RelayPublisher(weights, through=TensorPublisher, bucket_bytes=0)

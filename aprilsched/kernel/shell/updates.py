@@ -158,7 +158,7 @@ class Updates:
             raise ConfigError(
                 f'refit="rolling" gives a version to each engine when that is free, and '
                 f"{type(publisher).__name__} does not keep a full model for it; use a "
-                'RelayPublisher, a DiskPublisher with save=, or refit="together".'
+                'DiskPublisher with save=, or refit="together".'
             )
 
     def _is_followed(self, publisher: WeightPublisher, new: int) -> bool:

@@ -1,12 +1,12 @@
-"""Measures vLLM's own transfer and the relay between processes, without a server.
+"""Measures vLLM's own transfer between processes, without a server.
 
     python transfer.py --out DIRECTORY --parts vllm.tar.xz [--seconds 75] [--device cpu --tiny]
     python transfer.py --out DIRECTORY --table
 
-The trainer is this process: VLLMPublisher or RelayPublisher. The receiver is another one, with the
-calls of a vLLM server over HTTP and vLLM's own engine end behind them (vllm_parts.py); its model
-is the named tensors, copied as a loader does. After each transfer both ends must have the same
-checksum.
+The trainer is this process: VLLMPublisher or DistributedPublisher. The receiver is another one,
+with the calls of a vLLM server over HTTP and vLLM's own engine end behind them (vllm_parts.py); its
+model is the named tensors, copied as a loader does. After each transfer both ends must have the
+same checksum.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -252,7 +252,7 @@ class Run:
         timeout = aiohttp.ClientTimeout(total=60)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as session:
-                kind = GroupEngine if name in ("distributed", "relay") else Engine
+                kind = GroupEngine if name == "distributed" else Engine
                 engine = kind(port, session)
                 while True:
                     try:
@@ -272,7 +272,7 @@ class Run:
     async def repeat(
         self, way: str, engine: Engine, publisher: Any, weights: RandomWeights, **facts: Any
     ) -> None:
-        for number in range(-1, min(self.given.repeats, 2 if way == "relay" else 9)):
+        for number in range(-1, self.given.repeats):
             self.version += 1
             weights.draw(SEEDS[self.version % 2])
             await self.once(way, engine, publisher, weights, repeat=number, **facts)
@@ -346,14 +346,13 @@ class Run:
         await self.once("vllm_nccl", engine, publisher, weights, pending=True)
 
     async def group(self, way: str, engine: Engine) -> None:
-        """A broadcast from the trainer's tensors, and one from the relay's copy in host memory."""
-        from aprilsched import DistributedPublisher, RelayPublisher
+        """A broadcast from the trainer's tensors over torch.distributed."""
+        from aprilsched import DistributedPublisher
 
         backend = "nccl" if self.cuda else "gloo"
         weights = RandomWeights(TINY if self.given.tiny else QWEN3_4B, self.apart)
         settings: Any = {"backend": backend, "device": self.apart, "bucket_bytes": GIB // 2}
-        made: Any = RelayPublisher if way == "relay" else DistributedPublisher
-        publisher = made(weights.named, **settings)
+        publisher = DistributedPublisher(weights.named, **settings)
         await self.repeat(way, engine, publisher, weights, bucket_bytes=GIB // 2)
 
 
@@ -371,7 +370,6 @@ async def measure(given: argparse.Namespace) -> None:
     if run.cuda:
         await run.way("vllm_ipc", run.vllm, "ipc")
     await run.way("distributed", run.group)
-    await run.way("relay", run.group)
     await run.way("vllm_sparse_nccl", run.sparse, "sparse_nccl")
 
 

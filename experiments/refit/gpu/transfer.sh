@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure vLLM's transfer and the relay on a machine with two GPUs; see README.md. In the root:
+# Measure vLLM's transfer on a machine with two GPUs; see README.md. In the root:
 #     bash experiments/refit/gpu/transfer.sh DIRECTORY
 # It needs .gpu/transfer/ with vllm.tar.xz (vllm_parts.FILES) and the wheels of asyncio-throttle,
 # msgspec and tenacity.
