@@ -116,7 +116,9 @@ def test_prompts_from_a_file(tmp_path: Path):
 
 
 def test_prompts_that_are_text(tmp_path: Path):
-    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    import tokenizers
+
     model = tokenizers.models.WordLevel({"<unk>": 0, "hello": 1, "world": 2}, unk_token="<unk>")
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -133,6 +133,7 @@ class ModelTokenizer:
     """A transformers tokenizer with the methods that a gateway needs; threads may share it.
 
     Attributes:
+        wrapped: the tokenizer of transformers.
         ends: the tokens that end a response.
         render: renders a chat; see :meth:`ChatTemplate.render`.
         knows_tools: whether the chat template has a place for tool definitions.
@@ -145,7 +146,7 @@ class ModelTokenizer:
         ends: frozenset[int] = frozenset(),
         response_template: Mapping[str, Any] | None = None,
     ) -> None:
-        self._tokenizer = tokenizer
+        self.wrapped = tokenizer
         self._backend: Any = tokenizer.backend_tokenizer
         # The file's truncation and padding would cut or extend a prompt.
         self._backend.no_truncation()
@@ -192,7 +193,7 @@ class ModelTokenizer:
     @property
     def context_tokens(self) -> int | None:
         """Maximum input in tokens according to the tokenizer's files; None if they set none."""
-        longest = int(self._tokenizer.model_max_length)
+        longest = int(self.wrapped.model_max_length)
         return longest if longest < _NO_LIMIT else None
 
     def check_size(self, *texts: str, context: int | None = None) -> None:

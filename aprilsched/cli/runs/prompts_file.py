@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import msgspec
 
-from aprilsched.cli.runs.texts import Texts
+from aprilsched.agents.chat.tokenizer import ModelTokenizer, load_tokenizer
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.files import read_regular
 from aprilsched.kernel.values.sampling import sampling_params
@@ -69,12 +69,12 @@ def read_prompts(
         ConfigError: if the file cannot be read, or if a row cannot be used; it names the row.
         MissingExtra: if a package that the tokenizer needs is not installed.
     """
-    texts = None if tokenizer is None else Texts(tokenizer)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     prompts: list[Prompt] = []
     columns: dict[str, None] = {}
     for where, row in _rows(path):
         try:
-            prompt = _prompt(row, texts, input_key, apply_chat_template)
+            prompt = _prompt(row, loaded, input_key, apply_chat_template)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         columns |= dict.fromkeys(prompt.metadata)
@@ -123,25 +123,28 @@ def _object(row: Any, where: str) -> tuple[str, dict[str, Any]]:
 
 
 def _prompt(
-    row: Mapping[str, Any], texts: Texts | None, input_key: str | None, templated: bool
+    row: Mapping[str, Any],
+    tokenizer: ModelTokenizer | None,
+    input_key: str | None,
+    templated: bool,
 ) -> Prompt:
     content = _content_key(row, input_key)
     for column in _MEDIA:
         if row.get(column):
             raise ConfigError(f"{column} must be empty, because prompts of a file have no media.")
-    ids, used = _input_ids(content, row, texts, templated)
+    ids, used = _input_ids(content, row, tokenizer, templated)
     used = {content, *used, *_SETTINGS}
     metadata = {column: value for column, value in row.items() if column not in used}
     for column in metadata.keys() - {*_CONTENT}:
         # A misspelled setting would silently have no effect; a misspelled prompt raises an error.
         if near := get_close_matches(column, ("input_ids", *_SETTINGS[1:]), n=1, cutoff=_ALMOST):
             raise ConfigError(f"{column!r} is no key of a prompt; write {near[0]}, or rename it.")
-    sampling = row.get("sampling")
+    sampling, of_model = row.get("sampling"), None if tokenizer is None else tokenizer.wrapped
     return Prompt(
         input_ids=ids,
         key=_key(row.get("key")),
         group_size=row.get("group_size"),
-        sampling=None if sampling is None else sampling_params(sampling, tokenizer=texts),
+        sampling=None if sampling is None else sampling_params(sampling, tokenizer=of_model),
         metadata=metadata,
     )
 
@@ -162,7 +165,7 @@ def _content_key(row: Mapping[str, Any], input_key: str | None) -> str:
 
 
 def _input_ids(
-    name: str, row: Mapping[str, Any], texts: Texts | None, templated: bool
+    name: str, row: Mapping[str, Any], tokenizer: ModelTokenizer | None, templated: bool
 ) -> tuple[Any, Sequence[str]]:
     """Return the token ids of the content under `name`, and the other columns that they need."""
     content = row[name]
@@ -174,11 +177,11 @@ def _input_ids(
     if isinstance(content, str) and templated:
         several = [{"role": "user", "content": content}]
     elif isinstance(content, str):
-        if texts is None:
+        if tokenizer is None:
             raise ConfigError("the prompt is text; name the model's tokenizer folder (--tokenizer)")
-        return texts.encode_prompt(content), ()
+        return _encoded(tokenizer, content), ()
     _check_messages(name, several)
-    if texts is None:
+    if tokenizer is None:
         raise ConfigError(
             "the prompt has messages; name the model's tokenizer folder (--tokenizer)"
         )
@@ -188,7 +191,21 @@ def _input_ids(
         raise ConfigError(
             "tools must be a list of definitions, and chat_template_kwargs an object."
         )
-    return texts.encode_chat(several, cast("Any", tools), cast("Any", options) or {}), _CHAT
+    # The template writes BOS itself.
+    text = tokenizer.render(
+        several, cast("Any", tools), go_on=False, options=cast("Any", options) or {}
+    )
+    return tokenizer.encode(text, special=False), _CHAT
+
+
+def _encoded(tokenizer: ModelTokenizer, text: str) -> Sequence[int]:
+    """Return the ids of a text, with one BOS even if a chat template already wrote it."""
+    plain, whole = tokenizer.encode(text, special=False), tokenizer.encode(text)
+    for before in range(1, len(whole) - len(plain) + 1):
+        added = whole[:before]
+        if plain[:before] == added and whole[before : before + len(plain)] == plain:
+            return plain
+    return whole
 
 
 def _check_messages(name: str, messages: Sequence[Any]) -> None:
