@@ -7,7 +7,7 @@ import importlib
 import io
 import pickle  # noqa: TID251 (what trainers attach to prompts)
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -17,13 +17,14 @@ from numpy.typing import NDArray
 
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, StoreError
+from aprilsched.kernel.core.state.records import GroupRecord
 from aprilsched.kernel.core.state.state import SchedulerState
 from aprilsched.kernel.shell import PromptQueue, RolloutScheduler, Turn, TurnOutput
 from aprilsched.kernel.values.companions import Companion, CompanionRows
 from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.values.files import read_regular, written_whole
 from aprilsched.trainers.advantages import advantages
-from aprilsched.types import Batch, BoolArray, Media, Rollout, SamplingParams, Unit
+from aprilsched.types import Batch, BoolArray, Group, Media, Rollout, SamplingParams, Unit
 
 if TYPE_CHECKING:
     Theirs = Any
@@ -139,6 +140,13 @@ def missing_prompts(queue: PromptQueue, config: SchedulerConfig) -> int:
     """Return how many prompts to add to `queue`, so that none is missing at the next launch."""
     batches = (config.policies.staleness.bound or 0) + 1
     return max(0, batches * config.batch_groups - len(queue))
+
+
+def untrained_groups(state: SchedulerState) -> Iterator[GroupRecord | Group]:
+    """Yield the groups in flight, and those of batches that the trainer has not acknowledged."""
+    yield from state.in_flight.training_groups()
+    for batch in state.delivery.unacknowledged.values():
+        yield from batch.groups
 
 
 def forget_delivered(rows: dict[int, Any], state: SchedulerState) -> None:

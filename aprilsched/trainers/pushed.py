@@ -28,6 +28,7 @@ from aprilsched.kernel.engines.base import Fleet
 from aprilsched.kernel.shell import Episode, PromptQueue, RolloutScheduler
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.store import Store
+from aprilsched.trainers.adapter import untrained_groups
 from aprilsched.types import Batch, Prompt
 
 NOT_TOKENIZED = np.zeros(1, dtype=np.int32)
@@ -180,11 +181,7 @@ class PushedRollouts:
 
     def _adopt(self) -> None:
         """Note the groups of a checkpoint, which another process has launched."""
-        state = self.scheduler.state
-        groups = list(state.in_flight.training_groups())
-        for batch in state.delivery.unacknowledged.values():
-            groups += batch.groups
-        for group in groups:
+        for group in untrained_groups(self.scheduler.state):
             self._launched.setdefault(group.group_id, group.prompt)
 
     def _lose(self, prompt: Prompt) -> None:

@@ -47,6 +47,7 @@ from aprilsched.trainers.adapter import (
     read_state,
     refuse,
     save_state,
+    untrained_groups,
 )
 from aprilsched.trainers.pushed import NOT_TOKENIZED, GroupLost, PushedRollouts, as_pushed
 from aprilsched.types import Prompt, SamplingParams, Score
@@ -260,12 +261,8 @@ class Generator:
         """Bring the trainer's weights to the servers; the first call opens the scheduler."""
         if not self._rollouts.is_open:
             await self._rollouts.open()
-            state = self.scheduler.state
-            groups = list(state.in_flight.training_groups())
-            for batch in state.delivery.unacknowledged.values():
-                groups += batch.groups
             # Groups that SkyRL started while the file was written are not in it.
-            live = {group.prompt.key for group in groups}
+            live = {group.prompt.key for group in untrained_groups(self.scheduler.state)}
             for uid in self._groups.keys() - live:
                 del self._groups[uid]
             self._restored = dict(self._groups)

@@ -50,6 +50,7 @@ from aprilsched.trainers.adapter import (
     routed_experts,
     staleness,
     trained_advantages,
+    untrained_groups,
 )
 from aprilsched.trainers.by_session import BySession
 from aprilsched.trainers.slime_functions import GenerateFunctions, uses_functions
@@ -480,11 +481,8 @@ class _Rollouts:
     async def _live(self) -> set[Any]:
         """Return the keys of the groups whose samples are still needed."""
         state = self._scheduler.state
-        groups = itertools.chain(
-            state.in_flight.training_groups(),
-            *(batch.groups for batch in state.delivery.unacknowledged.values()),
-        )
-        return {group.prompt.key for group in groups}.union(range(state.prompts.cursor, self._next))
+        live = {group.prompt.key for group in untrained_groups(state)}
+        return live.union(range(state.prompts.cursor, self._next))
 
     def _pull(self) -> list[Prompt]:
         """Take the next group of the data source; it may give none, or several."""
