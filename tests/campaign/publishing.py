@@ -14,9 +14,9 @@ from aprilsched.kernel.core.policies.schedule import Schedule
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.planning import Planner
 from aprilsched.planning.candidates import Space, candidates
-from aprilsched.simulation.engine.publisher import SimAdapterPublisher
 from tests.campaign.callers import Callers
 from tests.campaign.mix import Mix
+from tests.support.publishers import SimAdapterPublisher
 
 _Results: TypeAlias = Mapping[str, Exception | None]
 _Publish: TypeAlias = Callable[[int, Sequence[Engine]], Awaitable[_Results]]

@@ -11,8 +11,8 @@ import pytest
 from aprilsched import ExternalWeights, RolloutScheduler, SimFleet, SimPublisher
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.kernel.core.policies.straggler import BEHAVIOURS
-from aprilsched.simulation.engine import SimAdapterPublisher
 from aprilsched.types import Batch, Prompt, SamplingParams
+from tests.support.publishers import SimAdapterPublisher
 from tests.support.small import config, workload
 from tests.support.table import each_row
 

@@ -30,9 +30,9 @@ from aprilsched.config import Pool, Prices
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.weights.disk import VersionsOnDisk
-from aprilsched.simulation.engine.publisher import SimAdapterPublisher
 from aprilsched.simulation.engine.toy_model import ContextState, ToyModel, weights_key_of_version
 from tests.support import small
+from tests.support.publishers import SimAdapterPublisher
 
 pytestmark = pytest.mark.virtual_time
 

@@ -21,7 +21,7 @@ from aprilsched.errors import (
 )
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.weights.lora import LoraPublisher
-from aprilsched.simulation.engine import SimAdapterPublisher, SimEngine, run_virtual
+from aprilsched.simulation.engine import SimEngine, run_virtual
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import Stream, whole
 from tests.sglang.adapter_contract import (
@@ -31,6 +31,7 @@ from tests.sglang.adapter_contract import (
     adapted,
     fake_adapters,
 )
+from tests.support.publishers import SimAdapterPublisher
 from tests.support.sim_http import CONFIG, INTERVAL, Raw, served
 from tests.support.table import each_row
 

@@ -7,7 +7,7 @@ from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 from aprilsched.simulation.engine.batcher import Batcher
 from aprilsched.simulation.engine.clock import run_virtual
 from aprilsched.simulation.engine.fleet import SimFleet
-from aprilsched.simulation.engine.publisher import SimAdapterPublisher, SimPublisher
+from aprilsched.simulation.engine.publisher import SimPublisher
 from aprilsched.simulation.engine.settings import Counters, SimConfig
 from aprilsched.simulation.engine.sim_engine import SimEngine
 
@@ -15,7 +15,6 @@ __all__ = [
     "H200_QWEN3_4B",
     "Batcher",
     "Counters",
-    "SimAdapterPublisher",
     "SimConfig",
     "SimEngine",
     "SimFleet",

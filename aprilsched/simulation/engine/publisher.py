@@ -1,4 +1,4 @@
-"""Publishers for simulated engines, which load weights in virtual time."""
+"""A publisher for simulated engines, which load weights in virtual time."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from aprilsched.simulation.engine.sim_engine import SimEngine
 from aprilsched.simulation.engine.toy_model import weights_key_of_version
 
 
-class _KeyPublisher:
-    """Publishes weights keys to simulated engines; every version has its own.
+class SimPublisher:
+    """Publishes weights to simulated engines; every version has its own weights key.
 
     Args:
-        weights_key: maps a version to its weights key.
+        weights_key: maps a version to its weights key. ``lambda version: 0`` publishes the same
+            weights again and again, so that greedy tokens do not depend on when refits happened.
+            (The engines start with the key of version 0: publish once before comparing.)
     """
+
+    loads_whole = True
 
     def __init__(self, weights_key: Callable[[int], int] = weights_key_of_version) -> None:
         self._weights_key = weights_key
@@ -33,43 +37,5 @@ class _KeyPublisher:
         """Bring `version` to all `engines` in parallel; reject an engine that is not simulated."""
         takers: Takers[SimEngine] = Takers(engines, SimEngine, "take simulated weights")
         key = self._weights_key(version)
-        await takers.each(lambda engine: self._give(engine, version, key))
+        await takers.each(lambda engine: engine.refit(version, key, complete=True))
         return takers.outcomes
-
-    async def _give(self, engine: SimEngine, version: int, key: int) -> None:
-        raise NotImplementedError
-
-
-class SimPublisher(_KeyPublisher):
-    """Publishes weights to simulated engines; every version has its own weights key.
-
-    Args:
-        weights_key: maps a version to its weights key. ``lambda version: 0`` publishes the same
-            weights again and again, so that greedy tokens do not depend on when refits happened.
-            (The engines start with the key of version 0: publish once before comparing.)
-    """
-
-    loads_whole = True
-
-    async def _give(self, engine: SimEngine, version: int, key: int) -> None:
-        await engine.refit(version, key, complete=True)
-
-
-class SimAdapterPublisher(_KeyPublisher):
-    """Publishes adapters to simulated engines, while they generate; every version has its own.
-
-    Args:
-        weights_key: maps a version to the adapter's weights key.
-    """
-
-    def adapter_name(self, version: int) -> str:
-        """Return the name of the adapter of `version` on the engines."""
-        return f"policy-v{version}"
-
-    async def retire(self, version: int, engine: Engine) -> None:
-        """Unload the adapter of `version`; no request samples with it any longer."""
-        if isinstance(engine, SimEngine):
-            await engine.unload_adapter(self.adapter_name(version))
-
-    async def _give(self, engine: SimEngine, version: int, key: int) -> None:
-        await engine.add_adapter(self.adapter_name(version), key)
