@@ -9,27 +9,27 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
-import signal
 import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.sglang.server import HERE, free_port, server_environment, server_python
+from tests.sglang.server import (
+    BOOT_SECONDS,
+    HERE,
+    ListeningProcess,
+    free_port,
+    server_environment,
+    server_python,
+)
 
-BOOT_SECONDS = 600.0
-STOP_SECONDS = 20.0
-TAIL_LINES = 25
 
-
-class SGLangRouter:
+class SGLangRouter(ListeningProcess):
     """One router, from :meth:`start` to :meth:`stop`, with the settings that pauses need."""
 
     def __init__(self, workers: Sequence[str], log: Path, **settings: Any) -> None:
-        self.log = log
-        self.port = free_port()
+        super().__init__(log)
         self._workers = list(workers)
         self._settings: dict[str, Any] = {
             "host": "127.0.0.1",
@@ -46,12 +46,6 @@ class SGLangRouter:
             "prometheus_port": free_port(),
             **settings,
         }
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
         """Start the process and return once it lists every worker it was given.
@@ -96,21 +90,6 @@ class SGLangRouter:
         """Have it forget a worker."""
         (found,) = [worker["id"] for worker in self.workers() if worker["url"] == url]
         self._ask("DELETE", f"/workers/{found}")
-
-    def stop(self) -> None:
-        """End the process group, gently first."""
-        if self._process is None:
-            return
-        for kind in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, kind)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_SECONDS)
-        self._process = None
-
-    def tail(self) -> str:
-        """The last lines of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
     def _ask(self, method: str, path: str, body: object = None) -> Any:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)

@@ -133,7 +133,36 @@ class _Forked:
         return self._ends is None
 
 
-class CpuServer:
+class ListeningProcess:
+    """A process group that listens on a free loopback port and writes into `log`."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.port = free_port()
+        self._process: _Forked | subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        """End the process group, gently first."""
+        if self._process is None:
+            return
+        for kind in (signal.SIGTERM, signal.SIGKILL):  # the group may outlive its leader
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, kind)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_SECONDS)
+        self._process = None
+
+    def tail(self) -> str:
+        """The last lines of its log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+
+class CpuServer(ListeningProcess):
     """One server, from :meth:`start` to :meth:`stop`, or for a ``with`` block."""
 
     ready_path = "/ready"
@@ -142,16 +171,9 @@ class CpuServer:
     """The module that forks it."""
 
     def __init__(self, model: Path, log: Path, *extra: str) -> None:
+        super().__init__(log)
         self.model = model
-        self.log = log
-        self.port = free_port()
         self._extra = extra
-        self._process: _Forked | None = None
-
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> Self:
         """Start; :meth:`wait_ready` waits until it can be used."""
@@ -210,21 +232,6 @@ class CpuServer:
         """Let the stopped processes continue."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGCONT)
-
-    def stop(self) -> None:
-        """End the process group, gently first."""
-        if self._process is None:
-            return
-        for kind in (signal.SIGTERM, signal.SIGKILL):  # the group may outlive its leader
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, kind)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_SECONDS)
-        self._process = None
-
-    def tail(self) -> str:
-        """The last lines of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
     def _cannot_bind(self) -> bool:
         return b"address already in use" in self.log.read_bytes()

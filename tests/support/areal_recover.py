@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import zlib
 from pathlib import Path
@@ -29,20 +28,11 @@ from aprilsched.trainers import adapter
 from aprilsched.trainers.areal import RolloutEngine
 from tests.support.areal_parts import areal, saved
 from tests.support.companions import EXPERTS
+from tests.support.interrupting import half_written, killed
 
 ITEMS, GROUPS, SIZE, BOUND, EVERY = 15, 3, 4, 2, 3
 """Items of an epoch, groups of a step, rollouts of a group, the staleness bound, and the steps from
 one checkpoint to the next."""
-
-
-def killed(*_: Any, **__: Any) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def half_written(content: Any, file: Any) -> None:
-    file.write(b"half of it")
-    file.flush()
-    killed()
 
 
 class Policy:

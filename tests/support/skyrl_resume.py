@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import sys
 import typing
 import zlib
@@ -27,22 +26,13 @@ from aprilsched import RolloutScheduler, SchedulerConfig, SGLangFleet
 from aprilsched.simulation.engine.toy_model import toy_rows
 from aprilsched.trainers import adapter
 from tests.support.companions import EXPERTS
+from tests.support.interrupting import half_written, killed
 from tests.support.openrlhf_on_cpu import write_stand_ins
 from tests.support.trl_on_cpu import tokenizer
 
 STEPS, GROUPS, SIZE, PROMPTS, EVERY = 13, 2, 3, 10, 3
 """Steps of the run, groups of a step, rollouts of a group, prompts of an epoch, and the steps from
 one checkpoint to the next. SkyRL also writes one at the end of an epoch."""
-
-
-def killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def half_written(content: Any, file: Any) -> None:
-    file.write(b"half of it")
-    file.flush()
-    killed()
 
 
 class Policy:

@@ -26,13 +26,6 @@ class Kind(enum.StrEnum):
     MATH = "math"
 
 
-class Lying(Score):
-    """A score that skips every check."""
-
-    def __post_init__(self) -> None:
-        pass
-
-
 def test_numbers_and_mappings_become_plain_ones_of_its_own():
     info: dict[Any, Any] = {"tools": ("a", "b"), 7: np.arange(2), Name("n"): Name("x")}
     info["k"] = Kind.MATH

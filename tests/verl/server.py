@@ -68,13 +68,7 @@ class Server:
             return json.load(answer)["weight_version"]
 
     def _post(self, path: str, **body: Any) -> None:
-        request = urllib.request.Request(
-            f"{self._server.url}/{path}",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as answer:
-            answer.read()
+        _post(f"{self._server.url}/{path}", body)
 
 
 class SGLangServer(Server):
@@ -111,13 +105,7 @@ class SGLangServer(Server):
             return json.load(answer)
 
     def _post(self, path: str, **body: Any) -> None:
-        request = urllib.request.Request(
-            f"{self._url}/{path}",
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as answer:
-            answer.read()
+        _post(f"{self._url}/{path}", body)
 
 
 class VLLMServer(SGLangServer):
@@ -137,3 +125,11 @@ class VLLMServer(SGLangServer):
 
     def label(self) -> str:
         return self._get("weight_info")["weight_version"]
+
+
+def _post(url: str, body: object) -> None:
+    request = urllib.request.Request(
+        url, data=json.dumps(body).encode(), headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        answer.read()
