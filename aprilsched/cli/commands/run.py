@@ -65,11 +65,10 @@ def main(arguments: Sequence[str]) -> int:
         AprilschedError: if the run is refused or fails.
     """
     command = _parse(arguments)
+    command.settings.check()
     if command.dry_run:
-        command.settings.check()
         print(tomli_w.dumps(as_toml(command.settings)), end="")
         return 0
-    command.settings.check()
     settings = fitted(command.settings, lambda: servers(command.settings))
     setup = prepare(settings)
     folder = _folder(command)
