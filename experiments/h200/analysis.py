@@ -1,12 +1,14 @@
 """Makes frontier.json, the tables of README.md and the picture from the measured cells.
 
-    python experiments/h200/analysis.py [FOLDER MACHINE]
+    python experiments/h200/analysis.py [FOLDER MACHINE | draws NUMBER CELL… | predict COMMIT CELL…]
 
 FOLDER has the files of run.sh: cells-N.jsonl and steps-N-KIND.txt.gz of each GPU. Its cells come to
 those of frontier.json, in the place of cells of the same name; MACHINE is its letter in the table.
-Without a folder the tables and the picture are made from frontier.json again. Intervals are from
-the 5th to the 95th percentile of 10,000 bootstrap samples of the counted batches, drawn in blocks
-of two that follow each other.
+Without a folder the tables and the picture are made from frontier.json again. "draws" simulates
+cells NUMBER times with other random tokens, and "predict" writes down what the simulator
+expects of cells that predictions.json does not have. Intervals are from the 5th to the 95th
+percentile of 10,000 bootstrap samples of the counted batches, drawn in blocks of two that follow
+each other.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import gzip
 import json
 import sys
 import tempfile
-from itertools import chain
+from dataclasses import replace
+from math import erf, sqrt
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parents[1])]
 
-from schedules import ARMS, COMPARED, LISTS, Cell, figures, simulated  # noqa: E402
+from schedules import ARMS, COMPARED, Cell, figures, simulated  # noqa: E402
 
 from aprilsched.errors import AprilschedError  # noqa: E402
 from aprilsched.planning.step_times.calibration import fit  # noqa: E402
@@ -50,8 +53,8 @@ def interval(rows: list[dict[str, Any]]) -> list[float]:
     return np.quantile(tokens[drawn].sum(1) / seconds[drawn].sum(1), [0.05, 0.95]).tolist()
 
 
-def collected(folder: Path, machine: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that the README shows, with what the files of another run have."""
+def collected(folder: Path, machine: str, found: dict[str, Any]) -> None:
+    """Add what the files of another run have."""
     cells, machines, failed = found["cells"], found["machines"], found["failed"]
     for path in sorted(folder.glob("cells-*.jsonl")):
         number = path.stem.partition("-")[2]
@@ -69,9 +72,8 @@ def collected(folder: Path, machine: str, found: dict[str, Any]) -> dict[str, An
                 failed[cell.name] = line["error"] or "fewer than two batches were counted"
                 continue
             since = {}
-            if "model" in own:
-                own_model = StepTimeModel(**own["model"])
-                since = figures(simulated(cell, own_model, len(rows))[cell.burn_in :])
+            if model := own.get("model"):
+                since = figures(simulated(cell, StepTimeModel(**model), len(rows))[cell.burn_in :])
             cells[cell.name] = {
                 **figures(counted), "interval": interval(counted), "gpu": gpu,
                 "simulated_since": since, "error": line["error"], "wrong": line["wrong"],
@@ -79,7 +81,6 @@ def collected(folder: Path, machine: str, found: dict[str, Any]) -> dict[str, An
                 "code": line["code"], "rows": rows,
             }  # fmt: skip
             failed.pop(cell.name, None)
-    return rounded({"cells": cells, "failed": failed, "machines": machines})
 
 
 def fitted(path: Path) -> dict[str, Any]:
@@ -122,13 +123,12 @@ def rows_table(found: dict[str, Any], predicted: dict[str, Any]) -> str:
     for name in names:
         cell, row, expected = Cell.of(name), found["cells"].get(name), predicted.get(name)
         spread = "" if row is None else " ({:,.0f} to {:,.0f})".format(*row["interval"])
-        since = row["simulated_since"] if row else None
         lines.append([
             cell.title, row["gpu"] if row else "", row["batches"] if row else "",
             shown(row, "generated_s") + spread, shown(expected, "generated_s"),
-            shown(since, "generated_s"), shown(row, "delivered_s"), shown(row, "staleness"),
-            shown(expected, "staleness"), row["oldest"] if row else "", shown(row, "off_policy"),
-            f"{row['mean_length']:.0f}" if row else "",
+            shown(row and row["simulated_since"], "generated_s"), shown(row, "delivered_s"),
+            shown(row, "staleness"), shown(expected, "staleness"), row["oldest"] if row else "",
+            shown(row, "off_policy"), f"{row['mean_length']:.0f}" if row else "",
         ])  # fmt: skip
     return table(head, lines)
 
@@ -150,9 +150,7 @@ def compared_table(found: dict[str, Any], predicted: dict[str, Any]) -> str:
             ]  # fmt: skip
             gpus = {cell["gpu"] for cell in cells if cell}
             where = "" if not all(cells) else ("one" if len(gpus) == 1 else "two")
-            title = f"{ARMS[first].title} against {ARMS[second].title}" + (
-                ", seed 1" if seed else ""
-            )
+            title = f"{ARMS[first].title} against {Cell.of(names[1]).title}"
             lines.append([title, where, pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1]])
     head = ["compared", "GPUs", "generated tokens/s", "predicted", "mean staleness", "predicted"]
     return table(head, lines)
@@ -172,6 +170,47 @@ def forecast(found: dict[str, Any], predicted: dict[str, Any], name: str, words:
     )
 
 
+def draw(cells: dict[str, Any], number: int, names: list[str]) -> None:
+    """Simulate these cells `number` times with other random tokens."""
+    for name in names:
+        cell, count = Cell.of(name), len(cells[name]["rows"])
+        runs = [simulated(replace(cell, draw=n), batches=count) for n in range(number)]
+        cells[name]["draws"] = [figures(rows[cell.burn_in :])["generated_s"] for rows in runs]
+
+
+def chance(cells: dict[str, Any], predicted: dict[str, Any]) -> str:
+    """Return how many forecasts miss a measurement by more than a second draw would."""
+    kinds = [name.partition("@")[0].partition(":")[0] for name in cells]
+    # The relative variance for one counted batch, which cells of a kind share.
+    each: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for kind, row in zip(kinds, cells.values(), strict=True):
+        if "draws" in row:
+            found = (stdev(row["draws"]) / fmean(row["draws"])) ** 2 * row["batches"]
+            each[kind] += [found] * (len(row["draws"]) - 1)
+    near, missed, beyond = 0.0, 0, 0
+    for kind, (name, row) in zip(kinds, cells.items(), strict=True):
+        spread = sqrt(2 * fmean(each[kind]) / row["batches"])
+        error = abs(predicted[name]["generated_s"] / row["generated_s"] - 1)
+        near += erf(0.04 / sqrt(2) / spread)
+        missed += error > 0.04
+        beyond += error > max(0.04, 1.96 * spread)
+    return (
+        f"Two simulations of a cell that differ in their random tokens are within 4 % of each "
+        f"other in {near:.0f} of {len(cells)} cells. {beyond} of the {missed} predictions that "
+        f"miss by more than 4 % miss by more than 95 % of such differences."
+    )
+
+
+def predict(names: list[str]) -> None:
+    """Write down what the simulator expects of cells that predictions.json does not have."""
+    known, (code, *cells) = loaded()[1], names
+    for name in cells:
+        if name not in known:
+            row = figures(simulated(Cell.of(name))[Cell.of(name).burn_in :])
+            known[name] = {key: round(value, 4) for key, value in row.items()} | {"code": code}
+            (HERE / "predictions.json").write_text(json.dumps(known, indent=1) + "\n")
+
+
 def markdown(found: dict[str, Any], predicted: dict[str, Any]) -> str:
     """The tables of README.md."""
     wrong = {name: row["wrong"] for name, row in found["cells"].items()
@@ -181,12 +220,9 @@ def markdown(found: dict[str, Any], predicted: dict[str, Any]) -> str:
     for name, words in (("generated_s", "Generated tokens/s"), ("staleness", "Mean staleness")):
         text.append(forecast(found, predicted, name, words))
         text.append(forecast(found, whole, name, f"{words}, by the whole rule of admission,"))
+    text.append(chance(found["cells"], predicted))
     text.append(f"Responses that ended otherwise, were delivered twice or had other than 4 "
                 f"siblings: {wrong or 'none'}.")  # fmt: skip
-    listed = {*chain(*LISTS)}
-    if missing := sorted((listed | {*found["failed"]}) - {*found["cells"]}):
-        because = "; ".join(f"{name}: {found['failed'].get(name, 'not run')}" for name in missing)
-        text.append(f"Not measured: {because}.")
     return "\n\n".join(text)
 
 
@@ -247,13 +283,16 @@ def loaded() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        merged = collected(Path(sys.argv[1]), sys.argv[2], loaded()[0])
-        (HERE / "frontier.json").write_text(json.dumps(merged, indent=1) + "\n")
-    found, predicted = loaded()
-    text = markdown(found, predicted)
-    print(text)
-    written(text, HERE / "README.md")
+    command, *names = sys.argv[1:] or [""]
+    found = loaded()[0]
+    if command == "predict":
+        predict(names)
+    elif command == "draws":
+        draw(found["cells"], int(names[0]), names[1:])
+    elif command:
+        collected(Path(command), names[0], found)
+    (HERE / "frontier.json").write_text(json.dumps(rounded(found), indent=1) + "\n")
+    written(markdown(*loaded()), HERE / "README.md")
     picture(found["cells"], HERE / "frontier.png")
 
 

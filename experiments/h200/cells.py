@@ -30,7 +30,7 @@ ROOT = HERE.parents[1]
 sys.path += [str(HERE), *(str(HERE.parent / name) for name in ("refit/gpu", "learning"))]
 
 from model import QWEN3_0_6B, QWEN3_4B, QWEN3_30B_A3B, TINY, write_config  # noqa: E402
-from schedules import LISTS, SERVERS, VOCABULARY, Cell, Meter, figures  # noqa: E402
+from schedules import SERVERS, VOCABULARY, Cell, Meter, figures  # noqa: E402
 from schedules import Server as Kind  # noqa: E402
 
 from aprilsched import Batch, Prompt, Rollout, RolloutScheduler, SGLangFleet  # noqa: E402
@@ -275,10 +275,9 @@ def run(options: argparse.Namespace) -> None:
     """Measure each cell that is not in the results, on a server of its kind."""
     results = options.out / "cells.jsonl"
     done = {line["cell"] for line in known(results) if "cell" in line and not line["error"]}
-    number, _, names = options.list.partition("=")
     running: tuple[str, Server] | None = None
     try:
-        for name in names.split(",") if names else LISTS[int(number)]:
+        for name in options.list.partition("=")[2].split(","):
             cell = Cell.of(name)
             is_up = running is not None and running[0] == cell.server
             left = options.until - time.time() - (0 if is_up else BOOT_SECONDS)
@@ -338,7 +337,7 @@ def arguments(**more: Any) -> argparse.ArgumentParser:
 
 def main() -> None:
     parser = arguments(description=__doc__)
-    parser.add_argument("--list", required=True, help="NUMBER of LISTS, or NUMBER=ARM:sSEED,…")
+    parser.add_argument("--list", required=True, help="NUMBER=ARM:sSEED,…")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     run(options)

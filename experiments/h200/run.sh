@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # One call on a machine with GPUs and no network; see README.md. In the repository's root:
 #     run.sh SECONDS DIRECTORY GPU=CELLS…, for example 0=wave@2.0:s0,samples@2.0:s0 1=auto:s0
-# Without CELLS a GPU measures its list of schedules.py, for example: run.sh 570 $OUT 0 1
 # PROGRAM=engines.py and PROGRAM=trainer.py take the GPUs in one argument: run.sh 570 $OUT 0,1
 # It needs an SGLang 0.5.17 for this machine's Python and torch in .gpu/*.tar.xz, and may have more
 # in .gpu/wheels/. The cells continue when a call ends; the next call waits for them and copies their

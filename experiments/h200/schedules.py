@@ -56,8 +56,9 @@ MOST_STOPS = 2_500
 """Stop tokens of a request at most, so that its body stays small."""
 MOST_BATCHES = 20
 """Of a simulated cell, more than :data:`SECONDS` have room for."""
-REFIT_SECONDS = 0.01
-"""A pause, a flush and a label, in the simulation."""
+UPDATE_SECONDS = 0.006
+"""Seconds of an update for each group of a batch, in the simulation: a pause, a label, delivery and
+new requests. Fitted to the cell 4x64:wave@2.0:s0 alone (engines.md)."""
 BURN_IN = 3
 """Batches that are not counted, because the engine fills in them."""
 AUTO_BURN_IN = 6
@@ -193,8 +194,6 @@ COMPARED = (
     ("samples@2.0:dense", "wave@2.0:dense"), ("auto-samples:dense", "sync:dense"),
 )  # fmt: skip
 """Arms of which the first is compared with the second."""
-LISTS = (("auto@4:s1", "auto:s2"), ("sync:s2", "auto-samples:s2"))
-"""The cells of each GPU that are still to be measured, in order."""
 FLEET_ARMS = ("wave@2.0", "samples@2.0", "auto", "auto-samples")
 
 
@@ -231,6 +230,8 @@ class Cell:
     """Of a batch."""
     is_fleet: bool = False
     """It is one of :func:`fleets`."""
+    draw: int = 0
+    """Simulations of other draws have other tokens, so responses of other lengths."""
 
     @classmethod
     def of(cls, name: str) -> Cell:
@@ -292,12 +293,14 @@ class Cell:
             scale: of the lengths and the limit; None for the cell's.
         """
         scale = self.scale if scale is None else scale
-        rng = random.Random(self.seed)
+        rng, others = random.Random(self.seed), random.Random(7919 * self.draw + 1)
         group = 0
         while True:
             mean = min(6000, max(60, 800 * math.exp(0.7 * rng.gauss(0, 1)))) * scale
             stops = min(MOST_STOPS, vocabulary // 2, max(1, round(vocabulary / mean)))
             first = rng.randrange(vocabulary - stops - 100)
+            if self.draw:
+                first = others.randrange(vocabulary - stops - 100)
             ids = np.array([50 + group // 400 % 400, 50 + group % 400] + [50] * 6, dtype=np.int32)
             sampling = SamplingParams(
                 max_new_tokens=round(6000 * scale),
@@ -410,7 +413,7 @@ def simulated(
         engine=SimConfig(timing=model, max_running=server.max_running, kv_tokens=server.kv_tokens,
                          reserve_clip=server.clip, conservativeness=server.conservativeness,
                          vocab_size=VOCABULARY),
-        costs=Costs(refit_seconds=REFIT_SECONDS),
+        costs=Costs(refit_seconds=UPDATE_SECONDS * cell.groups),
         # A server does not report its clip.
         planner=Planner(model, max_running=server.max_running, inline=True,
                         reserve_clip=Reservation().clip),

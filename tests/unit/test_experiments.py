@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -69,6 +70,17 @@ def test_stop_tokens_end_responses_of_h200_with_their_group_mean(paths: pytest.M
     assert means.mean() == pytest.approx(expected, rel=0.05)
     assert np.log(means).std() == pytest.approx(0.7, rel=0.1)
     assert {each.max_new_tokens for each in samplings} == {schedules.CAP}
+
+
+def test_draws_of_h200_differ_in_which_tokens_stop(paths: pytest.MonkeyPatch):
+    paths.syspath_prepend(str(EXPERIMENTS / "h200"))
+    schedules = importlib.import_module("schedules")
+    cell = schedules.Cell.of("wave@2.0:s0")
+    first, second = cell.workload(), replace(cell, draw=1).workload()
+    for _ in range(20):
+        one, other = (next(prompts).sampling[0].stop_token_ids for prompts in (first, second))
+        assert len(one) == len(other)
+        assert one != other
 
 
 def test_engines_of_h200_have_the_same_share_of_a_batch(paths: pytest.MonkeyPatch):

@@ -41,7 +41,7 @@ from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.shell.tasks import Tasks
 from aprilsched.kernel.store import MemoryStore
 from aprilsched.planning import Planner
-from aprilsched.simulation.engine import run_virtual
+from aprilsched.simulation.engine import SimEngine, run_virtual
 from tests.support import small
 from tests.support.table import each_row
 
@@ -475,6 +475,30 @@ async def test_a_prompt_that_fails_to_build_is_a_ledger_entry():
         with pytest.raises(ConfigError, match=r"max_new_tokens is 20\.5"):
             async for _ in rollouts:
                 pass
+
+
+async def test_engines_continue_while_a_plain_source_is_read(monkeypatch: pytest.MonkeyPatch):
+    calls: list[str] = []
+    resume = SimEngine.resume
+
+    async def seen(engine: SimEngine) -> None:
+        calls.append("continue")
+        await resume(engine)
+
+    def read(prompt: Prompt) -> Prompt:
+        calls.append("prompt")
+        return prompt
+
+    monkeypatch.setattr(SimEngine, "resume", seen)
+    more = {"straggler": "in_place", "over_provision": 2.0}
+    async with RolloutScheduler(
+        SimFleet(2), map(read, workload()), config=config(**more)
+    ) as rollouts:
+        await rollouts.next_batch()
+        await rollouts.update_weights(SimPublisher())
+        calls.clear()
+        await rollouts.next_batch()
+    assert calls[: calls.index("prompt")] == ["continue"] * 2
 
 
 async def test_a_resumed_run_passes_over_bad_prompts_too():

@@ -93,6 +93,9 @@ class PromptSource:
             timer = None
             if self._async is not None:
                 timer = asyncio.get_running_loop().call_later(self._together_s, dry)
+            else:
+                # Otherwise no engine would continue until all prompts of a batch are read.
+                await asyncio.sleep(0)
             try:
                 prompt = await self._usable()
             finally:
