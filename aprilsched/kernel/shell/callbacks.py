@@ -75,14 +75,11 @@ class CallbackRunner:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="aprilsched")
         loop = asyncio.get_running_loop()
-        result, error = await loop.run_in_executor(
-            self._threads, _outcome_in_thread, function, args
-        )
+        work = loop.run_in_executor(self._threads, _outcome_in_thread, function, args)
+        result, error = await work
         if error is not None:
             raise ordinary(what, error)
-        if inspect.isawaitable(result):
-            result = await called(what, _awaited, result)
-        return cast("T", result)
+        return await called(what, lambda: result) if inspect.isawaitable(result) else result
 
     def close(self) -> None:
         if self._threads is not None:
@@ -246,10 +243,6 @@ async def _outcome(
         raise
     except BaseException as error:
         return None, error
-
-
-async def _awaited(result: Awaitable[T]) -> T:
-    return await result
 
 
 def _outcome_in_thread(
