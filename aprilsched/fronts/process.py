@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -955,6 +956,8 @@ def _main(end: socket.socket, folder: Path, trainer: int) -> None:
     """Run the scheduler's process, until the trainer's process hangs up or has ended."""
     # Ctrl-C reaches both processes. The trainer's decides about its call.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Otherwise the collector would visit all imported modules again and again (docs/scale.md).
+    gc.freeze()
     asyncio.run(_serve(_Link(end, folder), trainer))
 
 

@@ -32,8 +32,8 @@ from aprilsched import (
 from aprilsched.config import Pool
 
 GROUP_SIZE = 8
-PROMPT_TOKENS = 128
-ANSWER_TOKENS = 1024
+PROMPT_TOKENS, STOP_TOKENS = 128, 1600
+ANSWER_TOKENS = 256
 IN_FLIGHT = 512
 ROLLOUTS = 4096
 EVENTS_PER_SECOND = 4000
@@ -105,11 +105,11 @@ async def client(url: str, *, store: Path | None = None) -> Cost:
         pace = {"pace": IN_FLIGHT / EVENTS_PER_SECOND}
         async with session.post(f"{url}/bench", json=pace) as answer:
             answer.raise_for_status()
-    sampling = SamplingParams(max_new_tokens=ANSWER_TOKENS)
-    prompts = [
-        Prompt(input_ids=_prompt_ids(number), sampling=sampling)
-        for number in range(ROLLOUTS // GROUP_SIZE)
-    ]
+    base = SamplingParams(max_new_tokens=ANSWER_TOKENS)
+    prompts = (
+        Prompt(input_ids=_ids(n), sampling=replace(base, stop_token_ids=_ids(n, STOP_TOKENS)))
+        for n in range(ROLLOUTS // GROUP_SIZE)
+    )
     config = SchedulerConfig(
         batch_groups=IN_FLIGHT // GROUP_SIZE,
         group_size=GROUP_SIZE,
@@ -146,7 +146,7 @@ async def gateway(url: str) -> Cost:
     body = {"sampling_params": {"max_new_tokens": ANSWER_TOKENS}, "return_logprob": True}
 
     async def one(session: aiohttp.ClientSession, number: int) -> None:
-        asked = {**body, "input_ids": _prompt_ids(number)}
+        asked = {**body, "input_ids": _ids(number)}
         async with at_once, session.post("/generate", json=asked) as answer:
             answer.raise_for_status()
             await answer.read()
@@ -160,8 +160,8 @@ async def gateway(url: str) -> Cost:
         return Cost(cpu_s=time.process_time() - started_at, rollouts=requests)
 
 
-def _prompt_ids(number: int) -> list[int]:
-    return [(number * 31 + i) % 50_000 for i in range(PROMPT_TOKENS)]
+def _ids(number: int, count: int = PROMPT_TOKENS) -> Any:
+    return [(number * 31 + i) % 50_000 for i in range(count)]
 
 
 ALONE: dict[str, Callable[[], Cost]] = {

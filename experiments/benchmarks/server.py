@@ -18,7 +18,7 @@ import sys
 from aiohttp import web
 
 EVENT_TOKENS = 64
-ANSWER_TOKENS = 1024
+ANSWER_TOKENS = 256
 VOCABULARY = 151_936
 PROMPT_TOKENS = 128
 _SEED = 7

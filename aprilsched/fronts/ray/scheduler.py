@@ -33,6 +33,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -154,6 +155,7 @@ class SchedulerActor(Served):
 
     def __init__(self, name: str, order: Order) -> None:
         super().__init__()
+        gc.freeze()  # as the scheduler's process does
         self._name = name
         self._order = order
         self._is_restarted = bool(ray.get_runtime_context().was_current_actor_reconstructed)

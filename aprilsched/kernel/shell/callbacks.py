@@ -74,17 +74,12 @@ class CallbackRunner:
             return await called(what, cast("Callable[..., Awaitable[T]]", function), *args)
         if self._threads is None:
             self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="aprilsched")
-        return await called(what, self._in_thread, what, self._threads, function, args)
-
-    @staticmethod
-    async def _in_thread(
-        what: str, threads: ThreadPoolExecutor, function: Callable[..., Any], args: Sequence[Any]
-    ) -> Any:
         loop = asyncio.get_running_loop()
-        result, error = await loop.run_in_executor(threads, _outcome_in_thread, function, args)
+        work = loop.run_in_executor(self._threads, _outcome_in_thread, function, args)
+        result, error = await work
         if error is not None:
             raise ordinary(what, error)
-        return await result if inspect.isawaitable(result) else result
+        return await called(what, lambda: result) if inspect.isawaitable(result) else result
 
     def close(self) -> None:
         if self._threads is not None:

@@ -360,8 +360,8 @@ def _score(reward: object) -> Score:
     if isinstance(reward, Score):
         return Score(reward=reward.reward, parts=reward.parts, info=reward.info)
     try:
-        # float() also takes text.
-        if isinstance(reward, SupportsFloat | SupportsIndex):
+        # float() also takes text. The protocols of numbers are slow to check.
+        if isinstance(reward, float | SupportsFloat | SupportsIndex):
             return Score(reward=cast("float", reward))
     except Exception as error:
         raise WrongResult(f"{reprlib.repr(reward)} ({error})") from error

@@ -246,4 +246,8 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
         ids = np.atleast_1d(cast("Any", ids))
     if isinstance(ids, str | bytes | Mapping) or not isinstance(ids, Iterable):
         raise mistyped(name, value, Iterable)
-    return tuple(converted(name, i, Integral) for i in cast("Iterable[Any]", ids))
+    each: tuple[Any, ...] = tuple(cast("Iterable[Any]", ids))
+    # Thousands of them for each prompt would take more CPU one by one than all of its responses.
+    if set(map(type, each)) == {int} and -MAX_COUNT <= min(each) <= max(each) <= MAX_COUNT:
+        return each
+    return tuple(converted(name, i, Integral) for i in each)

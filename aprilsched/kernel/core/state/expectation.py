@@ -91,7 +91,7 @@ class Expectations:
         if not members:
             return  # all of them were split off or delivered as single samples
         self._prompts = min(self._prompts + len(members), DEFAULT_WINDOW)
-        more = sum(len(member.prompt_ids) - prompts for member in members)
+        more = sum([len(member.prompt_ids) - prompts for member in members])
         self.prompt_tokens = prompts + more / self._prompts
         ended = (member for member in members if member.state not in GENERATING)
         left = (member.sampling.max_new_tokens - member.log.size for member in ended)
@@ -202,12 +202,12 @@ class Expectations:
             return None
         groups = [group_lengths(group) for group in flight if not group.complete]
         dist = self.observed.distribution([group for group in groups if group.tokens.any()])
-        lengths = [group_lengths(group).tokens for group in delivered]
         if dist is None:
             return None
-        count = len(lengths) if unit_size is None else max(1, round(len(lengths) / unit_size))
+        lengths = [max(member.log.size, 1) for group in delivered for member in group.members]
+        count = len(delivered) if unit_size is None else max(1, round(len(delivered) / unit_size))
         usual = self.observed.iid_distance(count, seed=delivered[0].group_id)
-        return None if usual is None else (dist.distance(np.concatenate(lengths)), usual)
+        return None if usual is None else (dist.distance(np.array(lengths, dtype=np.int64)), usual)
 
     def _stretch(self, group: GroupRecord) -> float:
         finished = [m.log.size for m in group.members if m.state not in GENERATING]

@@ -424,11 +424,14 @@ def group_lengths(record: GroupRecord) -> GroupLengths:
     They are in the order of the members' indexes, also after some have left as single samples: in
     the order of their ends the first one would be a short one.
     """
-    lengths = [(m.index, m.log.size, m.state not in GENERATING) for m in record.members]
-    if record.ended:
-        there = {member.rollout_id for member in record.members}
-        left = [each for each in record.ended.values() if each.rollout_id not in there]
-        lengths = sorted([*lengths, *((each.index, each.tokens, True) for each in left)])
+    ended = record.ended
+    lengths = [
+        (m.index, m.log.size, m.state not in GENERATING)
+        for m in record.members
+        if m.rollout_id not in ended
+    ]
+    if ended:
+        lengths = sorted([*lengths, *[(each.index, each.tokens, True) for each in ended.values()]])
     return GroupLengths(
         launched=record.group_id,
         # A response that ended without a token counts as length 1, the least of the distribution.

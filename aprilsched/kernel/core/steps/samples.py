@@ -28,7 +28,7 @@ def settle(state: SchedulerState) -> None:
 def _settle(state: SchedulerState, group: GroupRecord) -> None:
     if group.unfinished and len(group.ended) <= (state.in_flight.siblings or 0):
         return  # no member has enough siblings yet
-    for rollout in list(group.members):
+    for rollout in [member for member in group.members if member.state is State.DONE]:
         siblings = _siblings(state, group, rollout)
         if siblings is None:
             continue
@@ -53,12 +53,10 @@ def split(
 def _siblings(
     state: SchedulerState, group: GroupRecord, rollout: RolloutRecord
 ) -> tuple[Sibling, ...] | None:
-    """Return the siblings of a rollout; None if it cannot be delivered yet.
+    """Return the siblings of a scored rollout; None if it cannot be delivered yet.
 
     A group that has lost members may have fewer than configured.
     """
-    if rollout.state is not State.DONE:
-        return None
     others = [each for each in group.ended.values() if each.rollout_id != rollout.rollout_id]
     wanted = min(state.in_flight.siblings or 0, len(others) + group.unfinished)
     first = others[:wanted]

@@ -89,34 +89,27 @@ class SharingEngine(HttpEngine[ServerFacts]):
         ranks = self._dp_ranks
         ranks.choose(request)
         try:
-            async with aclosing(self._answer_of_rank(request, call)) as chunks:
+            if self._may_share(request):
+                member = _Member(request, call, self._reader(request))
+                if not self._asked:
+                    asyncio.get_running_loop().call_soon(self._send_asked)
+                self._asked.append(member)
+                try:
+                    while (news := await member.news.get()) is not None:
+                        if isinstance(news, Exception):
+                            raise news
+                        call.over = news.finish is not None
+                        yield news
+                        if call.over:
+                            return
+                finally:
+                    _leave(member)
+                call.shared = False
+            async with aclosing(super()._answer(request, call)) as chunks:
                 async for chunk in chunks:
                     yield chunk
         finally:
             ranks.leave(request.request_id)
-
-    async def _answer_of_rank(
-        self, request: GenerationRequest, call: Call
-    ) -> AsyncGenerator[Chunk, None]:
-        if self._may_share(request):
-            member = _Member(request, call, self._reader(request))
-            if not self._asked:
-                asyncio.get_running_loop().call_soon(self._send_asked)
-            self._asked.append(member)
-            try:
-                while (news := await member.news.get()) is not None:
-                    if isinstance(news, Exception):
-                        raise news
-                    call.over = news.finish is not None
-                    yield news
-                    if call.over:
-                        return
-            finally:
-                _leave(member)
-            call.shared = False
-        async with aclosing(super()._answer(request, call)) as chunks:
-            async for chunk in chunks:
-                yield chunk
 
     def _may_share(self, request: GenerationRequest) -> bool:
         return (
