@@ -298,18 +298,19 @@ class Service:
 
     async def _deliver(self) -> None:
         """Take every rollout as soon as it is complete, until the scheduler ends."""
-        logged, ends_at = "", 0.0
+        logged, ends_at = None, 0.0
         while True:
             try:
                 batch = await self._scheduler.next_batch()
-            except RefitError as error:
-                cause = self.controls.stranded_cause or str(error)
-                if logged != cause:
+            except RefitError:
+                cause = self.controls.stranded_cause
+                if cause is not None and logged != cause:
                     log.error("new requests get 503: %s", cause)
                     ends_at = time.monotonic() + self._fleet_wait_s
                 logged = cause
-                # Responses with tokens wait for the next update, as they do for a lost fleet.
-                self.responses.fail_waiting(cause, everything=time.monotonic() >= ends_at)
+                if cause is not None:
+                    # Responses with tokens wait for the next update, as they do for a lost fleet.
+                    self.responses.fail_waiting(cause, everything=time.monotonic() >= ends_at)
                 await asyncio.sleep(_RETRY_DELAY_S)
                 continue
             except AprilschedError as error:
@@ -319,7 +320,7 @@ class Service:
                 self.responses.fail_all(str(error))
                 self._failed.set_result(error)
                 return
-            logged = ""
+            logged = None
             self.responses.deliver(batch)
 
 
