@@ -11,6 +11,7 @@ A list may follow one flag or several, as ``--engine A B`` or as ``--engine A --
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
@@ -102,7 +103,7 @@ def flag_of(path: str) -> str:
 
 
 def made(start: Any, values: Values) -> Any:
-    """Return a command or settings with other values.
+    """Return a command or settings with other values; errors name the flags of settings.
 
     Args:
         start: the settings, or their class for its defaults.
@@ -111,6 +112,26 @@ def made(start: Any, values: Values) -> Any:
     Raises:
         ConfigError: if a value is wrong, or if two values contradict each other.
     """
+    try:
+        return _made(start, values)
+    except ConfigError as error:
+        kind = start if isinstance(start, type) else type(start)
+        raise ConfigError(_with_flags(kind, str(error))) from error
+
+
+def _with_flags(kind: type[Any], text: str) -> str:
+    """Return an error with the flags of a command instead of the names of settings."""
+    for _, flags in _sections(kind):
+        for flag in (flag_of(each.path) for each in flags):
+            name = flag.removeprefix("--").replace("-", "_")
+            # A plain word is the name of a setting at the start alone.
+            start = r"(?<![\w.-])" if re.search("[_.]", name) else "^"
+            name += rf"(\.{SHORT.get(name)})?(?![\w-]|\.\w)"
+            text = re.sub(start + name, flag, text)
+    return text
+
+
+def _made(start: Any, values: Values) -> Any:
     if isinstance(start, SchedulerConfig):
         return _config(start, values)
     inner: dict[str, dict[str, Any]] = {}
@@ -124,7 +145,7 @@ def made(start: Any, values: Values) -> Any:
     own = {f.name: f for f in fields(start)}
     for name, parts in inner.items():
         part = _default(own[name]) if isinstance(start, type) else getattr(start, name)
-        changes[name] = made(part, parts)
+        changes[name] = _made(part, parts)
     if not isinstance(start, type):
         return replace(start, **changes)
     for name, each in own.items():

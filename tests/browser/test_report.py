@@ -229,8 +229,8 @@ def test_what_episodes_did_is_drawn_and_can_be_read(
     path, _ = write_report(agents, out=tmp_path / "report.html")
     with drawn(browser, path, viewport, scheme) as page:
         assert page.errors == []
-        assert charts(page) == ONE_RUN + 1
-        assert "rollout-time" not in page.evaluate(EMPTY)
+        assert charts(page) == ONE_RUN + 2
+        assert {"rollout-time", "rewards"}.isdisjoint(page.evaluate(EMPTY))
         assert page.evaluate(LETTERS) == []
         assert page.overflow() == 0
         section = page.page.inner_text("section:has(#rollout-time)")

@@ -56,8 +56,11 @@ SENTENCES = {
     "simulate --delivery samples --policy on_policy": 'refill="buckets" runs or defers a whole ',
     "gateway": "--engine is missing.",
     "serve-sim --port": "argument --port: expected one argument; ",
-    "gateway --engine http://a:1 --port 99999": "port is 99999; give 0 (any free port) to 65535.",
-    "gateway --engine http://a:1 --reclaim-s=-1": "reclaim_s is -1.0; give 0 or more.",
+    "gateway --engine http://a:1 --port 99999": "--port is 99999; give 0 (any free port)",
+    "gateway --engine http://a:1 --reclaim-s=-1": "--reclaim-s is -1.0; give 0 or more.",
+    "gateway --engine http://a:1 --per-version 3": "matters to --max-staleness alone; set --max-s",
+    "run --max-staleness -3": "--max-staleness is -3; give 0 or more.",
+    "run --retries.attempts 0": "--retries.attempts is 0; give 1 or more.",
     "gateway --engine http://a:1 --client-fields rid": "request holds rid, which the scheduler ",
 }
 

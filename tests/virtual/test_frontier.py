@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -170,6 +170,30 @@ def test_a_file_that_is_no_frontier_is_refused(text: str | None, why: str, tmp_p
     if text is not None:
         path.write_text(text)
     with pytest.raises(ConfigError, match=f"redraw must be a file that .*{re.escape(why)}"):
+        frontier_command(["--redraw", str(path), "--out", "none"])
+
+
+@each_row(
+    ("changes", "why"),
+    [
+        ({"settings": "edited"}, "Expected `object`, got `str` - at `$[1].settings`"),
+        ({"settings": {"workload": 3}}, "Expected `object`, got `int`"),
+        ({"settings": {"workload": {"limits": "no"}}}, "Invalid enum value 'no'"),
+        ({"caption": 3}, "Expected `str`, got `int` - at `$[1].caption`"),
+        ({"staleness_max": "x"}, "Expected `int`, got `str`"),
+        ({"by_seed": {"staleness_mean": 3}}, "Expected `array`, got `int`"),
+    ],
+)
+def test_a_stored_frontier_with_a_wrong_field_is_refused(
+    changes: dict[str, Any], why: str, tmp_path: Path
+):
+    row = {each.name: 0 for each in fields(PolicyRow)} | {"policy": "wave@2", "schedule": ""}
+    row |= {"delivered_tokens_per_s_range": None, "staleness_mean_range": None, "by_seed": {}}
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps([row, row]))
+    assert frontier_command(["--redraw", str(path), "--out", "none"]) == 0
+    path.write_text(json.dumps([row, row | changes]))
+    with pytest.raises(ConfigError, match=re.escape(why)):
         frontier_command(["--redraw", str(path), "--out", "none"])
 
 

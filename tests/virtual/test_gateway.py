@@ -124,8 +124,8 @@ async def test_metrics_tell_of_the_run_and_of_its_clients():
         refusals = {r: n for (name, r), n in found.items() if name == "gateway_refusals_total"}
         assert refusals == {"invalid": 2, "busy": 1, "key": 2}
         answers = {r: n for (name, r), n in found.items() if name == "gateway_requests_total"}
-        assert (answers["400"], answers["401"], answers["503"]) == (1, 2, 1)
-        assert answers["200"] == found["gateway_request_seconds_count", ""] - 4
+        assert (answers["400"], answers["401"], answers["503"]) == (2, 2, 1)
+        assert answers["200"] == found["gateway_request_seconds_count", ""] - 5
         assert (await one.raw.get("/ready"))[0] == 200
         # The call of the metrics before counts now, and the probe does not.
         later = (await figures())["gateway_request_seconds_count", ""]
@@ -621,6 +621,33 @@ async def test_each_request_has_a_line_in_the_log(caplog: pytest.LogCaptureFixtu
     assert "secret" not in caplog.text
 
 
+@pytest.mark.parametrize("case", ["waiting", "streaming", "whole", "failed"])
+async def test_a_request_that_ends_early_has_its_status(
+    case: str, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level("INFO", "aprilsched")
+    async with front(fleet_wait_s=0) as one:
+        requests = one.gateway.service.clients.requests
+        if case == "waiting":
+            await one.raw.post("/pause_generation", {"mode": "retract"})
+        if case == "whole":
+            task = asyncio.create_task(one.raw.done("/generate", asked(LONG)))
+        else:
+            task = (reader := one.stream(LONG)).task
+            if case != "waiting":
+                await reader.reach(INTERVAL)
+        await until(lambda: len(one.gateway.service.responses) == 1)
+        status = "503" if case == "failed" else "499"
+        if case == "failed":
+            await one.servers[0].crash()
+        else:
+            task.cancel()
+        await until(lambda: bool(requests[status]))
+        line = next(m for m in caplog.messages if "path=/generate" in m)
+        assert f"status={status}" in line
+        assert requests["200"] == (1 if case == "waiting" else 0)
+
+
 async def test_a_pause_names_the_servers_that_it_leaves_running():
     async with front() as one:
         _, answer = await one.raw.post("/pause_generation", {"mode": "retract"})
@@ -643,7 +670,9 @@ async def test_a_fleet_that_is_lost_ends_every_response_with_the_cause(by: str):
         await one.servers[0].crash()
         await reader.end()
         assert "no engine is left" in reader.events[-1]["error"]["message"]
-        assert "no engine is left" in str(await one.gateway.wait_failed())
+        lost = str(await one.gateway.wait_failed())
+        assert "no engine is left" in lost
+        assert lost.endswith("or raise fleet_wait_s (--fleet-wait-s).")
         assert "stops" in await one.raw.refused("/generate", asked(5), 503)
         assert [(await one.raw.get(f"/{path}"))[0] for path in CHECKS] == [503, 503, 503]
 

@@ -231,6 +231,37 @@ async def test_a_restarted_gateway_reloads_the_folder_and_its_tokenizer(
         assert (await again.raw.post("/tokenize", {"prompt": "the"}))[0] == 200
 
 
+@pytest.mark.parametrize("remedy", ["folder", "label"])
+async def test_an_old_store_with_other_servers_refuses_requests(
+    server: SimServer, tmp_path: Path, remedy: str, caplog: pytest.LogCaptureFixture
+):
+    folder, other = two_weights(tmp_path)
+    async with gateway(server, tmp_path / "store") as one:
+        body = {"model_path": str(folder), "weight_version": "u1"}
+        await one.raw.done("/update_weights_from_disk", body)
+        await one.stream(LONG, rid="mine").reach(INTERVAL)
+    await server.crash()
+    await server.restart()
+    (folder / "model.safetensors").write_text("other weights")
+    caplog.clear()
+    async with gateway(server, tmp_path / "store") as again:
+        await until(lambda: any("new requests get 503" in m for m in caplog.messages))
+        for rid in ("mine", "new"):
+            refused = await again.raw.refused("/generate", asked(LONG, rid=rid), 503)
+            assert 'No server has the weights "u1"' in refused
+        (line,) = [m for m in caplog.messages if "new requests get 503" in m]
+        assert refused in line
+        assert "update_weights(" not in caplog.text
+        if remedy == "folder":
+            body = {"model_path": str(other), "weight_version": "u2"}
+            await again.raw.done("/update_weights_from_disk", body)
+        else:
+            body = {"new_version": "u2", "abort_all_requests": False}
+            await again.raw.done("/update_weight_version", body)
+        meta = (await again.raw.done("/generate", asked(LONG, rid="mine")))["meta_info"]
+        assert [span[0] for span in spans(meta)] == ["u1", "u2"]
+
+
 async def test_a_failing_store_does_not_stop_the_gateway(
     server: SimServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -189,11 +189,20 @@ async def test_an_update_that_no_server_accepts_reports_the_stop(
     two: Front, tmp_path: Path, paused: bool, caplog: pytest.LogCaptureFixture
 ):
     """A server that refuses a folder may have loaded a part of it, so all of them wait."""
-    reports = "or an update succeeds"
+    reports = "No server has the weights"
+    reader = await two.stream(LONG).reach(INTERVAL)
+    waiting = None
     if paused:
         await two.raw.done("/pause_generation", {"mode": "retract"})
+        waiting = asyncio.create_task(two.raw.refused("/generate", asked(5), 503))
+        await until(lambda: len(two.gateway.service.responses) == 2)
     missing = {"model_path": str(tmp_path / "missing")}
-    assert reports in await two.raw.refused("/update_weights_from_disk", missing)
+    refused = await two.raw.refused("/update_weights_from_disk", missing)
+    assert reports in refused
+    assert "update_weights()" not in refused
+    if waiting is not None:
+        assert reports in await waiting
+    assert reports in await two.raw.refused("/generate", asked(5), 503)
     assert (await two.raw.get("/ready"))[0] == 503
     status, answer = await two.raw.post("/continue_generation", {})
     assert (status, reports in answer["message"]) == (400, True)
@@ -202,6 +211,18 @@ async def test_an_update_that_no_server_accepts_reports_the_stop(
     await two.raw.done("/update_weights_from_disk", body)
     await two.raw.done("/continue_generation", {})
     await two.raw.done("/generate", asked(5))
+    await reader.end()
+    assert len(reader.ids) == LONG
+
+
+async def test_a_response_with_tokens_waits_for_an_update_for_so_long(tmp_path: Path):
+    async with front(fleet_wait_s=0) as one:
+        reader = await one.stream(LONG).reach(INTERVAL)
+        missing = {"model_path": str(tmp_path / "missing")}
+        await one.raw.refused("/update_weights_from_disk", missing)
+        await reader.end()
+        assert "No server has the weights" in reader.events[-1]["error"]["message"]
+        await until(lambda: not one.state.in_flight.groups)
 
 
 async def test_the_next_trainer_can_replace_an_abandoned_update():

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from aprilsched import MemoryStore, RolloutScheduler, SGLangFleet, SimFleet, SimPublisher
@@ -17,7 +18,9 @@ from aprilsched.observe.figures.summary import Summary
 from aprilsched.observe.log import EventLog
 from aprilsched.observe.log.run import read_run
 from aprilsched.observe.log.usage import usage_of
+from aprilsched.observe.report import batch_charts
 from aprilsched.observe.report.gather import run_report
+from aprilsched.observe.report.page import write_report
 from aprilsched.simulation.engine import run_virtual
 from aprilsched.simulation.results import remainder
 from tests.support.small import config, driven, workload
@@ -120,6 +123,36 @@ def test_a_resumed_loop_continues_its_log(tmp_path: Path):
     other = tmp_path / "other" / "events.jsonl"
     run_virtual(train(other, store=store, batches=1))
     assert json.loads(other.read_bytes().splitlines()[0])["fact"] == "LogBegun"
+
+
+@pytest.mark.parametrize("scored", [True, False])
+def test_the_report_of_a_log_has_the_rewards_of_its_batches(scored: bool, tmp_path: Path):
+    means: list[float] = []
+
+    async def run() -> None:
+        with EventLog(tmp_path / "events.jsonl", patient=True) as log:
+            async with RolloutScheduler(
+                SimFleet(2, stream_interval=8),
+                workload(),
+                config=config(),
+                reward=(lambda rollout, _: float(rollout.token_ids[0] % 5)) if scored else None,
+                listeners=[log],
+            ) as rollouts:
+                for _ in range(4):
+                    batch = await rollouts.next_batch()
+                    means.append(float(np.mean([r.reward or 0.0 for r in batch.rollouts])))
+                    await rollouts.update_weights(SimPublisher())
+
+    run_virtual(run())
+    charts = batch_charts.rewards([run_report(tmp_path)])
+    assert len(charts) == scored
+    for chart in charts:
+        (line,) = chart.series
+        assert list(line.x) == [1, 2, 3, 4]
+        assert list(line.y) == pytest.approx(means)
+        assert len(set(means)) > 1
+        write_report(tmp_path)
+        assert chart.title in (tmp_path / "report.html").read_text()
 
 
 def test_a_log_without_its_block_is_written(tmp_path: Path):

@@ -29,6 +29,7 @@ from aprilsched.agents.serving.calls import BroadcastBody, DiskBody, JoinBody, P
 from aprilsched.agents.serving.refusals import Unavailable
 from aprilsched.errors import ConfigError, RefitError
 from aprilsched.kernel.core.state.engine_control import Mode
+from aprilsched.kernel.core.steps.outage import stranded
 from aprilsched.kernel.engines.base import BeginsWithout, Engine, Fleet
 from aprilsched.kernel.shell.refits import RefitReport
 from aprilsched.kernel.shell.rollouts import RolloutScheduler
@@ -37,11 +38,6 @@ from aprilsched.kernel.weights.publisher import WeightPublisher
 
 T = TypeVar("T")
 
-_STRANDED = (
-    "No server surely has complete weights. Nothing is generated until one has loaded the folder "
-    "of the last update again, or an update succeeds; send /update_weights_from_disk with a folder "
-    "that every server can read, or weights in parts."
-)
 _MAX_WAITING_CALLS = 64
 """Control calls that may wait for their turn. They stay queued if their clients disconnect, so
 nothing else bounds their number, and each may have a body of many megabytes."""
@@ -160,13 +156,6 @@ class ControlCalls:
     def _is_open(self) -> bool:
         return self._open is not None and not self._open.task.done()
 
-    @property
-    def _stranded(self) -> bool:
-        """Whether servers answer, but none may generate before an update succeeds."""
-        state = self._scheduler.state
-        control = state.fleet.control
-        return not control.engines and bool(control.standby) and state.weights.update is None
-
     def _not_updated(self, failed: Iterable[str] = ()) -> str:
         """Return the names of the engines that an update has not reached, joined by commas.
 
@@ -174,6 +163,19 @@ class ControlCalls:
         """
         lost = {name for name in self.names if self.mode_of(name) == "lost"}
         return ", ".join(sorted(lost.union(failed)))
+
+    @property
+    def stranded_cause(self) -> str | None:
+        """Why nothing can be generated before a client updates the weights; None if it can."""
+        state = self._scheduler.state
+        if not stranded(state):
+            return None
+        return (
+            f'No server has the weights "{self._labels[state.weights.versions.trainer]}" '
+            f"({', '.join(state.fleet.control.standby)} on standby); send "
+            "/update_weights_from_disk with a folder that every server can read, or "
+            "/update_weight_version if the servers were started with the weights to use."
+        )
 
     def _check_servers(self) -> None:
         """Refuse a call that would wait for a server.
@@ -234,8 +236,8 @@ class ControlCalls:
             await self._end_open(None)
         finally:
             await self._end_hold()
-        if self._stranded:
-            raise RefitError(_STRANDED)
+        if (cause := self.stranded_cause) is not None:
+            raise RefitError(cause)
 
     async def flush(self) -> bool:
         """Drop the cached KV of all engines; returns False while requests run."""
@@ -432,9 +434,9 @@ class ControlCalls:
         try:
             return await update
         except RefitError as error:
-            if not self._stranded:
+            if (cause := self.stranded_cause) is None:
                 raise
-            raise RefitError(f"{error} {_STRANDED}") from error
+            raise RefitError(f"{error} {cause}") from error
 
     async def _name(
         self, version: int, label: str | None, folder: str = "", stamp: str = ""

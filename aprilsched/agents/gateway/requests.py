@@ -35,8 +35,8 @@ from aprilsched.agents.gateway.responses import NewResponse
 from aprilsched.agents.gateway.service import SERVICE, Service
 from aprilsched.agents.gateway.settings import MEDIA_FIELDS, TOP_FIELD
 from aprilsched.agents.serving.bodies import BODIES, decode
-from aprilsched.agents.serving.refusals import Refused, as_json
-from aprilsched.agents.serving.streams import Item, send_stream
+from aprilsched.agents.serving.refusals import Refused, Unavailable, as_json
+from aprilsched.agents.serving.streams import STREAM_STATUS, Item, send_stream
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.sampling import sampling_params
 from aprilsched.types import Media, Prompt
@@ -72,6 +72,8 @@ def answer_in(dialect: type[Dialect]) -> Handler:
         inputs = await _inputs(service, dialect, asked, fields, size)
         group = request.headers.get(GROUP_HEADER)
         asked_for = _new_responses(service, asked, inputs, fields, group, answer_name)
+        if (cause := service.controls.stranded_cause) is not None:
+            raise Unavailable(cause)
         with service.admission.open(asked_for) as responses:
             if dialect.is_native and len(responses) == 1:
                 REQUEST_ID.set(responses[0].rid)  # The id in its answer.
@@ -131,12 +133,14 @@ async def _items(
                 if not answer.survives_failure:
                     raise Failed(reading.response)
                 status = reading.response.status
+                STREAM_STATUS.set(status)
                 service.refused(status)
                 index = {"index": reading.index} if asked.is_listed else {}
                 yield {**dialect.stream_error(reading.failure, status), **index}
         for event in answer.last([each.whole for each in readings]):
             yield event
     except Failed as failed:
+        STREAM_STATUS.set(failed.status)
         service.refused(failed.status)
         yield dialect.stream_error(str(failed), failed.status)
     yield dialect.done

@@ -399,6 +399,18 @@ class Responses:
         for response in [*self._by_key.values(), *self._by_group.values()]:
             response.fail(cause, _UNAVAILABLE)
 
+    def fail_waiting(self, cause: str, *, everything: bool) -> None:
+        """End every response without tokens, or `everything`, because no server can generate."""
+        for response in self._by_rid.values():
+            if not response.over and (everything or not response.token_ids):
+                self._break_off(response, cause)
+
+    def _break_off(self, response: Response, cause: str) -> None:
+        response.fail(cause, _UNAVAILABLE)
+        response.unwanted = cause
+        if response.group_id is not None:
+            self._withdraw(response.group_id, cause)
+
     def on_facts(self, facts: Sequence[Fact], now: float) -> None:
         """Take tokens, launches and drops; see
         :class:`~aprilsched.kernel.shell.listener.Listener`."""
@@ -415,7 +427,7 @@ class Responses:
                     if response is not None:
                         self._by_request[fact.request_id] = response
                         self._requests.setdefault(fact.group_id, set()).add(fact.request_id)
-                        self._check_grammar(response, fact.group_id)
+                        self._check_grammar(response)
                 case of.GroupLaunched(evaluation_id=None):
                     self._launched(fact)
                 case of.RolloutFinished():
@@ -451,7 +463,7 @@ class Responses:
             # The core handles this after the current event.
             self._withdraw(fact.group_id, response.unwanted)
 
-    def _check_grammar(self, response: Response, group_id: int) -> None:
+    def _check_grammar(self, response: Response) -> None:
         """Fail a response that the engine would continue with a fresh grammar.
 
         The grammar would restart after the tokens so far, and the text would be a prefix followed
@@ -461,9 +473,7 @@ class Responses:
         if not (isinstance(sampling, SamplingParams) and response.token_ids) or response.over:
             return
         if grammar := sorted(_GRAMMARS & sampling.extra.keys()):
-            response.fail(_BROKEN_OFF.format(*grammar), _UNAVAILABLE)
-            response.unwanted = response.failure
-            self._withdraw(group_id, response.failure)
+            self._break_off(response, _BROKEN_OFF.format(*grammar))
 
     def _known(self, group: Group | GroupRecord) -> Response | None:
         """Return a response of the prior process by its group of one; None if not a gateway's."""

@@ -21,6 +21,7 @@ from aprilsched.agents.serving.bodies import Bodies, body_of
 from aprilsched.agents.serving.calls import FREE, Route, make_app
 from aprilsched.agents.serving.listener import Listener
 from aprilsched.agents.serving.refusals import Refused, as_json
+from aprilsched.agents.serving.streams import DISCONNECTED, STREAM_STATUS
 from aprilsched.errors import AprilschedError, MissingExtra
 from aprilsched.kernel.core.config import SchedulerConfig
 from aprilsched.kernel.engines.base import Fleet
@@ -141,21 +142,22 @@ _LOGGED_ID = 64
 async def _note_request(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Count and log each request, and add Retry-After to a 503."""
     service, started = request.app[SERVICE], time.monotonic()
-    status: int | None = None
+    status = DISCONNECTED  # Its handler is cancelled.
+    STREAM_STATUS.set(0)
     REQUEST_ID.set(request.headers.get("X-Request-Id", "-"))
     try:
         answer = await _answered(request, handler)
-        status = answer.status
+        status = max(answer.status, STREAM_STATUS.get())
         return answer
     finally:
-        # Without a status the client has left. The raw path may contain what must not be logged.
+        # The raw path may contain what must not be logged.
         route, seconds = request.match_info.route.resource, time.monotonic() - started
         path = "-" if route is None else route.canonical
         if request.path not in FREE:  # A probe is no request that could fail or be slow.
-            service.answered("left" if status is None else str(status), seconds)
+            service.answered(str(status), seconds)
         log.info(
             "method=%s path=%s status=%s seconds=%.3f id=%r",
-            *(request.method, path, status or "left", seconds, REQUEST_ID.get()[:_LOGGED_ID]),
+            *(request.method, path, status, seconds, REQUEST_ID.get()[:_LOGGED_ID]),
         )
 
 

@@ -100,6 +100,7 @@ class Service:
         self._stored = store is not None
         config = for_clients(config, settings)
         prompts = PromptQueue(together_s=0)
+        self._fleet_wait_s = config.health.fleet_wait_s
         self._scheduler = RolloutScheduler(
             fleet,
             prompts,
@@ -297,23 +298,29 @@ class Service:
 
     async def _deliver(self) -> None:
         """Take every rollout as soon as it is complete, until the scheduler ends."""
-        waits = False
+        logged, ends_at = None, 0.0
         while True:
             try:
                 batch = await self._scheduler.next_batch()
-            except RefitError as error:
-                # No engine can generate before the next update, so the requests wait for it.
-                if not waits:
-                    log.error("the gateway waits for new weights: %s", error)
-                waits = True
+            except RefitError:
+                cause = self.controls.stranded_cause
+                if cause is not None and logged != cause:
+                    log.error("new requests get 503: %s", cause)
+                    ends_at = time.monotonic() + self._fleet_wait_s
+                logged = cause
+                if cause is not None:
+                    # Responses with tokens wait for the next update, as they do for a lost fleet.
+                    self.responses.fail_waiting(cause, everything=time.monotonic() >= ends_at)
                 await asyncio.sleep(_RETRY_DELAY_S)
                 continue
             except AprilschedError as error:
+                setting = "fleet_wait_s (--fleet-wait-s)"
+                error.args = (str(error).replace("health.fleet_wait_s", setting),)
                 self.admission.draining = True
                 self.responses.fail_all(str(error))
                 self._failed.set_result(error)
                 return
-            waits = False
+            logged = None
             self.responses.deliver(batch)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
+from contextvars import ContextVar
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -23,6 +24,10 @@ STREAM_HEADERS = {
     # nginx would pass the events on at the end of the stream.
     "X-Accel-Buffering": "no",
 }
+STREAM_STATUS: ContextVar[int] = ContextVar("STREAM_STATUS")
+"""HTTP status that a stream would have if its end were known at its start."""
+DISCONNECTED = 499
+"""Status of a request whose client disconnects before the end of the answer, as in nginx."""
 PING_S = 10.0
 """Seconds after which an empty event keeps a silent stream open."""
 
@@ -78,8 +83,8 @@ async def send_stream(
             async for item in items:
                 sent_at = loop.time()
                 await stream.write(frame_item(item))
-    except ConnectionResetError:  # The client is gone.
-        pass
+    except ConnectionResetError:
+        STREAM_STATUS.set(DISCONNECTED)
     finally:
         if pinging is not None:
             pinging.cancel()

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from rich.console import Console
@@ -71,6 +71,21 @@ class FrontierCommand(ComparedSettings):
     each seed and the caption; everything else goes to stderr."""
 
 
+class _Workload(msgspec.Struct, frozen=True):
+    limits: Literal["cap", "exact"] | None = None
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    workload: _Workload = _Workload()
+
+
+class _Notes(msgspec.Struct, frozen=True):
+    """What a row of ``--json`` has in addition to its point."""
+
+    settings: _Settings = _Settings()
+    caption: str = ""
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code.
 
@@ -86,11 +101,11 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"width must be from 2 to 40 inches, got {command.width:g}.")
     messages = Console(stderr=True)
     rows = _stored(command.redraw) if command.redraw else _simulated(command, messages)
-    points = msgspec.convert(rows, list[PolicyRow])
+    points, notes = msgspec.convert(rows, list[PolicyRow]), msgspec.convert(rows[0], _Notes)
     if command.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
     if not (command.json and command.quiet):
-        limits = rows[0].get("settings", {}).get("workload", {}).get("limits")
+        limits = notes.settings.workload.limits
         Console(stderr=command.json).print(frontier_table(points, limits))
     if command.out is not None:
         from aprilsched.observe import plots
@@ -98,8 +113,8 @@ def main(arguments: Sequence[str]) -> int:
 
         save(plots.frontier(points, width=command.width, title=command.title), command.out)
         messages.print(f"The picture is {command.out}", soft_wrap=True, highlight=False)
-    if not command.quiet and (caption := rows[0].get("caption")):
-        messages.print(caption, soft_wrap=True, highlight=False, markup=False)
+    if not command.quiet and notes.caption:
+        messages.print(notes.caption, soft_wrap=True, highlight=False, markup=False)
     return 0
 
 
@@ -108,6 +123,7 @@ def _stored(path: Path) -> list[dict[str, Any]]:
     try:
         rows = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
         msgspec.convert(rows, Annotated[list[PolicyRow], msgspec.Meta(min_length=1)])
+        msgspec.convert(rows, list[_Notes])
     except (OSError, msgspec.MsgspecError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(

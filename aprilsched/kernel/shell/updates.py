@@ -215,7 +215,7 @@ class Updates:
         if state.fleet.control.engines:
             outcome = f"so generation continues under {state.weights.versions.trainer}"
         else:
-            outcome = "and none has the fleet's weights; call update_weights() again"
+            outcome = "and none has the fleet's weights; repeat the update"
         return RefitError(f"version {result.version} reached no engine, {outcome}: {result.cause}")
 
     async def _previous_update(self) -> None:

@@ -48,7 +48,7 @@ class Clients:
         responses: returns the number of open responses.
         streams: number of open streams; a stream may carry several responses.
         refusals: number of requests answered with an error, by reason.
-        requests: number of requests that have ended, by HTTP status; "left" if the client left.
+        requests: number of requests that have ended, by HTTP status; see `gateway/requests`.
     """
 
     responses: Callable[[], int]
@@ -263,8 +263,8 @@ _FIGURES: tuple[Figure, ...] = (
            help="Requests to a gateway whose answer is being streamed."),
     Figure(name="gateway/requests", kind="counter", labels=("status",), tracked=False,
            of=_clients(lambda c: {(status,): n for status, n in c.requests.items()}),
-           help="Requests to a gateway that have ended, by HTTP status; \"left\" if the client "
-                "left first."),
+           help="Requests to a gateway that have ended, by HTTP status, or that of the error in a "
+                "stream; 499 if the client disconnected first."),
     Figure(name="gateway/request_seconds", kind="histogram", unit="seconds",
            buckets=_LONG_SECONDS,
            help="From a request to a gateway to the end of its answer."),

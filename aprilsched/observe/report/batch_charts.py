@@ -107,6 +107,32 @@ def staleness_by_batch(run: RunReport) -> Chart:
     )
 
 
+def rewards(runs: Sequence[RunReport]) -> list[Chart]:
+    """Draw the mean reward of each batch; no chart without rewards."""
+    series: list[Series] = []
+    title: list[str] = []
+    for run in runs:
+        means = {b.index + 1: b.rewards.mean for b in run.summary.per_batch}
+        found = np.array([(at, mean) for at, mean in means.items() if mean is not None])
+        if not found.size:
+            continue
+        x, y = found[evenly(len(found))].T
+        series.append(Series(name=run.label, x=x, y=y, colour=colour_of(run), hover="%{y:.3~g}"))
+        first, last = (written(mean, "reward") for mean in found[[0, -1], 1].tolist())
+        title.append(f"{run.who}The mean reward is {first} in the first batch, {last} in the last.")
+    chart = Chart(
+        id="rewards",
+        title=" ".join(title),
+        note="The mean reward of the responses of each batch, in the order of delivery.",
+        series=series,
+        x=Axis(label="batch", unit="whole"),
+        y=Axis(label="mean reward"),
+        together=True,
+        legend=len(runs) > 1,
+    )
+    return [chart] if series else []
+
+
 def bias(runs: Sequence[RunReport]) -> Chart:
     """Draw the length bias of everything delivered so far, by batch: as measured, and as the
     responses in flight predict it."""

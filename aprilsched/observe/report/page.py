@@ -116,6 +116,7 @@ def _charts(runs: Sequence[RunReport]) -> dict[str, list[Chart]]:
         "responses": [time_charts.responses(run) for run in runs],
         "forecasts": [chart for run in runs if (chart := batch_charts.forecasts(run))],
         "episodes": [time_charts.rollout_time(runs)] if any(run.episodes for run in runs) else [],
+        "rewards": batch_charts.rewards(runs),
         "lengths": [batch_charts.lengths(runs)],
         "staleness": [batch_charts.staleness_by_batch(run) for run in runs],
         "bias": [batch_charts.bias(runs)],
