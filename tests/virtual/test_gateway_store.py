@@ -231,6 +231,23 @@ async def test_a_restarted_gateway_reloads_the_folder_and_its_tokenizer(
         assert (await again.raw.post("/tokenize", {"prompt": "the"}))[0] == 200
 
 
+async def test_a_restarted_gateway_takes_no_weights_of_another_one_for_its_own(
+    server: SimServer, tmp_path: Path
+):
+    own, other = two_weights(tmp_path)
+    body = {"model_path": str(own), "weight_version": "mine"}
+    async with gateway(server, tmp_path / "store") as one:
+        await one.raw.done("/update_weights_from_disk", body)
+        expected = await one.reference(INTERVAL)
+    await server.crash()
+    await server.restart()
+    async with gateway(server, tmp_path / "other") as two:
+        await two.raw.done("/update_weights_from_disk", {**body, "model_path": str(other)})
+        assert await two.reference(INTERVAL) != expected
+    async with gateway(server, tmp_path / "store") as again:
+        assert await again.reference(INTERVAL) == expected
+
+
 async def test_a_failing_store_does_not_stop_the_gateway(
     server: SimServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

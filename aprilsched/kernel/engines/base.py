@@ -234,6 +234,18 @@ class HasLabel(Protocol):
         """The label of the weights that it had when it was opened."""
         ...
 
+    def join_run(self, name: str, former: str, *, decimal: bool) -> None:
+        """Label weights by version and `name` from now on, as in "7@3f2a9c".
+
+        Labels of `former` count too, until :meth:`keep_label`; those of other names do not. Unless
+        `decimal`, or `former` is empty, a decimal number does not count: another program set it.
+        """
+        ...
+
+    async def keep_label(self, *, known: bool = True) -> None:
+        """Let no former name count any longer; `known` weights get a label with the new name."""
+        ...
+
 
 @runtime_checkable
 class TellsPause(Protocol):

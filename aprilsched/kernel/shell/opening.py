@@ -17,10 +17,37 @@ from aprilsched.errors import ConfigError, InconsistentWeights
 from aprilsched.kernel.core.messages.events import EngineInfo, Opened
 from aprilsched.kernel.engines.base import Engine, HasLabel
 from aprilsched.kernel.engines.self_check import check, pause_during
+from aprilsched.kernel.engines.stream import label_parts, version_number
 from aprilsched.kernel.shell.sharing import SHOWN, claim, log_pause, say_who_is_there
 from aprilsched.kernel.values.companions import TOP
 
 log = logging.getLogger("aprilsched")
+
+
+def join_run(engines: Sequence[Engine], process: str, former: str | None, *, decimal: bool) -> None:
+    """Let the engines' labels name this `process`, and count those of the `former` one.
+
+    A fresh run, whose `former` is None, takes the weights with the largest number for its own.
+    With `decimal`, labels that are decimal numbers count too."""
+    labelled = [engine for engine in engines if isinstance(engine, HasLabel)]
+    if former is None and labelled:
+        newest = max((engine.label for engine in labelled), key=version_number)
+        former = (label_parts(newest) or (0, ""))[1]
+    for engine in labelled:
+        engine.join_run(process, former or "", decimal=decimal)
+
+
+async def keep_labels(
+    engines: Sequence[Engine], versions: Sequence[int | None], newest: int
+) -> None:
+    """Label the weights up to version `newest` as this process's; all others are another run's."""
+    await asyncio.gather(
+        *(
+            engine.keep_label(known=version is not None and version <= newest)
+            for engine, version in zip(engines, versions, strict=True)
+            if isinstance(engine, HasLabel)
+        )
+    )
 
 
 _FIRST_LABELS = ("default", "0")
@@ -57,8 +84,9 @@ async def check_engines(
     # A run that was killed may have left its engines paused. Continuing a running engine is
     # harmless.
     await asyncio.gather(*(engine.resume() for engine in engines))
-    versions = await asyncio.gather(*(_version(engine, resumed) for engine in engines))
-    if len(set(versions)) > 1 and not (resumed or takes_newest):
+    uncertain = resumed or takes_newest
+    versions = await asyncio.gather(*(_version(engine, uncertain) for engine in engines))
+    if len(set(versions)) > 1 and not uncertain:
         found = ", ".join(f"{e.name} has {v}" for e, v in zip(engines, versions, strict=True))
         raise ConfigError(
             f"the engines have different policy versions ({found}); restart them, or load one "
@@ -91,14 +119,19 @@ async def check_engines(
     )
 
 
-async def examine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engine]) -> EngineInfo:
+async def examine(
+    engine: Engine, config: SchedulerConfig, fleet: Iterable[Engine], process: str = ""
+) -> EngineInfo:
     """Check and flush one engine that joins `fleet` or returns, and describe it for the core.
+
+    Of labels of runs only those of this `process` count.
 
     Raises:
         ConfigError: if it cannot do what `config` needs.
         EngineError: if it does not answer, does not pass the quick checks or does not flush.
     """
     _check_engine(engine, config, fleet)
+    join_run([engine], process, process, decimal=config.follow_weights)
     version = await check(engine)
     await _flush(engine, config)
     return EngineInfo(name=engine.name, version=version, able=engine.capabilities)
@@ -123,11 +156,11 @@ def _log_labels(engines: Sequence[Engine], versions: Sequence[int | None]) -> No
             )
 
 
-async def _version(engine: Engine, resumed: bool) -> int | None:
+async def _version(engine: Engine, uncertain: bool) -> int | None:
     try:
         return await engine.version()
     except InconsistentWeights:
-        if resumed:
+        if uncertain:
             return None
         raise
 

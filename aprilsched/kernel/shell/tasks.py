@@ -138,6 +138,9 @@ class Shell:
     feed: Callable[[Event], None]
     """Passes an event to the core."""
     tasks: Tasks
+    process: str
+    """Random name of this process of the run. A run id may belong to another training, and a
+    resumed run may train a version again that the previous process left on an engine."""
 
 
 class Part:
@@ -148,3 +151,4 @@ class Part:
         self._engines = shell.engines
         self._feed = shell.feed
         self._tasks = shell.tasks
+        self._process = shell.process
