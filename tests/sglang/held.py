@@ -183,5 +183,5 @@ async def check_two_runs(site: Site) -> None:
     async with run(store) as rollouts:
         assert rollouts.state.resumed, "its own weights are taken as they are"
         batch = await rollouts.next_batch()
-    for own, _ in differences(batch.rollouts, site.models, site.folder, site.python):
+    for own, _ in differences(list(batch.rollouts), site.models, site.folder, site.python):
         assert own.max() < TOLERANCE

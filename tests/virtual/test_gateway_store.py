@@ -231,8 +231,9 @@ async def test_a_restarted_gateway_reloads_the_folder_and_its_tokenizer(
         assert (await again.raw.post("/tokenize", {"prompt": "the"}))[0] == 200
 
 
+@pytest.mark.parametrize("labelled", ["by another gateway", "by a client of the server"])
 async def test_a_restarted_gateway_takes_no_weights_of_another_one_for_its_own(
-    server: SimServer, tmp_path: Path
+    server: SimServer, tmp_path: Path, labelled: str
 ):
     own, other = two_weights(tmp_path)
     body = {"model_path": str(own), "weight_version": "mine"}
@@ -241,9 +242,14 @@ async def test_a_restarted_gateway_takes_no_weights_of_another_one_for_its_own(
         expected = await one.reference(INTERVAL)
     await server.crash()
     await server.restart()
-    async with gateway(server, tmp_path / "other") as two:
-        await two.raw.done("/update_weights_from_disk", {**body, "model_path": str(other)})
-        assert await two.reference(INTERVAL) != expected
+    body = {"model_path": str(other), "weight_version": "1"}
+    if labelled == "by another gateway":
+        async with gateway(server, tmp_path / "other") as two:
+            await two.raw.done("/update_weights_from_disk", body)
+    else:
+        async with Raw(server.url) as raw:
+            await raw.done("/update_weights_from_disk", body)
+    assert await reference(server, INTERVAL) != expected
     async with gateway(server, tmp_path / "store") as again:
         assert await again.reference(INTERVAL) == expected
 

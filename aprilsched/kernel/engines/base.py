@@ -247,6 +247,19 @@ class HasLabel(Protocol):
         ...
 
 
+_LABEL_DIGITS = len(str(2**31 - 1))
+
+
+def label_parts(label: str | None) -> tuple[int, str]:
+    """Return number and run of a label such as "7@3f2a9c", and (0, "") for a name.
+
+    The run is empty in a decimal number, the label of a trainer that labels its weights itself.
+    """
+    number, _, run = (label or "").partition("@")
+    is_number = number.isascii() and number.isdigit() and len(number) <= _LABEL_DIGITS
+    return (int(number), run) if is_number else (0, "")
+
+
 @runtime_checkable
 class TellsPause(Protocol):
     """An engine that reports whether it is paused, whichever client paused it."""

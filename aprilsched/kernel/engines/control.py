@@ -16,10 +16,10 @@ from aprilsched.errors import (
     EngineUnreachable,
     InconsistentWeights,
 )
-from aprilsched.kernel.engines.base import GenerationRequest, PauseMode
+from aprilsched.kernel.engines.base import GenerationRequest, PauseMode, label_parts
 from aprilsched.kernel.engines.failures import UNREADABLE, Answer, quote
 from aprilsched.kernel.engines.http import HttpLimits
-from aprilsched.kernel.engines.stream import FOREIGN, label_parts, version_number
+from aprilsched.kernel.engines.stream import FOREIGN, version_number
 from aprilsched.kernel.engines.transport import Transport
 from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.kernel.values.capabilities import Capabilities
@@ -205,23 +205,20 @@ class Control(Generic[FactsT]):
                 "needs a complete refit.",
             )
         if version == FOREIGN or self._shown == self._foreign != "":
-            raise InconsistentWeights(
-                self.name,
-                f'has weights labelled "{quote(self._shown)}", which this run has not loaded; load '
-                "its own.",
-            )
+            shown = f'has weights labelled "{quote(self._shown)}"'
+            raise InconsistentWeights(self.name, f"{shown}, which this run has not loaded.")
         return version
 
     def join_run(self, name: str, former: str, *, decimal: bool) -> None:
         """See :meth:`aprilsched.kernel.engines.base.HasLabel.join_run`."""
         self._runs = (name, former)
-        number, run = label_parts(self.label) or (0, "")
+        number, run = label_parts(self.label)
         trusted = decimal or not former or self._first_version is not None
         self._foreign = self.label if number and not run and not trusted else ""
 
     async def keep_label(self, *, known: bool = True) -> None:
         """See :meth:`aprilsched.kernel.engines.base.HasLabel.keep_label`."""
-        name, (number, run) = self._runs[0], label_parts(self._shown) or (0, "")
+        name, (number, run) = self._runs[0], label_parts(self._shown)
         if known and run != name and (number or run):
             await self.set_label(self._name_of(self._version_of(self._shown)))
         self._runs = (name,)

@@ -14,14 +14,14 @@ from base64 import b64encode
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import wraps
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
-from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest, label_parts
 from aprilsched.kernel.engines.failures import quote, refusal
 from aprilsched.kernel.engines.sse import Allowance, EventSplitter
 from aprilsched.kernel.values.companions import Companion, Rows, fitting
@@ -35,7 +35,6 @@ DONE = b"[DONE]"
 """The payload at the end of a stream of SGLang's or OpenAI's form."""
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234663852886e38
-_DIGITS = len(str(_INT32_MAX))
 FOREIGN = -1
 """Version of tokens whose label is that of another run."""
 _ROUNDING = 1e-3
@@ -74,15 +73,8 @@ class ErrorBody(msgspec.Struct, frozen=True):
     code: int | None = None
 
 
-def label_parts(label: str | None) -> tuple[int, str] | None:
-    """Return number and run of a label such as "7@3f2a9c"; None if it is a name.
-
-    The run is empty in a decimal number, the label of a trainer that labels its weights itself.
-    """
-    number, _, run = (label or "").partition("@")
-    if len(number) > _DIGITS or not (number.isascii() and number.isdigit()):
-        return None
-    return int(number), run
+VersionOf: TypeAlias = Callable[[str], int]
+"""Returns the policy version for a label."""
 
 
 def version_number(label: str | None, first: int = 0, runs: Collection[str] = ()) -> int:
@@ -90,7 +82,7 @@ def version_number(label: str | None, first: int = 0, runs: Collection[str] = ()
 
     "0", and any label that is not a number, stands for version `first`. Unless `runs` is empty, a
     number of a run that it does not contain stands for :data:`FOREIGN`."""
-    number, run = label_parts(label) or (0, "")
+    number, run = label_parts(label)
     if runs and run and run not in runs:
         return FOREIGN
     return first + number if first + number <= _INT32_MAX else first
@@ -121,11 +113,7 @@ class ResponseReader:
     """
 
     def __init__(
-        self,
-        engine: str,
-        request: GenerationRequest,
-        *,
-        version_of: Callable[[str], int] = version_number,
+        self, engine: str, request: GenerationRequest, version_of: VersionOf = version_number
     ) -> None:
         self.engine = engine
         self._request = request

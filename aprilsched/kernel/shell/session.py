@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
-import uuid
 from collections.abc import Sequence
 from functools import partial
 
@@ -85,14 +85,8 @@ class Session:
         core = Scheduler(config, caller)
         self._loop = EventLoop(core, listeners, clock=_now)
         self._tasks = Tasks()
-        self.state.process = uuid.uuid4().hex[:12]
-        shell = Shell(
-            config=config,
-            engines=self.engines,
-            feed=self.feed,
-            tasks=self._tasks,
-            process=self.state.process,
-        )
+        shell = Shell(config=config, engines=self.engines, feed=self.feed, tasks=self._tasks)
+        self.state.process = shell.process
         self.durability = Durability(shell, core=core, store=store, waits=self.waits, work=work)
         self.attempts = Attempts(shell, run_id=run_id, may_send=self.state.fleet.control.runs)
         self._controls = EngineControls(shell, self._end_taken)
@@ -209,24 +203,19 @@ class Session:
                     if isinstance(engine, RefitElsewhere):
                         engine.expect_weights()
             former, engines = self.durability.former, self._fleet.engines
-            followed = self.config.follow_weights
-            join_run(engines, self.state.process, former, decimal=followed)
+            join_run(engines, self.state.process, former, decimal=self.config.follow_weights)
             opened = await check_engines(
                 self._fleet.engines,
                 self.config,
-                resumed=self.state.restored or self.weights_unknown,
+                may_differ=self.state.restored or self.weights_unknown or self.weights_trusted,
                 trusted=self.weights_trusted
                 or self.weights_unknown
                 or self.config.follow_weights
                 or self.state.resumed,
-                takes_newest=self.weights_trusted,
             )
-            versions = [info.version for info in opened.engines]
-            takes_all = former is None or (adopt and len(set(versions)) == 1)
-            newest = (
-                max(v or 0 for v in versions) if takes_all else self.state.weights.versions.trainer
-            )
-            await keep_labels(engines, versions, newest)
+            alike = adopt and len({info.version for info in opened.engines}) == 1
+            newest = self.state.weights.versions.trainer
+            await keep_labels(engines, opened, math.inf if alike or former is None else newest)
             return opened
         except BaseException:
             try:

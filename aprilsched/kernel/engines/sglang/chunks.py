@@ -35,9 +35,6 @@ _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 class ChunkAssembler(ResponseReader):
     """Turns SGLang's events of one request into chunks; see :class:`ResponseReader`."""
 
-    _label: tuple[str | None, int | None] = (None, None)
-    """The server's latest label, and the version that it stands for."""
-
     @guarded
     def feed(self, payload: bytes) -> Chunk:
         """Return the chunk that one event's payload carries."""
@@ -74,6 +71,7 @@ class ChunkAssembler(ResponseReader):
             raise self.broken("sent output_ids that are not the tokens of its logprobs")
         before, self.held = self.held, self.held + len(tokens)
         spans = self._spans(meta.weight_versions) if finish else None
+        shown = meta.weight_version if spans is None else None
         return Chunk(
             # np.array would pass twice over the elements, at three times the cost.
             token_ids=np.fromiter(tokens, np.int32, len(tokens)),
@@ -81,7 +79,7 @@ class ChunkAssembler(ResponseReader):
             finish=finish,
             spans=spans,
             cached_tokens=meta.cached_tokens,
-            label=self._version(meta.weight_version) if spans is None else None,
+            label=None if shown is None else self.version_of(shown),
             token_rows=self._token_rows(meta, before, where) if self._of_tokens else None,
             context_rows=self._rows_of_context(meta) if finish and self._companions else None,
             prompt_tokens=meta.prompt_tokens if self._request.media else None,
@@ -128,11 +126,6 @@ class ChunkAssembler(ResponseReader):
             if companion.per == "context"
             and (encoded := getattr(meta, companion.name, None)) is not None
         }
-
-    def _version(self, label: str | None) -> int | None:
-        if label != self._label[0]:
-            self._label = (label, None if label is None else self.version_of(label))
-        return self._label[1]
 
     def _fresh(self, meta: MetaInfo, finish: str | None) -> slice:
         """Return the slice of the triples of the tokens after the first `held` ones.

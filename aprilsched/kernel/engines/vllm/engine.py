@@ -110,7 +110,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         return "inference/v1/generate", body
 
     def _reader(self, request: GenerationRequest) -> EventReader:
-        return EventReader(self.name, request, version_of=self._version_of)
+        return EventReader(self.name, request, self._version_of)
 
     async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
         body = {"request_ids": [PREFIX + request_id]}
