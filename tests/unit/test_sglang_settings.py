@@ -98,7 +98,7 @@ def test_only_labels_that_we_wrote_are_versions() -> None:
 def test_a_label_of_another_run_is_no_version_of_this_one() -> None:
     labels = {"7@a": 47, "7@b": 47, "7@c": FOREIGN, "7": 47, "7@": 47, "x@c": 40, "default": 40}
     assert {label: version_number(label, 40, ("a", "b")) for label in labels} == labels
-    assert version_number("7@c") == 7, "whoever is in no run reads all"
+    assert version_number("7@c") == 7, "an engine outside of a run reads all"
 
 
 def test_a_request_carries_the_sampling_and_the_users_extras() -> None:
