@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from aprilsched import Prompt, Rollout
+from aprilsched import Batch, DiskPublisher, Prompt, Rollout, RolloutScheduler, SqliteStore
 from aprilsched.config import LengthBuckets
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.engines.base import Fleet
@@ -18,10 +18,12 @@ from tests.sglang.recorded import (
     GROUP_SIZE,
     GROUPS,
     TOLERANCE,
+    Recorder,
     Run,
     crossing,
     long_tail,
     record,
+    scheduled,
     scores,
     until_crossing,
 )
@@ -147,3 +149,39 @@ def _check_whole(run: Run, batches: int) -> None:
     assert not ids & run.in_flight
     assert not run.dropped
     assert run.counters.launched == len(ids) + len(run.in_flight)
+
+
+async def check_two_runs(site: Site) -> None:
+    """A run is stopped; another one loads other weights under its number; then it resumes."""
+    (url,), store = site.urls, site.folder / "run.store"
+
+    def run(path: Path | None = None) -> RolloutScheduler:
+        fleet = None if site.fleet is None else site.fleet(site.urls)
+        own = None if path is None else SqliteStore(path)
+        return scheduled(site.urls, Recorder(), fleet=fleet, store=own)
+
+    batches: list[Batch] = []
+    async with run(store) as rollouts:
+        await rollouts.update_weights(DiskPublisher(site.models[1]))
+        batches.append(await rollouts.next_batch())
+    await site.reset(url)  # As a server that was started again: its weights have no number.
+    async with run() as other:
+        await other.update_weights(DiskPublisher(site.models[0]))
+        assert other.version == 1
+        await other.next_batch()
+    async with run(store) as rollouts:
+        assert rollouts.version == 1
+        if not rollouts.state.resumed:
+            await rollouts.update_weights(DiskPublisher(site.models[1]), version=3)
+        batches += [await rollouts.next_batch() for _ in range(2)]
+        delivered = [rollout for batch in batches for rollout in batch.rollouts]
+        assert {rollout.rollout_id for rollout in batches[0].rollouts}.isdisjoint(
+            rollout.rollout_id for batch in batches[2:] for rollout in batch.rollouts
+        )
+    for own, _ in differences(delivered, site.models, site.folder, site.python):
+        assert own.max() < TOLERANCE
+    async with run(store) as rollouts:
+        assert rollouts.state.resumed, "its own weights are taken as they are"
+        batch = await rollouts.next_batch()
+    for own, _ in differences(list(batch.rollouts), site.models, site.folder, site.python):
+        assert own.max() < TOLERANCE

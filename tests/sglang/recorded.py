@@ -35,6 +35,7 @@ from aprilsched.kernel.core.messages.events import (
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.kernel.core.state.ledger import Counters
 from aprilsched.kernel.engines.base import Fleet
+from aprilsched.kernel.store.in_memory import Store
 from aprilsched.testing.contract import until
 from aprilsched.types import Int32Array, VersionSpan
 from tests.sglang.conftest import ADMIN_KEY
@@ -148,6 +149,7 @@ def scheduled(
     prompts: Sequence[Prompt] | None = None,
     fleet: Fleet | None = None,
     listeners: Sequence[Any] = (),
+    store: Store | None = None,
     **changes: Any,
 ) -> RolloutScheduler:
     """A scheduler with 32 rollouts in flight, whose servers' answers `recorder` keeps.
@@ -166,6 +168,7 @@ def scheduled(
         reward=by_length if config.delivery == "samples" else None,
         config=config,
         listeners=[recorder, *listeners],
+        store=store,
     )
     return recorder.scheduler
 

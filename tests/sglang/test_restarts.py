@@ -21,7 +21,8 @@ from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.helpers import opened
+from tests.sglang.held import Site, check_two_runs
+from tests.sglang.helpers import opened, reset
 from tests.sglang.recorded import Recorder, check_greedy, long_tail, scheduled
 from tests.sglang.server import BOOT_SECONDS, CpuServer
 
@@ -171,3 +172,10 @@ async def test_weights_that_somebody_else_loads_are_never_taken_for_those_of_bef
     text = [r.getMessage() for r in caplog.records if "on standby" in r.getMessage()]
     assert len(text) == 2
     assert all("version 1 where the fleet has 0" in line for line in text)
+
+
+async def test_a_resumed_run_takes_no_weights_of_another_run_for_its_own(
+    clean_server: CpuServer, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    url = clean_server.url
+    await check_two_runs(Site([url], models, tmp_path, lambda url: reset(url, models[0])))

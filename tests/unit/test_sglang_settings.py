@@ -17,7 +17,7 @@ from aprilsched.kernel.engines.sglang import SGLangEngine, probe
 from aprilsched.kernel.engines.sglang.http_engine import SGLangFleet
 from aprilsched.kernel.engines.sglang.probe import SPANS_SINCE
 from aprilsched.kernel.engines.sglang.wire import ModelInfo, OpenApi, ServerInfo, generate_body
-from aprilsched.kernel.engines.stream import version_number
+from aprilsched.kernel.engines.stream import FOREIGN, version_number
 from aprilsched.kernel.weights.disk import DiskPublisher
 from aprilsched.types import SamplingParams
 from tests.support.table import each_row
@@ -93,6 +93,12 @@ def test_what_a_release_can_do(version: str, spans: bool, waiting: bool) -> None
 def test_only_labels_that_we_wrote_are_versions() -> None:
     labels = {"7": 7, "00": 0, "default": 0, "": 0, None: 0, "-3": 0, "1.5": 0, "٣": 0}
     assert {label: version_number(label) for label in labels} == labels
+
+
+def test_a_label_of_another_run_is_no_version_of_this_one() -> None:
+    labels = {"7@a": 47, "7@b": 47, "7@c": FOREIGN, "7": 47, "7@": 47, "x@c": 40, "default": 40}
+    assert {label: version_number(label, 40, ("a", "b")) for label in labels} == labels
+    assert version_number("7@c") == 7, "an engine outside of a run reads all"
 
 
 def test_a_request_carries_the_sampling_and_the_users_extras() -> None:

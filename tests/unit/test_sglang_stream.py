@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, Engi
 from aprilsched.kernel.engines.base import Chunk, GenerationRequest
 from aprilsched.kernel.engines.sglang.chunks import ChunkAssembler
 from aprilsched.kernel.engines.sse import Allowance, EventSplitter, UnfinishedEvents
-from aprilsched.kernel.engines.stream import read_chunks
+from aprilsched.kernel.engines.stream import read_chunks, version_number
 from aprilsched.kernel.values.companions import Companion, Rows, top_logprobs
 from aprilsched.types import ANSWER_BYTES, Media, SamplingParams, VersionSpan
 from tests.support.table import each_row
@@ -82,7 +83,7 @@ def assert_tokens(chunks: list[Chunk], count: int) -> None:
 
 
 def test_labels_may_count_from_another_version_than_0() -> None:
-    assembler = ChunkAssembler("engine:1", asked(), first_version=40)
+    assembler = ChunkAssembler("engine:1", asked(), version_of=partial(version_number, first=40))
     spans = [("default", 0, 2), ("7", 2, 5)]
     chunks = [
         assembler.feed(event(0, 1, weight_version="1")),

@@ -262,6 +262,29 @@ async def test_an_old_store_with_other_servers_refuses_requests(
         assert [span[0] for span in spans(meta)] == ["u1", "u2"]
 
 
+@pytest.mark.parametrize("labelled", ["by another gateway", "by a client of the server"])
+async def test_a_restarted_gateway_takes_no_weights_of_another_one_for_its_own(
+    server: SimServer, tmp_path: Path, labelled: str
+):
+    own, other = two_weights(tmp_path)
+    body = {"model_path": str(own), "weight_version": "mine"}
+    async with gateway(server, tmp_path / "store") as one:
+        await one.raw.done("/update_weights_from_disk", body)
+        expected = await one.reference(INTERVAL)
+    await server.crash()
+    await server.restart()
+    body = {"model_path": str(other), "weight_version": "1"}
+    if labelled == "by another gateway":
+        async with gateway(server, tmp_path / "other") as two:
+            await two.raw.done("/update_weights_from_disk", body)
+    else:
+        async with Raw(server.url) as raw:
+            await raw.done("/update_weights_from_disk", body)
+    assert await reference(server, INTERVAL) != expected
+    async with gateway(server, tmp_path / "store") as again:
+        assert await again.reference(INTERVAL) == expected
+
+
 async def test_a_failing_store_does_not_stop_the_gateway(
     server: SimServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

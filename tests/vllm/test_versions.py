@@ -16,7 +16,7 @@ import pytest
 from aprilsched import DiskPublisher
 from aprilsched.kernel.core.messages.commands import Command
 from aprilsched.testing.contract import until
-from tests.sglang.held import KINDS, Site, differences, run_and_check
+from tests.sglang.held import KINDS, Site, check_two_runs, differences, run_and_check
 from tests.sglang.recorded import TOLERANCE, Recorder, check_whole, long_tail, scheduled
 from tests.vllm.conftest import fleet, reset
 from tests.vllm.server import VLLMServer
@@ -122,3 +122,17 @@ async def test_a_server_that_is_killed_three_times_costs_nothing(
     assert len(exact) > len(delivered) // 2
     for own, _ in differences(exact, models, tmp_path, vllm_python):
         assert own.max() < TOLERANCE
+
+
+async def test_a_resumed_run_takes_no_weights_of_another_run_for_its_own(
+    clean_server: VLLMServer, models: tuple[Path, Path], tmp_path: Path, vllm_python: Path
+) -> None:
+    site = Site(
+        [clean_server.url],
+        models,
+        tmp_path,
+        lambda url: reset(url, models[0]),
+        fleet,
+        vllm_python,
+    )
+    await check_two_runs(site)

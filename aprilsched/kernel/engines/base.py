@@ -234,6 +234,31 @@ class HasLabel(Protocol):
         """The label of the weights that it had when it was opened."""
         ...
 
+    def join_run(self, name: str, former: str, *, decimal: bool) -> None:
+        """Label weights by version and `name` from now on, as in "7@3f2a9c".
+
+        Labels of `former` count too, until :meth:`keep_label`; those of other names do not. Unless
+        `decimal`, or `former` is empty, a decimal number does not count: another program set it.
+        """
+        ...
+
+    async def keep_label(self, *, known: bool = True) -> None:
+        """Let no former name count any longer; `known` weights get a label with the new name."""
+        ...
+
+
+_LABEL_DIGITS = len(str(2**31 - 1))
+
+
+def label_parts(label: str | None) -> tuple[int, str]:
+    """Return number and run of a label such as "7@3f2a9c", and (0, "") for a name.
+
+    The run is empty in a decimal number, the label of a trainer that labels its weights itself.
+    """
+    number, _, run = (label or "").partition("@")
+    is_number = number.isascii() and number.isdigit() and len(number) <= _LABEL_DIGITS
+    return (int(number), run) if is_number else (0, "")
+
 
 @runtime_checkable
 class TellsPause(Protocol):

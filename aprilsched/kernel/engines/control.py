@@ -16,10 +16,10 @@ from aprilsched.errors import (
     EngineUnreachable,
     InconsistentWeights,
 )
-from aprilsched.kernel.engines.base import GenerationRequest, PauseMode
+from aprilsched.kernel.engines.base import GenerationRequest, PauseMode, label_parts
 from aprilsched.kernel.engines.failures import UNREADABLE, Answer, quote
 from aprilsched.kernel.engines.http import HttpLimits
-from aprilsched.kernel.engines.stream import version_number
+from aprilsched.kernel.engines.stream import FOREIGN, version_number
 from aprilsched.kernel.engines.transport import Transport
 from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
 from aprilsched.kernel.values.capabilities import Capabilities
@@ -151,7 +151,7 @@ class Control(Generic[FactsT]):
         limits: HttpLimits,
         *,
         stream_interval: int,
-        first_version: int,
+        first_version: int | None,
     ) -> None:
         check_range(AT_LEAST_1, stream_interval=stream_interval)
         self._name = name
@@ -166,6 +166,10 @@ class Control(Generic[FactsT]):
         """The groups of trainers that the server's process is in."""
         self._open_update = ""
         """Name of the update that was started and has not succeeded; empty if there is none."""
+        self._runs: tuple[str, ...] = ()
+        """Names of the processes whose labels count, this one's first; any if it is empty."""
+        self._shown = self._foreign = ""
+        """The label that the server has shown last, and one that is not the run's."""
 
     @property
     def name(self) -> str:
@@ -192,14 +196,32 @@ class Control(Generic[FactsT]):
     async def version(self) -> int:
         """Ask for the policy version; raise if the weights are inconsistent."""
         # The server is asked in any case: that it is lost matters more than its weights.
-        version = version_number(await self.ask_label(), self._first_version)
+        self._shown = await self.ask_label()
+        version = self._version_of(self._shown)
         if self._open_update:
             raise InconsistentWeights(
                 self.name,
                 f"{self._open_update} failed, so its weights are a mixture of old and new; it "
                 "needs a complete refit.",
             )
+        if version == FOREIGN or self._shown == self._foreign != "":
+            shown = f'has weights labelled "{quote(self._shown)}"'
+            raise InconsistentWeights(self.name, f"{shown}, which this run has not loaded.")
         return version
+
+    def join_run(self, name: str, former: str, *, decimal: bool) -> None:
+        """See :meth:`aprilsched.kernel.engines.base.HasLabel.join_run`."""
+        self._runs = (name, former)
+        number, run = label_parts(self.label)
+        trusted = decimal or not former or self._first_version is not None
+        self._foreign = self.label if number and not run and not trusted else ""
+
+    async def keep_label(self, *, known: bool = True) -> None:
+        """See :meth:`aprilsched.kernel.engines.base.HasLabel.keep_label`."""
+        name, (number, run) = self._runs[0], label_parts(self._shown)
+        if known and run != name and (number or run):
+            await self.set_label(self._name_of(self._version_of(self._shown)))
+        self._runs = (name,)
 
     async def verify(self) -> int:
         """Ask for the policy version; raise if the process is not the one that was opened."""
@@ -224,14 +246,14 @@ class Control(Generic[FactsT]):
         if label:
             await self.set_label(self._name_of(version))
         shown = await self.ask_label()
-        if version_number(shown, self._first_version) != version:
+        if self._version_of(shown) != version:
             raise EngineRejected(
                 self.name,
                 f'names its weights "{quote(shown)}" and not "{self._name_of(version)}"; let the '
                 "trainer label them with the decimal version, or use label=True.",
                 status=_CONFLICT,
             )
-        self._open_update = ""
+        self._open_update = self._foreign = ""
 
     async def release(self, tags: Sequence[str]) -> None:
         """Release memory; the server must be paused with retract."""
@@ -290,7 +312,10 @@ class Control(Generic[FactsT]):
 
     def _name_of(self, version: int) -> str:
         """The label of a version."""
-        return str(version - self._first_version)
+        return "@".join((str(version - (self._first_version or 0)), *self._runs[:1]))
+
+    def _version_of(self, label: str) -> int:
+        return version_number(label, self._first_version or 0, self._runs)
 
     @contextmanager
     def _update(self, what: str) -> Generator[None]:

@@ -44,7 +44,7 @@ class ServerSettings(TypedDict, total=False):
     api_key: str | None
     stream_interval: int
     limits: HttpLimits | None
-    first_version: int
+    first_version: int | None
 
 
 class HttpFleet(Generic[EngineT]):

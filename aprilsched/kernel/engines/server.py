@@ -107,7 +107,8 @@ class HttpEngine(Control[FactsT]):
         api_key: key for generation.
         stream_interval: tokens between two events of a stream.
         limits: timeouts and sizes.
-        first_version: version of the weights that the server labels "0".
+        first_version: version of the weights that the server labels "0"; with it, the labels are
+            the trainer's own, and a resumed run takes decimal numbers for its versions.
 
     Raises:
         ConfigError: if `url`, a key or `stream_interval` cannot be used.
@@ -121,7 +122,7 @@ class HttpEngine(Control[FactsT]):
         api_key: str | None = None,
         stream_interval: int = 64,
         limits: HttpLimits | None = None,
-        first_version: int = 0,
+        first_version: int | None = None,
     ) -> None:
         address = ServerAddress.parse(url)
         self._url = address.url

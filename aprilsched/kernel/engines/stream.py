@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence
 from functools import wraps
-from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import Annotated, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from aprilsched.errors import EngineBusy, EngineError, EngineProtocolError, EngineRejected
-from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.kernel.engines.base import Chunk, GenerationRequest, label_parts
 from aprilsched.kernel.engines.failures import quote, refusal
 from aprilsched.kernel.engines.sse import Allowance, EventSplitter
 from aprilsched.kernel.values.companions import Companion, Rows, fitting
@@ -35,7 +35,8 @@ DONE = b"[DONE]"
 """The payload at the end of a stream of SGLang's or OpenAI's form."""
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234663852886e38
-_DIGITS = len(str(_INT32_MAX))
+FOREIGN = -1
+"""Version of tokens whose label is that of another run."""
 _ROUNDING = 1e-3
 """Amount by which rounding may lift the logarithm of a probability above 0."""
 
@@ -72,13 +73,19 @@ class ErrorBody(msgspec.Struct, frozen=True):
     code: int | None = None
 
 
-def version_number(label: str | None, first: int = 0) -> int:
+VersionOf: TypeAlias = Callable[[str], int]
+"""Returns the policy version for a label."""
+
+
+def version_number(label: str | None, first: int = 0, runs: Collection[str] = ()) -> int:
     """Return the policy version for a label.
 
-    "0", and any label that is not a number, stands for version `first`."""
-    if not label or len(label) > _DIGITS or not (label.isascii() and label.isdigit()):
-        return first
-    return number if (number := first + int(label)) <= _INT32_MAX else first
+    "0", and any label that is not a number, stands for version `first`. Unless `runs` is empty, a
+    number of a run that it does not contain stands for :data:`FOREIGN`."""
+    number, run = label_parts(label)
+    if runs and run and run not in runs:
+        return FOREIGN
+    return first + number if first + number <= _INT32_MAX else first
 
 
 def guarded(
@@ -102,17 +109,20 @@ def guarded(
 class ResponseReader:
     """Turns the events of one request into chunks, and counts the tokens that were given.
 
-    `first_version` is the version of weights that are labelled "0".
+    `version_of` returns the version that a label stands for.
     """
 
-    def __init__(self, engine: str, request: GenerationRequest, *, first_version: int = 0) -> None:
+    def __init__(
+        self, engine: str, request: GenerationRequest, version_of: VersionOf = version_number
+    ) -> None:
         self.engine = engine
+        self._request = request
         self.request_id = request.request_id
         self.max_tokens = request.sampling.max_new_tokens
         self._context = len(request.input_ids)
         self._companions = request.companions
         self._of_tokens = [each for each, _ in request.companions if each.per == "token"]
-        self.first_version = first_version
+        self.version_of = version_of
         self.held: int = 0
 
     def feed(self, payload: bytes) -> Chunk | None:
@@ -140,8 +150,7 @@ class ResponseReader:
                 continue
             if span.start != at:
                 break
-            version = version_number(span.version, self.first_version)
-            exact.append(VersionSpan(version=version, start=at, end=end))
+            exact.append(VersionSpan(version=self.version_of(span.version), start=at, end=end))
             at = end
         if at != self.held:
             raise self.broken(f"sent weight_versions that do not cover its {self.held} tokens")

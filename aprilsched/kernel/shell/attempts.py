@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import aclosing, suppress
@@ -40,9 +39,6 @@ class Attempts(Part):
     def __init__(self, shell: Shell, *, run_id: str, may_send: Callable[[str], bool]) -> None:
         super().__init__(shell)
         self._run_id = run_id
-        self._cache_name = uuid.uuid4().hex
-        """Prefix of every cache key. A run id may belong to another training, and a resumed run may
-        train a version again whose KV the previous process left in a store."""
         self._may_send = may_send
         self.adapter_names: dict[int, str] = {}
         """Name of each version's adapter on the engines."""
@@ -227,7 +223,7 @@ class Attempts(Part):
         return None if version is None else self.adapter_names.get(version, str(version))
 
     def _cache_key(self, send: Send) -> str | None:
-        return None if send.cache_key is None else f"{self._cache_name}-{send.cache_key}"
+        return None if send.cache_key is None else f"{self._process}-{send.cache_key}"
 
     def _name(self, send: Send) -> str:
         # All ids have the same length, because SGLang aborts every request whose id starts with

@@ -75,6 +75,8 @@ class Durability(Part):
         self._store = store
         self._waits = waits
         self._work = work
+        self.former: str | None = None
+        """Name of the process that saved the restored run; None if none is restored."""
         self._checkpoint: Saved | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._safe: asyncio.Future[None] | None = None
@@ -141,6 +143,7 @@ class Durability(Part):
                 self._full_next = True
         if saved is not None:
             self._restore(saved)
+            self.former = saved.run.process
             self._work.pass_over(saved.run.cursor)
             log.warning("the run %s", _resumed(self._core.state))
         # Versions that the engines got after the checkpoint was written are no longer valid.
@@ -160,7 +163,8 @@ class Durability(Part):
 
     def start(self) -> None:
         if self._store is not None:
-            self._saved_at = _now()
+            # At once, because the engines' labels have this process's name.
+            self._save()
             self._tasks.start("recorder", self._save_in_time())
             self._tasks.start("store", self._write_all())
 

@@ -68,7 +68,7 @@ class Membership(Part):
             # An engine that generates no token must not delay other changes of the fleet.
             async with asyncio.timeout(self._config.timeouts.control_s):
                 await claim(engine)
-                info = await examine(engine, self._config, self._engines.values())
+                info = await examine(engine, self._config, self._engines.values(), self._process)
         except (AprilschedError, TimeoutError) as error:
             log.warning("engine %s joined but does not work yet: %s", engine.name, error)
             self._readmission.expect(engine.name)
@@ -154,4 +154,4 @@ class Readmission(Part):
             await claim(engine)
         await self._hand_back.let_go_on(engine)
         async with asyncio.timeout(self._config.timeouts.control_s):
-            return await examine(engine, self._config, self._engines.values())
+            return await examine(engine, self._config, self._engines.values(), self._process)

@@ -15,12 +15,34 @@ from collections.abc import Iterable, Sequence
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError, InconsistentWeights
 from aprilsched.kernel.core.messages.events import EngineInfo, Opened
-from aprilsched.kernel.engines.base import Engine, HasLabel
+from aprilsched.kernel.engines.base import Engine, HasLabel, label_parts
 from aprilsched.kernel.engines.self_check import check, pause_during
 from aprilsched.kernel.shell.sharing import SHOWN, claim, log_pause, say_who_is_there
 from aprilsched.kernel.values.companions import TOP
 
 log = logging.getLogger("aprilsched")
+
+
+def join_run(engines: Sequence[Engine], process: str, former: str | None, *, decimal: bool) -> None:
+    """Let the engines' labels name this `process`, and count those of the `former` one.
+
+    A fresh run, whose `former` is None, takes the weights with the largest number for its own.
+    With `decimal`, labels that are decimal numbers count too."""
+    labelled = [engine for engine in engines if isinstance(engine, HasLabel)]
+    if former is None and labelled:
+        former = max(label_parts(engine.label) for engine in labelled)[1]
+    for engine in labelled:
+        engine.join_run(process, former or "", decimal=decimal)
+
+
+async def keep_labels(engines: Sequence[Engine], opened: Opened, newest: float) -> None:
+    """Label the weights up to version `newest` as this process's; all others are another run's."""
+
+    async def keep(engine: Engine, version: int | None) -> None:
+        if isinstance(engine, HasLabel):
+            await engine.keep_label(known=version is not None and version <= newest)
+
+    await asyncio.gather(*map(keep, engines, (info.version for info in opened.engines)))
 
 
 _FIRST_LABELS = ("default", "0")
@@ -31,16 +53,15 @@ async def check_engines(
     engines: Sequence[Engine],
     config: SchedulerConfig,
     *,
-    resumed: bool = False,
+    may_differ: bool = False,
     trusted: bool = False,
-    takes_newest: bool = False,
 ) -> Opened:
     """Check and flush all engines, and describe them for the core.
 
-    In a `resumed` run an engine may have any version, or inconsistent weights. An engine without
-    the run's own version waits for a refit. Labelled weights are logged, because they come from an
-    earlier run, unless this run has published them or the trainer labels them itself (`trusted`).
-    With `takes_newest` a fresh run takes the newest version, and other engines wait for a refit.
+    If versions `may_differ`, an engine may have any version, or inconsistent weights. One without
+    the run's own version waits for a refit; a fresh run takes the newest for its own. Labelled
+    weights are logged, because they come from an earlier run, unless this run has published them or
+    the trainer labels them itself (`trusted`).
 
     Raises:
         ConfigError: if the engines have different policy versions, or if an engine cannot do what
@@ -57,8 +78,8 @@ async def check_engines(
     # A run that was killed may have left its engines paused. Continuing a running engine is
     # harmless.
     await asyncio.gather(*(engine.resume() for engine in engines))
-    versions = await asyncio.gather(*(_version(engine, resumed) for engine in engines))
-    if len(set(versions)) > 1 and not (resumed or takes_newest):
+    versions = await asyncio.gather(*(_version(engine, may_differ) for engine in engines))
+    if len(set(versions)) > 1 and not may_differ:
         found = ", ".join(f"{e.name} has {v}" for e, v in zip(engines, versions, strict=True))
         raise ConfigError(
             f"the engines have different policy versions ({found}); restart them, or load one "
@@ -91,14 +112,19 @@ async def check_engines(
     )
 
 
-async def examine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engine]) -> EngineInfo:
+async def examine(
+    engine: Engine, config: SchedulerConfig, fleet: Iterable[Engine], process: str = ""
+) -> EngineInfo:
     """Check and flush one engine that joins `fleet` or returns, and describe it for the core.
+
+    Of labels of runs only those of this `process` count.
 
     Raises:
         ConfigError: if it cannot do what `config` needs.
         EngineError: if it does not answer, does not pass the quick checks or does not flush.
     """
     _check_engine(engine, config, fleet)
+    join_run([engine], process, process, decimal=config.follow_weights)
     version = await check(engine)
     await _flush(engine, config)
     return EngineInfo(name=engine.name, version=version, able=engine.capabilities)
@@ -123,11 +149,11 @@ def _log_labels(engines: Sequence[Engine], versions: Sequence[int | None]) -> No
             )
 
 
-async def _version(engine: Engine, resumed: bool) -> int | None:
+async def _version(engine: Engine, may_differ: bool) -> int | None:
     try:
         return await engine.version()
     except InconsistentWeights:
-        if resumed:
+        if may_differ:
             return None
         raise
 

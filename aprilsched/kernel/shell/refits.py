@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from aprilsched.errors import EngineError, InconsistentWeights
 from aprilsched.kernel.core.messages.events import ControlFailed, Refitted
 from aprilsched.kernel.core.messages.facts import AdapterRetired, RefitBegun
-from aprilsched.kernel.engines.base import Engine
+from aprilsched.kernel.engines.base import Engine, HasLabel
 from aprilsched.kernel.shell.callbacks import Overdue, called, raised
 from aprilsched.kernel.shell.tasks import Part, Shell, TaskKey
 from aprilsched.kernel.shell.watchdog import watched
@@ -205,6 +205,9 @@ class Refits(Part):
             # After a failed refit a restarted process may answer. The engine is then opened again,
             # because its recorded state is wrong: it is not paused, for example.
             version = await (engine.verify() if cause else engine.version())
+            is_loaded = version == command.version and not (cause or command.followed)
+            if is_loaded and isinstance(engine, HasLabel):
+                await engine.keep_label()  # The trainer may have set a decimal number.
         if command.adapter:
             # The engine's version is that of the base model. The adapter is there if loading it
             # did not fail.

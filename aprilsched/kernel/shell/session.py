@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -32,7 +33,7 @@ from aprilsched.kernel.shell.handback import HandBack
 from aprilsched.kernel.shell.listener import AnyListener
 from aprilsched.kernel.shell.loop import EventLoop
 from aprilsched.kernel.shell.membership import Membership, Readmission
-from aprilsched.kernel.shell.opening import check_engines
+from aprilsched.kernel.shell.opening import check_engines, join_run, keep_labels
 from aprilsched.kernel.shell.outages import (
     fleet_lost,
     report_busy,
@@ -85,6 +86,7 @@ class Session:
         self._loop = EventLoop(core, listeners, clock=_now)
         self._tasks = Tasks()
         shell = Shell(config=config, engines=self.engines, feed=self.feed, tasks=self._tasks)
+        self.state.process = shell.process
         self.durability = Durability(shell, core=core, store=store, waits=self.waits, work=work)
         self.attempts = Attempts(shell, run_id=run_id, may_send=self.state.fleet.control.runs)
         self._controls = EngineControls(shell, self._end_taken)
@@ -166,7 +168,7 @@ class Session:
                 "engine is used before the next update"
             )
         try:
-            opened = await self._open_fleet()
+            opened = await self._open_fleet(adopt)
         except BaseException:
             await self.durability.close()
             raise
@@ -184,7 +186,7 @@ class Session:
             await self._end()
             raise
 
-    async def _open_fleet(self) -> ev.Opened:
+    async def _open_fleet(self, adopt: bool) -> ev.Opened:
         # Claimed before it is opened: a scheduler that is refused must not close the fleet of the
         # one that uses it.
         self._claim.take(self._fleet.engines)
@@ -200,16 +202,21 @@ class Session:
                 for engine in self._fleet.engines:
                     if isinstance(engine, RefitElsewhere):
                         engine.expect_weights()
-            return await check_engines(
+            former, engines = self.durability.former, self._fleet.engines
+            join_run(engines, self.state.process, former, decimal=self.config.follow_weights)
+            opened = await check_engines(
                 self._fleet.engines,
                 self.config,
-                resumed=self.state.restored or self.weights_unknown,
+                may_differ=self.state.restored or self.weights_unknown or self.weights_trusted,
                 trusted=self.weights_trusted
                 or self.weights_unknown
                 or self.config.follow_weights
                 or self.state.resumed,
-                takes_newest=self.weights_trusted,
             )
+            alike = adopt and len({info.version for info in opened.engines}) == 1
+            newest = self.state.weights.versions.trainer
+            await keep_labels(engines, opened, math.inf if alike or former is None else newest)
+            return opened
         except BaseException:
             try:
                 await asyncio.gather(*map(disclaim, self._fleet.engines))

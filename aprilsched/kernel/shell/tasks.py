@@ -8,8 +8,9 @@ its result would be awaited forever.
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from aprilsched.errors import InvariantViolation
@@ -138,6 +139,9 @@ class Shell:
     feed: Callable[[Event], None]
     """Passes an event to the core."""
     tasks: Tasks
+    process: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    """Random name of this process of the run. A run id may belong to another training, and a
+    resumed run may train a version again that the previous process left on an engine."""
 
 
 class Part:
@@ -148,3 +152,4 @@ class Part:
         self._engines = shell.engines
         self._feed = shell.feed
         self._tasks = shell.tasks
+        self._process = shell.process

@@ -194,6 +194,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
         evaluating: rollout, group and number of tokens of each rollout of an evaluation. An
             evaluation ends with the call that requested it.
         longest: the largest number of tokens that any response may have.
+        process: the name of the process that saved it, in the labels of its weights.
     """
 
     last_id: int
@@ -224,6 +225,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers of failed groups by cause."""
     remembered_well: tuple[float, float] = (0.0, 0.0)
     """Quality of predictions from earlier epochs: the sums of the regression."""
+    process: str = ""
 
 
 def row_name(name: str, branch: int) -> str:

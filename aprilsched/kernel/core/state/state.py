@@ -278,9 +278,10 @@ class SchedulerState:
         now: the time of the event that is being handled, in seconds.
         out: its commands and facts.
         tells_tokens: facts contain the tokens themselves, not only their number.
+        process: random name of this process, in the labels of its weights.
         restored: the state is that of a saved run.
-        resumed: the state is restored, and its run has had a successful update. Before the first
-            one, the engines may have the weights of another run.
+        resumed: the state is restored, its run has had a successful update, and an engine has the
+            weights of it. Otherwise the engines may have the weights of another run.
     """
 
     def __init__(self, config: SchedulerConfig, caller: Caller | None = None) -> None:
@@ -295,6 +296,7 @@ class SchedulerState:
         self.now = 0.0
         self.out = Outbox()
         self.tells_tokens = False
+        self.process = ""
         self.restored = False
         self.resumed = False
         changed: dict[str, None] = {}

@@ -53,6 +53,7 @@ def on_opened(state: SchedulerState, event: ev.Opened) -> None:
         _join(state, engine, standby=standby)
         if not standby:
             state.weights.versions.note(engine.name, engine.version)
+    state.resumed = state.resumed and bool(state.fleet.control.engines)
     if state.restored:
         call_again(state)
 

@@ -315,6 +315,7 @@ def _run(state: SchedulerState, *, taken: bool = True) -> RunState:
         delivered_groups=state.prompts.outcome.delivered + ended_prompts(in_flight, groups),
         failed_groups=dict(state.prompts.outcome.causes),
         remembered_well=(state.expectations.memory.products, state.expectations.memory.squares),
+        process=state.process,
     )
 
 

@@ -83,7 +83,7 @@ class SharingEngine(HttpEngine[ServerFacts]):
         self._dp_ranks = DpRanks(1)
 
     def _reader(self, request: GenerationRequest) -> ChunkAssembler:
-        return ChunkAssembler(self.name, request, first_version=self._first_version)
+        return ChunkAssembler(self.name, request, self._version_of)
 
     async def _answer(self, request: GenerationRequest, call: Call) -> AsyncGenerator[Chunk, None]:
         ranks = self._dp_ranks

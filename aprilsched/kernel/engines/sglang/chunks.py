@@ -21,10 +21,10 @@ import msgspec
 import numpy as np
 
 from aprilsched.errors import EngineBusy
-from aprilsched.kernel.engines.base import Chunk, GenerationRequest
+from aprilsched.kernel.engines.base import Chunk
 from aprilsched.kernel.engines.failures import BUSY_STATUSES, quote
 from aprilsched.kernel.engines.sglang.wire import Finish, MetaInfo, StreamEvent
-from aprilsched.kernel.engines.stream import ResponseReader, guarded, version_number
+from aprilsched.kernel.engines.stream import ResponseReader, guarded
 from aprilsched.kernel.values.companions import TOP, Rows
 from aprilsched.types import Answer, FinishReason
 
@@ -34,13 +34,6 @@ _LOGPROB, _ID = itemgetter(0), itemgetter(1)
 
 class ChunkAssembler(ResponseReader):
     """Turns SGLang's events of one request into chunks; see :class:`ResponseReader`."""
-
-    def __init__(self, engine: str, request: GenerationRequest, *, first_version: int = 0) -> None:
-        super().__init__(engine, request, first_version=first_version)
-        self._media = bool(request.media)
-        self._keep = request.sampling.keep
-        self._label: tuple[str | None, int | None] = (None, None)
-        """The server's latest label, and the version that it stands for."""
 
     @guarded
     def feed(self, payload: bytes) -> Chunk:
@@ -63,7 +56,7 @@ class ChunkAssembler(ResponseReader):
         if event.meta_info is None:
             raise self.broken("sent an event without meta_info")
         entries: Mapping[str, Any] = {}
-        if self._keep and event.meta_info.finish_reason:
+        if self._request.sampling.keep and event.meta_info.finish_reason:
             entries = msgspec.json.decode(payload)["meta_info"]
         return self._chunk(event.output_ids or [], event.meta_info, entries)
 
@@ -78,6 +71,7 @@ class ChunkAssembler(ResponseReader):
             raise self.broken("sent output_ids that are not the tokens of its logprobs")
         before, self.held = self.held, self.held + len(tokens)
         spans = self._spans(meta.weight_versions) if finish else None
+        shown = meta.weight_version if spans is None else None
         return Chunk(
             # np.array would pass twice over the elements, at three times the cost.
             token_ids=np.fromiter(tokens, np.int32, len(tokens)),
@@ -85,11 +79,11 @@ class ChunkAssembler(ResponseReader):
             finish=finish,
             spans=spans,
             cached_tokens=meta.cached_tokens,
-            label=self._version(meta.weight_version) if spans is None else None,
+            label=None if shown is None else self.version_of(shown),
             token_rows=self._token_rows(meta, before, where) if self._of_tokens else None,
             context_rows=self._rows_of_context(meta) if finish and self._companions else None,
-            prompt_tokens=meta.prompt_tokens if self._media else None,
-            answer=Answer.of(entries, self._keep) if finish and entries else None,
+            prompt_tokens=meta.prompt_tokens if self._request.media else None,
+            answer=Answer.of(entries, self._request.sampling.keep) if finish and entries else None,
             busy=None if reason is None or finish != "abort" else self._busy(reason),
         )
 
@@ -132,12 +126,6 @@ class ChunkAssembler(ResponseReader):
             if companion.per == "context"
             and (encoded := getattr(meta, companion.name, None)) is not None
         }
-
-    def _version(self, label: str | None) -> int | None:
-        if label != self._label[0]:
-            known = None if label is None else version_number(label, self.first_version)
-            self._label = (label, known)
-        return self._label[1]
 
     def _fresh(self, meta: MetaInfo, finish: str | None) -> slice:
         """Return the slice of the triples of the tokens after the first `held` ones.

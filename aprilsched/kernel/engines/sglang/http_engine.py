@@ -44,7 +44,8 @@ class SGLangEngine(SharingEngine, ServerControl):
         limits: timeouts and sizes.
         first_version: version of the weights that the server labels "0". It is for a trainer that
             labels its weights from 1 again in each process, while the versions of a resumed run
-            continue from the previous run's.
+            continue from the previous run's. With it, a resumed run takes decimal numbers for its
+            versions.
 
     Raises:
         ConfigError: if `url`, a key or `stream_interval` cannot be used.

@@ -57,7 +57,8 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         stream_interval: tokens between two events of a stream; a server with a larger
             ``--stream-interval`` keeps to that.
         limits: timeouts and sizes.
-        first_version: version of the weights that the server labels "0".
+        first_version: version of the weights that the server labels "0"; with it, the labels are
+            the trainer's own, and a resumed run takes decimal numbers for its versions.
 
     Raises:
         ConfigError: if `url`, a key or `stream_interval` cannot be used.
@@ -109,7 +110,7 @@ class VLLMEngine(HttpEngine[ServerFacts]):
         return "inference/v1/generate", body
 
     def _reader(self, request: GenerationRequest) -> EventReader:
-        return EventReader(self.name, request, first_version=self._first_version)
+        return EventReader(self.name, request, self._version_of)
 
     async def _abort(self, request_id: str, timeout: float) -> None:  # noqa: ASYNC109
         body = {"request_ids": [PREFIX + request_id]}
