@@ -51,7 +51,7 @@ line |= {f"{ratio:g}": rows[f"ρ = {ratio}"] for ratio in RATIOS}
 others = {"auto": rows["auto"]}
 pictures.frontier(
     line, others, name="waves, by ρ",
-    title="A quarter more brings most of the speed, and ρ = 3 none; auto is as fast with fewer stale tokens",
+    title="A quarter more brings most of the speed, and ρ = 3 none; auto is a little faster",
 )  # fmt: skip
 
 # %% [markdown]
@@ -71,8 +71,9 @@ print(
     f"sync reaches {sync.efficiency:.0%} of the bound. ρ = 1.25 reaches {light.efficiency:.0%} with "
     f"{light.off_policy_share:.0%} of the tokens off-policy, ρ = 2 {april.efficiency:.0%} with "
     f"{april.off_policy_share:.0%}, ρ = 3 {most.efficiency:.0%} with {most.off_policy_share:.0%}. "
-    f"auto reaches {auto.efficiency:.0%} with {auto.off_policy_share:.0%}; its oldest token is "
-    f"{auto.staleness_max} versions stale, that of ρ = 2 {april.staleness_max}."
+    f"auto reaches {auto.efficiency:.0%} with {auto.off_policy_share:.0%}. Its tokens are "
+    f"{auto.staleness_mean:.2f} versions stale on average and {auto.staleness_max} at most, those "
+    f"of ρ = 2 {april.staleness_mean:.2f} and {april.staleness_max}."
 )
 # What the answer below reports:
 gained = (light.efficiency - sync.efficiency) / (april.efficiency - sync.efficiency)
@@ -80,9 +81,9 @@ assert 0.3 < 1 - april.step_s / sync.step_s < 0.4  # as in notebook 1
 assert 0.5 < gained < 0.8
 assert 0.45 < light.off_policy_share / april.off_policy_share < 0.55
 assert most.efficiency < april.efficiency
-assert abs(auto.efficiency / april.efficiency - 1) < 0.05
-assert auto.off_policy_share < april.off_policy_share - 0.05
+assert 1 < auto.efficiency / april.efficiency < 1.05
+assert abs(auto.staleness_mean - april.staleness_mean) < 0.4
 assert auto.staleness_max > april.staleness_max
 
 # %% [markdown]
-# **Answer.** A quarter more than a batch needs brings more than half of the possible gain, for half of the off-policy share that ρ = 2 has. Beyond ρ = 2 nothing is gained on this workload. `auto` finds a schedule that is about as fast as ρ = 2 with fewer off-policy tokens, but some of them are staler. Set `max_staleness` if that matters to you. Your own lengths and engines give other numbers, so try it with them ([notebook 6](06_from_a_run_to_a_plan.ipynb)).
+# **Answer.** A quarter more than a batch needs brings more than half of the possible gain, for half of the off-policy share that ρ = 2 has. Beyond ρ = 2 nothing is gained on this workload. `auto` finds a schedule that is a little faster than ρ = 2, but length buckets make some of its tokens much staler. Set `max_staleness` if that matters to you. Your own lengths and engines give other numbers, so try it with them ([notebook 6](06_from_a_run_to_a_plan.ipynb)).

@@ -152,8 +152,8 @@ def _tried(schedule: Schedule, outcome: Outcome, setting: Setting) -> Tried:
     """Return a schedule with its expected outcome."""
     model, engines = setting.model, setting.engines * setting.share
     why = (
-        f"{in_words(schedule)}: {outcome.efficiency:.1%} of the bound with "
-        f"{outcome.off_policy_share:.0%} of the tokens off-policy expected"
+        f"{in_words(schedule)}: {outcome.efficiency:.1%} of the bound at a mean staleness of "
+        f"{outcome.mean_staleness:.2f} expected"
     )
     forecast = Forecast(
         step_seconds=outcome.step_seconds,

@@ -1,4 +1,4 @@
-"""Chooses the schedule with the fewest off-policy tokens within 1 % of the best by the objective.
+"""Chooses the schedule with the least mean staleness within 1 % of the best by the objective.
 
 The objective is useful work for the time of whole steps
 (:class:`~aprilsched.kernel.core.policies.objective.Objective`). Optima are flat: many schedules are
@@ -33,8 +33,9 @@ from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
 
 _STAYS = 0.005
 """Additional share of the objective by which the schedule in force may be worse and stay."""
-_STALER = 0.03
-"""Additional share of off-policy tokens with which the schedule in force is not replaced."""
+_STALER = 1 / 8
+"""Share of its mean staleness by which the schedule in force may be staler and stay. Neighbouring
+ratios differ by about a tenth."""
 _BATCHES, _LEAST_BATCHES = 24, 8
 """Number of batches in a trial: the first number for batches of at most `ENOUGH_ROLLOUTS` rollouts,
 and fewer for larger ones, down to the second number. Larger batches scatter less, so fewer of them
@@ -95,11 +96,7 @@ class Planner:
         )
         schedules = candidates(setting, space)
         tried = trials(setting, schedules, current=command.current)
-        tolerance = config.objective.tolerance
-        best = choose(tried, tolerance)
-        now = next((t for t in tried if t.schedule.same_as(command.current)), None)
-        if now is not None and _may_stay(now, best, tried, tolerance):
-            best = now
+        best = choose(tried, config.objective.tolerance, command.current)
         if space.placement is not None and _cache_gain(best, setting) > _MOST_CACHE_GAIN:
             return replace(best.schedule, placement="prefix")
         return best.schedule
@@ -171,11 +168,11 @@ def _cache_gain(tried: Tried, setting: Setting) -> float:
     return 1 + seconds / (outcome.step_seconds + outcome.trainer_seconds)
 
 
-def choose(tried: Sequence[Tried], tolerance: float) -> Tried:
-    """Return the candidate with the fewest off-policy tokens within `tolerance` of the best one
-    within the bound.
+def choose(tried: Sequence[Tried], tolerance: float, current: Schedule | None = None) -> Tried:
+    """Return the candidate with the least mean staleness within `tolerance` of the best one within
+    the bound. The `current` schedule may be a little worse and a little staler.
 
-    If several have equally many, for example because nothing may be stale, return the one that
+    If several are equally stale, for example because nothing may be stale, return the one that
     waits for any prompts, or else the best. Waiting discards no tokens, and its batches follow the
     distribution.
     """
@@ -184,25 +181,25 @@ def choose(tried: Sequence[Tried], tolerance: float) -> Tried:
         # No candidate is within the bound, so the freshest is the best.
         return min(tried, key=lambda t: (t.outcome.too_stale_share, -t.outcome.value))
     best = max(t.outcome.value for t in allowed)
-    near = [t for t in allowed if t.outcome.value >= (1 - tolerance) * best]
+
+    def stays(t: Tried) -> bool:
+        return current is not None and t.schedule.same_as(current)
+
+    near = [t for t in allowed if t.outcome.value >= (1 - tolerance - _STAYS * stays(t)) * best]
     return min(
         near,
-        key=lambda t: (t.outcome.off_policy_share, not _waits(t.schedule), -t.outcome.value),
+        key=lambda t: (
+            (1 - _STALER * stays(t)) * t.outcome.mean_staleness,
+            not stays(t),
+            not _waits(t.schedule),
+            -t.outcome.value,
+        ),
     )
 
 
 def _waits(schedule: Schedule) -> bool:
     """Return whether each batch waits for every response to any prompts."""
     return schedule.refill == Wave() and schedule.over_provision == 1
-
-
-def _may_stay(now: Tried, best: Tried, tried: Sequence[Tried], tolerance: float) -> bool:
-    most = max((t.outcome.value for t in tried if is_fresh_enough(t.outcome)), default=0)
-    return (
-        is_fresh_enough(now.outcome)
-        and now.outcome.value >= (1 - tolerance - _STAYS) * most
-        and now.outcome.off_policy_share <= best.outcome.off_policy_share + _STALER
-    )
 
 
 def _batches(batch_groups: int, lengths: NDArray[np.int64]) -> int:

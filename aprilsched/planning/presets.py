@@ -136,8 +136,8 @@ def on_policy(config: SchedulerConfig) -> SchedulerConfig:
 def auto(config: SchedulerConfig) -> SchedulerConfig:
     """Choose the ratio, the refill rule and the pace during the run.
 
-    Source: this project. It takes the schedule with the fewest off-policy tokens within 1 % of
-    the best by `objective`, by trials on lengths like those seen, and chooses again when lengths
+    Source: this project. It takes the schedule with the least mean staleness within 1 % of the
+    best by `objective`, by trials on lengths like those seen, and chooses again when lengths
     drift (:mod:`aprilsched.planning`).
     Known cost: 2 to 16 s of CPU for each choice, of which there are four in the first 27 batches.
     It needs a step-time model of the engines.

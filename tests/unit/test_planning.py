@@ -808,7 +808,7 @@ def outcome(efficiency: float, stale: float, *, late: float = 0.0) -> Outcome:
         step_seconds=1.0,
         trainer_seconds=0.0,
         efficiency=efficiency,
-        off_policy_share=stale,
+        off_policy_share=1.0,
         mean_staleness=stale,
         distance=0.0,
         too_stale_share=late,
@@ -835,6 +835,34 @@ def test_the_least_stale_within_the_tolerance_of_the_fastest_allowed(
     tried = [Tried(schedule=schedule(1.0 + i), outcome=o) for i, o in enumerate(outcomes)]
     chosen = choose(tried, TOLERANCE)
     assert chosen is tried[place]
+
+
+@pytest.mark.parametrize(
+    ("value", "stale", "stays"),
+    [(0.80, 1.14, True), (0.80, 1.15, False), (0.789, 1.0, True), (0.787, 0.9, False)],
+)
+def test_the_schedule_in_force_may_be_a_little_worse_or_staler(
+    value: float, stale: float, stays: bool
+) -> None:
+    now = Tried(schedule=schedule(2.0), outcome=outcome(value, stale))
+    other = Tried(schedule=schedule(1.5), outcome=outcome(0.80, 1.0))
+    assert (choose([now, other], TOLERANCE, now.schedule) is now) is stays
+    zero = [replace(each, outcome=outcome(0.80, 0.0)) for each in (other, now)]
+    assert choose(zero, TOLERANCE, now.schedule) is zero[1]
+
+
+@pytest.mark.parametrize("delivery", ["groups", "samples"])
+def test_a_slow_trainer_gets_the_freshest_schedule_that_keeps_it_busy(delivery: str) -> None:
+    """All tokens are off-policy then, so their share would not decide."""
+    settings = rules(delivery=delivery, pace="auto", straggler="in_place")
+    stale = replace(schedule(2.5), pace="asynchronous")
+    command = structs.replace(plan(stale), paces=BOTH, train_seconds=60.0)
+    tried_on = Planner().setting(command, settings)
+    best = try_out(Planner().plan(command, settings), tried_on)
+    before = try_out(stale, tried_on)
+    assert best.off_policy_share > 0.99
+    assert best.step_seconds == pytest.approx(before.step_seconds, rel=TOLERANCE)
+    assert best.mean_staleness < before.mean_staleness - 0.5
 
 
 def rules(**changes: object) -> SchedulerConfig:
@@ -895,7 +923,7 @@ def test_no_candidate_is_better_by_more_than_the_tolerance_nor_much_fresher_and_
     most = max(o.value for o in outcomes)
     assert own.value >= (1 - TOLERANCE) * most
     # The brief trial misses a candidate that is only a little fresher, if it starts slowly.
-    fresher = [o for o in outcomes if o.off_policy_share < own.off_policy_share - 0.03]
+    fresher = [o for o in outcomes if o.mean_staleness < 0.9 * own.mean_staleness]
     assert all(o.value < (1 - TOLERANCE) * most for o in fresher)
     model = tried_on.model
     assert best.forecast == Forecast(

@@ -203,9 +203,9 @@ class SchedulerConfig:
     100,000 response tokens. "samples" is `batch_groups * group_size` rollouts."""
     over_provision: Annotated[float, RATIO] | Literal["auto"] = 1.5
     """Ratio of groups kept open to groups in a batch; 1 waits for every last response. "auto"
-    chooses the ratio and the refill rule during the run: the schedule with the fewest
-    off-policy tokens within 1 % of the best by `objective`, for the lengths seen so far and the
-    time model of the engines."""
+    chooses the ratio and the refill rule during the run: the schedule with the least mean
+    staleness within 1 % of the best by `objective`, for the lengths seen so far and the time model
+    of the engines."""
     refill: RefillRule | Refill = "wave"
     """When new groups start: "wave" starts them once at the start of each batch (APRIL), "pool" or
     Pool(together=4, until=0.25) keeps a constant number generating, "buckets" or

@@ -38,8 +38,9 @@ class Objective:
     experiments/learning could not detect a cost, so the default only decides between schedules that
     are otherwise nearly as good."""
     tolerance: Annotated[float, SHARE_OR_0] = 0.01
-    """Share of the useful work per second that may be given up for fewer stale tokens. Optima are
-    flat: many schedules are as good as the best one within noise, with very different staleness."""
+    """Share of the useful work per second that may be given up for a lower mean staleness. Optima
+    are flat: many schedules are as good as the best one within noise, with very different
+    staleness."""
 
     def usefulness(self, tokens_by_staleness: Mapping[int, float], *, bound: int | None) -> float:
         """Return the mean usefulness of the tokens, from 0 to 1; without tokens it is 1.
