@@ -127,7 +127,7 @@ async def test_the_pictures_of_a_harness_are_seen_across_updates(
 
     await reset(vision_server.url, seeing[0])
     tokenizer = load_tokenizer(seeing[0])
-    tokenizer._tokenizer.chat_template = CHAT  # pyright: ignore[reportPrivateUsage]
+    tokenizer.wrapped.chat_template = CHAT
     sampling = SamplingParams(
         max_new_tokens=TOKENS, ignore_eos=True, extra={"logit_bias": KINDS[KIND].never}
     )

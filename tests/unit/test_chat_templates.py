@@ -42,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_template(folder: Path, template: str) -> ModelTokenizer:
     made = load_tokenizer(folder)
-    made._tokenizer.chat_template = template  # pyright: ignore[reportPrivateUsage]
+    made.wrapped.chat_template = template
     return made
 
 

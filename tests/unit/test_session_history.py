@@ -51,7 +51,7 @@ def tokenizer(folder: Path) -> ModelTokenizer:
 
 def with_template(folder: Path, template: str) -> ModelTokenizer:
     made = load_tokenizer(folder)
-    made._tokenizer.chat_template = template  # pyright: ignore[reportPrivateUsage]
+    made.wrapped.chat_template = template
     return made
 
 
