@@ -54,7 +54,7 @@ async def settled_but(url: str, other: Stream) -> None:
         return await running(url) <= 1
 
     await until(one_at_most)
-    assert not other.done, "a request that was left or aborted went on to its end"
+    assert not other.done, "a request that was left or aborted continued to its end"
     await other.cut()
     await settled(url)
 
@@ -93,8 +93,7 @@ async def batch_through_updates(rollouts: RolloutScheduler, publisher: WeightPub
     for _ in range(3):
         before = counters.tokens_generated
         await until(
-            lambda before=before: waiting.done() or counters.tokens_generated > before + 400,
-            seconds=120,
+            lambda before=before: waiting.done() or counters.tokens_generated > before + 400
         )
         await rollouts.update_weights(publisher)
     batch = await waiting
