@@ -31,7 +31,7 @@ trainer."""
 WEIGHTS = "APRILSCHED_TEST_WEIGHTS"
 """Variable with the folder of the weights, in which step-N has those of step N."""
 HELD_ROW, HELD_STEP = 9, 1
-"""First row of the data set, and step of the weights, whose responses :class:`HoldingServer`
+"""First row of the data set, and last step of the weights, whose responses :class:`HoldingServer`
 keeps. The two first batches are complete without these rows, and one of the rows fails."""
 
 
@@ -47,7 +47,7 @@ def without_last(rows: Mapping[str, Rows] | None) -> dict[str, Rows]:
 class HoldingEngine(SimEngine):
     """Keeps the last token of a response until the response is aborted."""
 
-    holds = False
+    holds = True
 
     def __init__(self, name: str, config: SimConfig, *, time_scale: float) -> None:
         super().__init__(name, config, time_scale=time_scale)
@@ -152,9 +152,9 @@ class Server:
 
 
 class HoldingServer(Server):
-    """Responses that have tokens of the weights of step :data:`HELD_STEP` also have some of later
-    weights, from the row :data:`HELD_ROW` on: with a slow trainer and fast servers, every response
-    might end between two updates."""
+    """No response to the row :data:`HELD_ROW` or a later one ends before the weights that follow
+    step :data:`HELD_STEP`. With a slow trainer and fast servers, all might end between two
+    updates."""
 
     def _make(self) -> SimServer:
         server = super()._make()
@@ -163,7 +163,7 @@ class HoldingServer(Server):
 
     def update_weights(self, global_steps: int) -> None:
         super().update_weights(global_steps)
-        self._engine.holds = global_steps == HELD_STEP
+        self._engine.holds = global_steps <= HELD_STEP
 
 
 class SGLangServer(Server):
