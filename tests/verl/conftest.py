@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +167,7 @@ def cluster(weights: Path) -> Iterator[None]:
         patch.setenv("PYTHONPATH", python_path())
         patch.setenv("TRANSFER_QUEUE_ENABLE", "1")
         patch.setenv(WEIGHTS, str(weights))
-        patiently(partial(ray.init, num_cpus=16, include_dashboard=False, log_to_driver=False))
+        patiently(lambda: ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False))
         yield
         ray.shutdown()
 

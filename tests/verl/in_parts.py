@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def main(config: Path, out: Path, killed_at: int) -> None:
 
     on_cpu.make_server = on_cpu.make_holding_server
     TRAINER_REGISTRY["separate_async"] = Recorded
-    patiently(partial(ray.init, num_cpus=16, include_dashboard=False, log_to_driver=False))
+    patiently(lambda: ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False))
     runner = adapter._task_runner()()
     close = tq.close
 
