@@ -200,6 +200,8 @@ def run(
         trainer = runner.trainer
         servers = trainer.standalone_server_manager.server_handles
         labels = ray.get([server.label.remote() for server in servers])
+        # The name of the run follows.
+        labels = [label.partition("@")[0] for label in labels]
         runner.agent_loop_manager.close()
         # They have names, which the next run uses again.
         for actor in (*servers, *trainer.get_reward_handles()):
