@@ -43,14 +43,18 @@ class GroupLost(RuntimeError):
 
 
 def as_pushed(config: SchedulerConfig, **changes: Any) -> SchedulerConfig:
-    """Return `config` for groups that are launched when pushed, and delivered one by one."""
+    """Return `config` for groups that are launched when pushed, and delivered one by one.
+
+    The default bound on staleness would count each group as a batch and hold most of them back; the
+    trainer has a bound of its own.
+    """
     return replace(
         config,
-        stop="groups",
         batch_groups=1,
         over_provision=1.0,
         refill=OnDemand(),
         pace="asynchronous",
+        max_staleness=None if config.max_staleness == "auto" else config.max_staleness,
         **changes,
     )
 

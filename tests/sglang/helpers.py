@@ -13,11 +13,7 @@ import aiohttp
 from aprilsched import Batch, RolloutScheduler
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.kernel.weights.publisher import WeightPublisher
-from aprilsched.testing.contract import until
-
-SOON = 15.0
-"""Seconds within which an aborted request ends. A request that continues to its thousands of tokens
-takes longer; a busy machine slows both."""
+from aprilsched.testing.contract import Stream, until
 
 
 @asynccontextmanager
@@ -42,12 +38,25 @@ async def running(url: str) -> int:
 
 
 async def settled(url: str) -> None:
-    """Wait briefly until the server has no requests, because its figures lag by a step."""
+    """Wait until the server has no requests, because its figures lag by a step."""
 
     async def idle() -> bool:
         return await running(url) == 0
 
-    await until(idle, SOON)
+    await until(idle)
+
+
+async def settled_but(url: str, other: Stream) -> None:
+    """Wait until the server has no request but `other`, which started before those that should end
+    early and has their length, and end it too."""
+
+    async def one_at_most() -> bool:
+        return await running(url) <= 1
+
+    await until(one_at_most)
+    assert not other.done, "a request that was left or aborted continued to its end"
+    await other.cut()
+    await settled(url)
 
 
 async def reset(url: str, weights: Path, key: str | None = None) -> None:
@@ -84,8 +93,7 @@ async def batch_through_updates(rollouts: RolloutScheduler, publisher: WeightPub
     for _ in range(3):
         before = counters.tokens_generated
         await until(
-            lambda before=before: waiting.done() or counters.tokens_generated > before + 400,
-            seconds=120,
+            lambda before=before: waiting.done() or counters.tokens_generated > before + 400
         )
         await rollouts.update_weights(publisher)
     batch = await waiting

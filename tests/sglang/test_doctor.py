@@ -9,7 +9,7 @@ import sys
 import aiohttp
 
 from aprilsched.testing.contract import until
-from tests.sglang.helpers import SOON, running
+from tests.sglang.helpers import running
 from tests.sglang.server import CpuServer
 
 SECONDS = 600
@@ -38,7 +38,7 @@ async def test_a_real_server_passes_and_is_left_as_found(clean_server: CpuServer
     async def idle() -> bool:
         return await running(clean_server.url) == 0
 
-    await until(idle, SOON)
+    await until(idle)
     async with aiohttp.ClientSession(clean_server.url) as session:
         async with session.get("/ready") as answer:
             assert answer.status == 200

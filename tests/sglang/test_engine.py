@@ -18,7 +18,7 @@ from aprilsched.kernel.engines.http import HttpLimits
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import ENDLESS, WAIT_SECONDS, Stream, greedy, until, whole
 from tests.sglang.conftest import INTERVAL
-from tests.sglang.helpers import SOON, running
+from tests.sglang.helpers import settled_but
 from tests.sglang.recorded import try_until
 from tests.sglang.server import CpuServer
 
@@ -85,6 +85,7 @@ async def test_hazard_04_a_held_request_is_aborted_for_good(
     engine: SGLangEngine, clean_server: CpuServer
 ) -> None:
     """SGLang loses an abort during the pause, and also every later abort of that request."""
+    other = await Stream(engine, greedy(ENDLESS)).start().reach(1)
     await engine.pause("retract")
     aborted = Stream(engine, greedy(ENDLESS)).start()
     await asyncio.sleep(0)  # Asked for in one turn, they would share a body.
@@ -98,13 +99,14 @@ async def test_hazard_04_a_held_request_is_aborted_for_good(
     assert not kept.chunks
     await engine.resume()
     assert len(await kept.end()) == 30
-    await until(lambda: _idle(clean_server), SOON)
+    await settled_but(clean_server.url, other)
 
 
 async def test_hazard_05_an_abort_under_in_place_takes_effect_after_resume(
     engine: SGLangEngine, clean_server: CpuServer
 ) -> None:
     """The request waits in the paused batch. It ends at the next step and not before."""
+    other = await Stream(engine, greedy(ENDLESS)).start().reach(1)
     stream = await Stream(engine, greedy(ENDLESS)).start().reach(20)
     await engine.pause("in_place")
     await engine.abort(stream.request.request_id)
@@ -113,7 +115,7 @@ async def test_hazard_05_an_abort_under_in_place_takes_effect_after_resume(
     await engine.resume()
     await stream.end()
     assert stream.last.finish == "abort"
-    await until(lambda: _idle(clean_server), SOON)
+    await settled_but(clean_server.url, other)
 
 
 async def test_hazard_06_a_paused_server_still_answers_us(
@@ -157,6 +159,7 @@ async def test_hazard_09_a_stream_that_is_left_leaves_no_zombie(
 ) -> None:
     """A stream is cancelled once, or again while it aborts its request on the server. In both cases
     the server stops decoding."""
+    other = await Stream(engine, greedy(ENDLESS)).start().reach(1)
     streams = [await Stream(engine, greedy(ENDLESS)).start().reach(1) for _ in range(4)]
     tasks = [stream.task for stream in streams if stream.task is not None]
     for task in tasks:
@@ -166,7 +169,7 @@ async def test_hazard_09_a_stream_that_is_left_leaves_no_zombie(
         task.cancel()
     await asyncio.wait(tasks)
     assert all(task.cancelled() for task in tasks)
-    await until(lambda: _idle(clean_server), SOON)
+    await settled_but(clean_server.url, other)
 
 
 async def test_hazard_10_the_stream_is_incremental_at_our_interval(engine: SGLangEngine) -> None:
@@ -245,7 +248,3 @@ async def test_hazard_13_no_timeout_and_no_pool_stop_a_long_tail(
 
     await try_until(once, bool, "the last stream ended before the pause")
     await engine.close()
-
-
-async def _idle(server: CpuServer) -> bool:
-    return await running(server.url) == 0

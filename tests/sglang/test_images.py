@@ -4,9 +4,11 @@
 # The clients' types want messages as typed mappings.
 from __future__ import annotations
 
+import asyncio
 import shutil
 from base64 import b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,9 @@ from aprilsched import (
 from aprilsched.agents.chat.tokenizer import load_tokenizer
 from aprilsched.agents.sessions import Session, Sessions
 from aprilsched.kernel.core.policies.straggler import StragglerRule
+from aprilsched.testing.contract import until
 from tests.sglang.conftest import INTERVAL
-from tests.sglang.helpers import batch_through_updates, reset
+from tests.sglang.helpers import reset
 from tests.sglang.recorded import Run, record
 from tests.sglang.seeing import check_seen, check_versions, picture, write_seeing
 from tests.sglang.server import CpuServer
@@ -86,24 +89,27 @@ async def test_each_token_sees_the_image_under_its_weights(
     await check_seen(once, KIND, seeing, tmp_path)
 
 
-async def by_openai(session: Session, pictures: Sequence[str]) -> None:
+async def by_openai(session: Session, pictures: AsyncIterator[str]) -> None:
     async with AsyncOpenAI(base_url=session.url, api_key=session.key, max_retries=0) as client:
         messages: list[Any] = []
-        for role, data in zip(("user", "tool"), pictures, strict=True):
+        role = "user"
+        async for data in pictures:
             image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
             content = [{"type": "text", "text": "t40"}, image]
             messages.append({"role": role, "tool_call_id": "a", "content": content})
             answer = await client.chat.completions.create(model="any", messages=messages)
             messages.append(answer.choices[0].message.model_dump(exclude_none=True))
+            role = "tool"
 
 
-async def by_anthropic(session: Session, pictures: Sequence[str]) -> None:
+async def by_anthropic(session: Session, pictures: AsyncIterator[str]) -> None:
     # Here, because its import takes seconds in each process that collects tests.
     from anthropic import AsyncAnthropic
 
     async with AsyncAnthropic(base_url=session.url, api_key=session.key, max_retries=0) as client:
         messages: list[Any] = []
-        for is_tool, data in enumerate(pictures):
+        is_tool = False
+        async for data in pictures:
             source = {"type": "base64", "media_type": "image/png", "data": data}
             content: list[Any] = [
                 {"type": "text", "text": "t40"},
@@ -114,6 +120,7 @@ async def by_anthropic(session: Session, pictures: Sequence[str]) -> None:
             messages.append({"role": "user", "content": content})
             answer = await client.messages.create(model="any", max_tokens=9999, messages=messages)
             messages.append({"role": "assistant", "content": answer.content})
+            is_tool = True
 
 
 @pytest.mark.shows("sessions and agents", "images", engine="SGLang")
@@ -121,9 +128,19 @@ async def by_anthropic(session: Session, pictures: Sequence[str]) -> None:
 async def test_the_pictures_of_a_harness_are_seen_across_updates(
     vision_server: VisionServer, seeing: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    answered, refitted = set[str](), asyncio.Event()
+
     async def harness(session: Session, prompt: Prompt) -> None:
-        pictures = [b64encode(each).decode() for each in PICTURES]
-        await (by_openai, by_anthropic)[session.index](session, pictures)
+        async def pictures() -> AsyncGenerator[str]:
+            """The second one follows an update."""
+            first, second = (b64encode(each).decode() for each in PICTURES)
+            yield first
+            answered.add(session.id)
+            await refitted.wait()
+            yield second
+
+        async with aclosing(pictures()) as shown:
+            await (by_openai, by_anthropic)[session.index](session, shown)
 
     await reset(vision_server.url, seeing[0])
     tokenizer = load_tokenizer(seeing[0])
@@ -150,7 +167,17 @@ async def test_the_pictures_of_a_harness_are_seen_across_updates(
         ) as rollouts,
     ):
         publisher = DiskPublisher(tmp_path / "weights", save=save)
-        batch = await batch_through_updates(rollouts, publisher)
+        waiting = asyncio.ensure_future(rollouts.next_batch())
+        counters = rollouts.state.in_flight.counters
+        await until(lambda: counters.tokens_generated > 2 * TOKENS)
+        await rollouts.update_weights(publisher)
+        await until(lambda: len(answered) == 4)
+        await rollouts.update_weights(publisher)
+        refitted.set()
+        await until(lambda: counters.tokens_generated > 6 * TOKENS)
+        await rollouts.update_weights(publisher)
+        batch = await waiting
+        assert rollouts.state.in_flight.ledger.total == 0
     image, ends = [508, 509, 510], [8, 6]
     for rollout in batch.rollouts:
         assert rollout.prompt_ids.tolist() == [5, 40, *image, *ends]

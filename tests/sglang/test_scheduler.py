@@ -12,9 +12,11 @@ from aprilsched import DiskPublisher, RolloutScheduler, SchedulerConfig, SGLangF
 from aprilsched.kernel.core.policies.straggler import StragglerRule
 from aprilsched.testing.contract import until
 from tests.sglang.held import Site, run_and_check
-from tests.sglang.helpers import SOON, opened, reset, settled
+from tests.sglang.helpers import opened, reset, settled
 from tests.sglang.recorded import BATCHES, long_tail
 from tests.sglang.server import CpuServer
+
+LONGEST = 7000
 
 
 def kinds(*names: str) -> list[Any]:
@@ -47,7 +49,7 @@ async def test_a_cancelled_trainer_leaves_the_server_running_and_idle(
     """The trainer is cancelled as by Ctrl-C, in the middle of generation and of an update."""
     scheduler = RolloutScheduler(
         SGLangFleet([clean_server.url]),
-        long_tail(40),
+        long_tail(40, longest=LONGEST),
         config=SchedulerConfig(
             batch_groups=4, group_size=4, over_provision=2.0, straggler=rule, pace="asynchronous"
         ),
@@ -63,8 +65,11 @@ async def test_a_cancelled_trainer_leaves_the_server_running_and_idle(
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        # What is in flight would need far longer to end by itself.
-        await asyncio.wait_for(task, SOON)
+        await task
+    rollouts = scheduler.state.in_flight.rollouts.values()
+    # They have not continued to their end.
+    assert all(each.log.size < LONGEST for each in rollouts)
+    assert LONGEST in {each.sampling.max_new_tokens for each in rollouts}
     async with opened(clean_server.url) as engine:
         assert await engine.is_paused() is False
     await settled(clean_server.url)

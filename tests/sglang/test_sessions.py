@@ -185,7 +185,7 @@ async def test_frameworks_call_the_tools_of_a_random_policy(
     ):
         waiting = asyncio.ensure_future(rollouts.next_batch())
         publisher = DiskPublisher(tmp_path / "weights", save=save)
-        await until(lambda: len(looking | ended) == 4, seconds=120)
+        await until(lambda: len(looking | ended) == 4)
         await rollouts.update_weights(publisher)
         refitted.set()
         batch = await waiting

@@ -4,16 +4,42 @@
 # Ray has no complete types.
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["listening_process", "local_cluster", "pid_of", "runs", "two_nodes", "url_of"]
+__all__ = [
+    "listening_process",
+    "local_cluster",
+    "patiently",
+    "pid_of",
+    "runs",
+    "two_nodes",
+    "url_of",
+]
+
+T = TypeVar("T")
+
+
+def patiently(start: Callable[[], T]) -> T:
+    """Start a node of Ray, again if Ray gives it up: it waits for 30 s, which a busy machine may
+    exceed."""
+    while True:
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+            # Otherwise their processes would run on, and fail the test that collects the garbage.
+            node = inspect.trace()[-1].frame.f_locals["self"]
+            node.kill_all_processes(check_alive=False, allow_graceful=False, wait=True)
 
 
 @contextmanager
@@ -36,7 +62,8 @@ def local_cluster(num_cpus: int = 2) -> Generator[None]:
     """Ray, with a cluster that ends with the block."""
     with _offline() as ray:
         # Without "local" it connects to the cluster that another test has on this machine.
-        ray.init("local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=False)
+        options = {"num_cpus": num_cpus, "include_dashboard": False, "log_to_driver": False}
+        patiently(partial(ray.init, "local", **options))
         yield
 
 
@@ -47,9 +74,9 @@ def two_nodes() -> Generator[None]:
         from ray.cluster_utils import Cluster
 
         options = {"num_cpus": 1, "include_dashboard": False}
-        cluster = Cluster(initialize_head=True, head_node_args=options)
+        cluster = patiently(partial(Cluster, initialize_head=True, head_node_args=options))
         try:
-            cluster.add_node(num_cpus=1)
+            patiently(partial(cluster.add_node, num_cpus=1))
             ray.init(address=cluster.address, log_to_driver=False)
             yield
         finally:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.ray_cluster import patiently
 from tests.verl.on_path import python_path
 from tests.verl.server import VOCAB_SIZE, WEIGHTS
 
@@ -131,8 +132,7 @@ def configure(model: Path, data: Path, tmp_path: Path) -> Callable[..., Any]:
             "actor_rollout_ref.rollout.temperature=0",
             "actor_rollout_ref.rollout.checkpoint_engine.backend=files",
             f"actor_rollout_ref.rollout.agent.agent_loop_config_path={data}/agents.yaml",
-            "+actor_rollout_ref.rollout.agent.agent_loop_manager_class="
-            "aprilsched.trainers.verl.AgentLoopManager",
+            "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=tests.verl.on_cpu.Usual",
             "algorithm.adv_estimator=grpo",
             "algorithm.rollout_correction.bypass_mode=True",
             f"reward.custom_reward_function.path={data}/reward.py",
@@ -163,12 +163,21 @@ def cluster(weights: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         # Ray would write a token into the home folder.
         patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_worker_niceness", "0")
         patch.setenv("PYTHONPATH", python_path())
         patch.setenv("TRANSFER_QUEUE_ENABLE", "1")
         patch.setenv(WEIGHTS, str(weights))
-        ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False)
+        patiently(lambda: ray.init(num_cpus=16, include_dashboard=False, log_to_driver=False))
         yield
         ray.shutdown()
+
+
+@pytest.fixture
+def holding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers that hold some responses over an update; see HoldingServer."""
+    from tests.verl import on_cpu
+
+    monkeypatch.setattr(on_cpu, "make_server", on_cpu.make_holding_server)
 
 
 @pytest.fixture
@@ -191,6 +200,8 @@ def run(
         trainer = runner.trainer
         servers = trainer.standalone_server_manager.server_handles
         labels = ray.get([server.label.remote() for server in servers])
+        # The name of the run follows.
+        labels = [label.partition("@")[0] for label in labels]
         runner.agent_loop_manager.close()
         # They have names, which the next run uses again.
         for actor in (*servers, *trainer.get_reward_handles()):

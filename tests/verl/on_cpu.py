@@ -32,16 +32,23 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
 
 from aprilsched import SchedulerConfig
+from aprilsched.config import Health
 from aprilsched.simulation.engine.toy_model import ContextState, ToyModel
 from aprilsched.trainers.verl import AgentLoopManager
-from tests.verl.server import VOCAB_SIZE, WEIGHTS, Server
+from tests.verl.server import VOCAB_SIZE, WEIGHTS, HoldingServer, Server
 
 MODEL = ToyModel(VOCAB_SIZE)
+PATIENT = Health(stall_s=1800.0, slow_share=0)
+"""Held responses have no tokens for as long as a step of the trainer takes."""
 
 
 def make_server() -> Any:
     """Return the actor of a new server; a test may replace this."""
     return ray.remote(Server).options(num_cpus=0).remote(os.environ[WEIGHTS])
+
+
+def make_holding_server() -> Any:
+    return ray.remote(HoldingServer).options(num_cpus=0).remote(os.environ[WEIGHTS])
 
 
 class Replica(RolloutReplica):
@@ -139,10 +146,16 @@ class TwoOutputs(AgentLoopBase):
         return made
 
 
+class Usual(AgentLoopManager):
+    """The manager itself."""
+
+    scheduler = SchedulerConfig(health=PATIENT)
+
+
 class WithExperts(AgentLoopManager):
     """Asks the servers for the experts of each token."""
 
-    scheduler = SchedulerConfig(companions=("routed_experts=uint8[3,2]",))
+    scheduler = SchedulerConfig(companions=("routed_experts=uint8[3,2]",), health=PATIENT)
 
 
 class Finishing(AgentLoopManager):
@@ -154,13 +167,15 @@ class Finishing(AgentLoopManager):
 class SingleSamples(AgentLoopManager):
     """Delivers single samples."""
 
-    scheduler = SchedulerConfig(delivery="samples", pace="asynchronous")
+    scheduler = SchedulerConfig(delivery="samples", pace="asynchronous", health=PATIENT)
 
 
 class Masked(AgentLoopManager):
     """Has more prompts in flight than a batch takes, and masks tokens of more than one version."""
 
-    scheduler = SchedulerConfig(over_provision=2.0, max_staleness=1, pace="asynchronous")
+    scheduler = SchedulerConfig(
+        over_provision=2.0, max_staleness=1, pace="asynchronous", health=PATIENT
+    )
 
 
 class Automatic(AgentLoopManager):

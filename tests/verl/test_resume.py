@@ -60,6 +60,7 @@ def train(
                 env={
                     **os.environ,
                     "RAY_AUTH_MODE": "disabled",
+                    "RAY_worker_niceness": "0",
                     "PYTHONPATH": python_path(),
                     "TRANSFER_QUEUE_ENABLE": "1",
                     WEIGHTS: str(weights),
@@ -78,7 +79,7 @@ def train(
 @pytest.mark.parametrize(
     ("manager", "changes"),
     [
-        ("aprilsched.trainers.verl.AgentLoopManager", ()),
+        ("tests.verl.on_cpu.Usual", ()),
         ("tests.verl.on_cpu.Masked", SAMPLER),
         ("tests.verl.on_cpu.SingleSamples", (*SAMPLER, "algorithm.adv_estimator=aprilsched")),
     ],

@@ -39,6 +39,7 @@ def check_groups(trained: list[Any], first: int = 1) -> None:
     assert set(keys) == {f"{uid}_{session}_0" for uid in steps for session in range(SIZE)}
 
 
+@pytest.mark.usefixtures("holding")
 def test_training_with_updates_that_wait_for_the_scheduler(run: Callable[..., Any], weights: Path):
     trainer, labels = run(
         adapter._task_runner(), "trainer.val_before_train=True", f"trainer.test_freq={STEPS}"
@@ -180,6 +181,7 @@ def test_training_with_updates_that_the_next_prompts_tell_of(
 
 
 @pytest.mark.shows("routed experts", engine="embedded", adapter="verl")
+@pytest.mark.usefixtures("holding")
 def test_the_experts_of_each_token_are_of_the_pass_that_sampled_it(
     run: Callable[..., Any], weights: Path
 ):

@@ -156,3 +156,29 @@ def test_groups_of_a_checkpoint_are_reported_by_the_next_process(tmp_path: Path)
     run_virtual(resumed())
     complete = dict.fromkeys(("one", "two", "three", "four"), "")
     assert found == {**complete, "raises": "GroupLost"}
+
+
+def test_every_prompt_starts_when_it_is_pushed():
+    """The trainer decides how many are in flight, whatever a batch of one group would allow."""
+
+    async def ended(prompt: Prompt, error: Exception | None) -> None:
+        assert error is None
+
+    rollouts = PushedRollouts(
+        SimFleet(1),
+        episode=episode,
+        config=as_pushed(SchedulerConfig(), group_size=2),
+        listeners=[],
+        ended=ended,
+    )
+
+    async def run() -> None:
+        await rollouts.open()
+        for key in range(20):
+            rollouts.push(Prompt(input_ids=NOT_TOKENIZED, key=str(key)))
+        while rollouts.scheduler.state.in_flight.counters.launched < 40:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert len(rollouts.scheduler.state.in_flight.groups) == 20
+        await rollouts.close()
+
+    run_virtual(run())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import aiohttp
 
 from aprilsched import VLLMFleet
@@ -32,4 +34,21 @@ async def test_a_paused_server_is_claimed_once_its_owner_is_gone(clean_server: V
         assert await second.claim()
     finally:
         await second.resume()
+        await second.close()
+
+
+async def test_the_owner_of_a_paused_server_may_stall_for_seconds(clean_server: VLLMServer):
+    first, second = VLLMEngine(clean_server.url), VLLMEngine(clean_server.url)
+    await first.open()
+    await second.open()
+    try:
+        assert await first.claim()
+        await first.pause("retract")
+        claiming = asyncio.create_task(second.claim())
+        await asyncio.sleep(4.0)  # The owner's process stands still.
+        assert await first.is_paused()
+        assert not await claiming
+    finally:
+        await first.resume()
+        await first.close()
         await second.close()

@@ -121,7 +121,7 @@ def configuration(url: str, model: Path, folder: Path, *, rows: int = 40, **chan
         "trainer.max_prompt_length": 64,
         "generator.batched": False,
         "generator.max_turns": TURNS,
-        "generator.max_input_length": 1000,
+        "generator.max_input_length": 4000,
         "generator.n_samples_per_prompt": SIZE,
         "generator.sampling_params.max_generate_length": 150,
         "generator.sampling_params.logprobs": 1,
@@ -208,13 +208,14 @@ def test_five_steps_of_skyrls_trainer(
     monkeypatch.setattr(RolloutScheduler, "next_batch", kept)
     model = with_tokenizer(models[0], tmp_path / "model")
     for number in range(TRIES):
-        # On a busy machine no response may be in flight at any update.
+        # On a busy machine no response may be in flight at any update; longer ones are.
+        length = {"generator.sampling_params.max_generate_length": 150 * 3 ** min(number, 2)}
         asyncio.run(reset(clean_server.url, models[0]))
         FAILED.clear()
         rollouts.clear()
         folder = tmp_path / str(number)
         folder.mkdir()
-        made = experiment(configuration(clean_server.url, model, folder), models, folder)
+        made = experiment(configuration(clean_server.url, model, folder, **length), models, folder)
         trainer = made._setup_trainer()
         asyncio.run(trainer.train())
         if crossing(rollouts):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from aprilsched.errors import EngineRejected
-from aprilsched.kernel.engines.base import GenerationRequest, PauseMode
+from aprilsched.kernel.engines.base import CLAIM_INTERVAL_S, CLAIM_S, GenerationRequest, PauseMode
 from aprilsched.kernel.engines.failures import Answer
 from aprilsched.kernel.engines.fleet import ListedFleet, UrlFleet
 from aprilsched.kernel.engines.load import EngineLoad
@@ -41,8 +41,6 @@ _FAILED = 500
 _OF_SGLANG = {"custom_params", "ebnf", "json_schema", "regex", "stop_regex", "structural_tag"}
 """SGLang's sampling parameters that change the sampled tokens. vLLM ignores unknown names (0.32),
 so it would silently sample from another distribution."""
-_OWNER_SECONDS = 3.0
-"""An owner that lives asks a server that it has paused once a second whether it still is."""
 _LOAD_SECONDS = 5.0
 """The bound is short, because the caller asks for a load again soon."""
 
@@ -124,12 +122,14 @@ class VLLMEngine(HttpEngine[ServerFacts]):
 
     async def claim(self) -> bool:
         """See :class:`~aprilsched.kernel.engines.base.Claimable`. vLLM keeps no claims, so only a
-        paused server shows its owner: by the questions after its pause that it counts."""
+        paused server shows its owner: by the questions after its pause that it counts. An owner
+        asks once a second, unless its process stalls."""
         if not self._claimed and await paused(self._questions):
             before = await pause_questions(self._questions)
-            await asyncio.sleep(_OWNER_SECONDS)
-            if await pause_questions(self._questions) > before:
-                return False
+            for _ in range(int(CLAIM_S / CLAIM_INTERVAL_S)):
+                await asyncio.sleep(CLAIM_INTERVAL_S)
+                if await pause_questions(self._questions) > before:
+                    return False
         self._claimed = True
         return True
 
