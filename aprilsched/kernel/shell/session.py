@@ -160,7 +160,7 @@ class Session:
         self.waits.raise_failure()
 
     async def _open(self) -> None:
-        adopt = await self.durability.open()
+        await self.durability.open()
         if self.state.weights.in_parts:
             self.weights_unknown = True
             log.warning(
@@ -168,7 +168,7 @@ class Session:
                 "engine is used before the next update"
             )
         try:
-            opened = await self._open_fleet(adopt)
+            opened = await self._open_fleet()
         except BaseException:
             await self.durability.close()
             raise
@@ -176,7 +176,7 @@ class Session:
         held = isinstance(publisher, RepublishingPublisher) and publisher.holds(version)
         if held:
             self.refits.keep_publisher()
-        opened = replace(opened, adopt=adopt, republishable=held and self.state.restored)
+        opened = replace(opened, republishable=held and self.state.restored)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._main = asyncio.create_task(self._run(opened, ready), name="aprilsched")
         try:
@@ -186,7 +186,7 @@ class Session:
             await self._end()
             raise
 
-    async def _open_fleet(self, adopt: bool) -> ev.Opened:
+    async def _open_fleet(self) -> ev.Opened:
         # Claimed before it is opened: a scheduler that is refused must not close the fleet of the
         # one that uses it.
         self._claim.take(self._fleet.engines)
@@ -213,9 +213,8 @@ class Session:
                 or self.config.follow_weights
                 or self.state.resumed,
             )
-            alike = adopt and len({info.version for info in opened.engines}) == 1
-            newest = self.state.weights.versions.trainer
-            await keep_labels(engines, opened, math.inf if alike or former is None else newest)
+            newest = math.inf if former is None else self.state.weights.versions.trainer
+            await keep_labels(engines, opened, newest)
             return opened
         except BaseException:
             try:
