@@ -58,7 +58,7 @@ class SimFleet:
             Bound(least=1, most=MOST_ENGINES, words=f"1 to {MOST_ENGINES:,}"), engines=engines
         )
         self.config = SimConfig(**settings)
-        self._engines = tuple(
+        self.engines: Sequence[SimEngine] = tuple(
             SimEngine(
                 f"sim-{index}",
                 self.config,
@@ -69,13 +69,9 @@ class SimFleet:
             for index in range(engines)
         )
 
-    @property
-    def engines(self) -> Sequence[SimEngine]:
-        return self._engines
-
     async def open(self) -> None:
         """Open every engine; this cannot fail."""
-        for engine in self._engines:
+        for engine in self.engines:
             await engine.open()
 
     async def close(self) -> None:
@@ -83,5 +79,5 @@ class SimFleet:
 
         See :meth:`~aprilsched.simulation.engine.sim_engine.SimEngine.close`.
         """
-        for engine in self._engines:
+        for engine in self.engines:
             await engine.close()
