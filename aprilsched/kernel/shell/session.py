@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -196,16 +195,16 @@ class Session:
             self._claim.give_back()
             raise
         try:
-            self._claim.take(self._fleet.engines)
-            self.engines.update((engine.name, engine) for engine in self._fleet.engines)
+            engines, former = self._fleet.engines, self.durability.former
+            self._claim.take(engines)
+            self.engines.update((engine.name, engine) for engine in engines)
             if self.weights_unknown:
-                for engine in self._fleet.engines:
+                for engine in engines:
                     if isinstance(engine, RefitElsewhere):
                         engine.expect_weights()
-            former, engines = self.durability.former, self._fleet.engines
             join_run(engines, self.state.process, former, decimal=self.config.follow_weights)
             opened = await check_engines(
-                self._fleet.engines,
+                engines,
                 self.config,
                 may_differ=self.state.restored or self.weights_unknown or self.weights_trusted,
                 trusted=self.weights_trusted
@@ -213,7 +212,7 @@ class Session:
                 or self.config.follow_weights
                 or self.state.resumed,
             )
-            newest = math.inf if former is None else self.state.weights.versions.trainer
+            newest = None if former is None else self.state.weights.versions.trainer
             await keep_labels(engines, opened, newest)
             return opened
         except BaseException:
