@@ -100,7 +100,8 @@ class PushedRollouts:
         """Number of prompts that have left `_unlaunched`, also in earlier processes."""
         self._tasks: set[asyncio.Future[None]] = set()
         self._delivery: asyncio.Task[None] | None = None
-        self._opened = False
+        self.is_open = False
+        """Whether :meth:`open` has opened the fleet."""
         self.scheduler = RolloutScheduler(
             fleet,
             self.prompts,
@@ -113,20 +114,15 @@ class PushedRollouts:
         self._untrained: dict[object, Batch] = {}
         """What the trainer has and has not trained on, by the key of its prompt."""
 
-    @property
-    def is_open(self) -> bool:
-        """Whether :meth:`open` has opened the fleet."""
-        return self._opened
-
     async def open(self) -> None:
         """Open the fleet, and report groups from now on; later calls only check the scheduler.
 
         Raises:
             Exception: the error that stopped the scheduler, if there is one.
         """
-        if not self._opened:
+        if not self.is_open:
             await self.scheduler.__aenter__()
-            self._opened = True
+            self.is_open = True
             self._cursor = self.scheduler.state.prompts.cursor
             if not self._batches:
                 self._delivery = asyncio.create_task(self._deliver())
@@ -138,7 +134,7 @@ class PushedRollouts:
         if self._delivery is not None:
             self._delivery.cancel()
             await asyncio.gather(self._delivery, return_exceptions=True)
-        if self._opened:
+        if self.is_open:
             await self.scheduler.close()
 
     def push(self, prompt: Prompt) -> None:

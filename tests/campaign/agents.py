@@ -89,7 +89,7 @@ class _Fleet(SimFleet):
     def __init__(self, model: Callable[[int], ToyModel]) -> None:
         super().__init__(4)
         machine = SimConfig(stream_interval=8, model=model)
-        self._engines = tuple([SimEngine(f"sim-{i}", machine) for i in range(4)])
+        self.engines = tuple([SimEngine(f"sim-{i}", machine) for i in range(4)])
 
 
 @dataclass

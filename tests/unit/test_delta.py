@@ -20,8 +20,7 @@ from torch import Tensor
 
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.kernel.engines.base import Engine
-from aprilsched.kernel.weights.changes import bits
-from aprilsched.kernel.weights.delta import DeltaPublisher
+from aprilsched.kernel.weights.delta import DeltaPublisher, bits
 from aprilsched.kernel.weights.delta_file import apply_delta, encode, write
 from aprilsched.kernel.weights.publisher import RepublishingPublisher
 from tests.sglang.trained import tensors

@@ -416,7 +416,8 @@ class _Behind:
         return replace(saved, run=structs.replace(saved.run, version=0, base=0))
 
 
-async def test_engines_keep_an_update_that_was_not_saved():
+@pytest.mark.parametrize("follows", [False, True])
+async def test_an_update_that_was_not_saved_is_repeated_or_followed(follows: bool):
     store = MemoryStore()
     fleet = SimFleet(2, stream_interval=8)
 
@@ -428,7 +429,16 @@ async def test_engines_keep_an_update_that_was_not_saved():
     old = store.open()
     assert old is not None
     assert old.run.version == 1
-    async with scheduler(_Behind(store), fleet=fleet) as rollouts:
+    settings = replace(config(), straggler="abort", follow_weights=follows)
+    async with scheduler(_Behind(store), fleet=fleet, config=settings) as rollouts:
+        assert rollouts.version == 0
+        assert not rollouts.state.resumed
+        if follows:
+            await asyncio.sleep(5)
+        else:
+            with pytest.raises(RefitError, match="version=0"):
+                await rollouts.next_batch()
+            await rollouts.update_weights(SimPublisher(), version=1)
         assert rollouts.version == 1
         await rollouts.next_batch()
 

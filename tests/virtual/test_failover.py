@@ -96,7 +96,7 @@ class Servers(SimFleet):
     def __init__(self, count: int, *, refit_seconds: float = 0.0) -> None:
         super().__init__(count)
         kinds = [Server] * (count - 1) + [Spoilt]
-        self._engines = tuple(
+        self.engines = tuple(
             kind(f"sim-{index}", self.config, refit_seconds=refit_seconds)
             for index, kind in enumerate(kinds)
         )

@@ -199,7 +199,7 @@ class Noted(Changing):
 
     def __init__(self, *engines: Noting) -> None:
         super().__init__()
-        self._engines = engines
+        self.engines = engines
 
 
 @each_row(("straggler", "flushes"), [("retract", True), ("abort", True), ("in_place", False)])

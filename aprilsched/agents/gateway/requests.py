@@ -22,14 +22,7 @@ from aiohttp.typedefs import Handler
 
 from aprilsched.agents.chat.openai_bodies import ForcedCalls, Message, for_template
 from aprilsched.agents.dialects.sglang import check_vocabulary
-from aprilsched.agents.dialects.values import (
-    Asked,
-    Chat,
-    Dialect,
-    Names,
-    Question,
-    TextOptions,
-)
+from aprilsched.agents.dialects.values import Asked, Chat, Dialect, Names, Question, TextOptions
 from aprilsched.agents.gateway.reading import Failed, Reading, TextRules, parts_of
 from aprilsched.agents.gateway.responses import NewResponse
 from aprilsched.agents.gateway.service import SERVICE, Service
@@ -115,10 +108,7 @@ def answer_in(dialect: type[Dialect]) -> Handler:
 
 
 async def _items(
-    service: Service,
-    asked: Asked,
-    answer: Dialect,
-    readings: Sequence[Reading],
+    service: Service, asked: Asked, answer: Dialect, readings: Sequence[Reading]
 ) -> AsyncGenerator[Item]:
     dialect = type(answer)
     for event in answer.first():

@@ -292,7 +292,7 @@ class Responses:
         An unknown name is ignored.
         """
         if rid in self._by_rid:
-            self._give_up(self._by_rid[rid], _ABORTED)
+            self.end(self._by_rid[rid], _ABORTED)
         elif rid in self._unclaimed:
             self._drop(self._unclaimed.pop(rid), _ABORTED)
         else:
@@ -307,7 +307,7 @@ class Responses:
         """End every response of a group with its tokens so far."""
         for response in list(self._by_rid.values()):
             if response.group == name:
-                self._give_up(response, _ABORTED)
+                self.end(response, _ABORTED)
 
     def end_all(self, why: str) -> None:
         """End every response that a client waits for, with its tokens so far.
@@ -315,7 +315,7 @@ class Responses:
         `why` is the cause in the ledger, and the message in the response.
         """
         for response in list(self._by_rid.values()):
-            self._give_up(response, why, why)
+            self.end(response, why, why)
 
     def interrupt_all(self, cause: str) -> None:
         """End every response without a result, and leave the rollouts to the store."""
@@ -328,14 +328,22 @@ class Responses:
         for response in unclaimed.values():
             self._drop(response, cause)
 
-    def end(self, response: Response, why: str) -> None:
-        """End a response with its tokens so far; `why` is the cause in the ledger."""
-        self._give_up(response, why)
+    def end(self, response: Response, why: str, message: str = "Aborted") -> None:
+        """End a response with its tokens so far.
+
+        `why` is the cause in the ledger, and `message` that in the response.
+        """
+        if response.over or response.unwanted:
+            return
+        response.unwanted = why
+        response.abort(message)
+        if response.group_id is not None:
+            self._withdraw(response.group_id, why)
 
     def leave(self, response: Response) -> None:
         """Note that the client reads no more of it; withdraw its rollout unless it is over."""
         if not response.over:
-            self._give_up(response, _LEFT)
+            self.end(response, _LEFT)
         self._read(response)
         if self._by_rid.get(response.rid) is response:
             del self._by_rid[response.rid]
@@ -346,17 +354,9 @@ class Responses:
         """Wait until no client waits for anything."""
         await self._empty.wait()
 
-    def _give_up(self, response: Response, why: str, message: str = "Aborted") -> None:
-        if response.over or response.unwanted:
-            return
-        response.unwanted = why
-        response.abort(message)
-        if response.group_id is not None:
-            self._withdraw(response.group_id, why)
-
     def _drop(self, response: Response, why: str) -> None:
         """Give up a response that no client waits for."""
-        self._give_up(response, why)
+        self.end(response, why)
         self._read(response)
 
     def _read(self, response: Response) -> None:
@@ -406,6 +406,7 @@ class Responses:
                 self._break_off(response, cause)
 
     def _break_off(self, response: Response, cause: str) -> None:
+        """End a response without a result, and withdraw its rollout."""
         response.fail(cause, _UNAVAILABLE)
         response.unwanted = cause
         if response.group_id is not None:

@@ -126,7 +126,7 @@ class _Acceptor:
         self, server: web.Server, sockets: Sequence[socket.socket], most: int, **options: Any
     ) -> None:
         self.connections: set[_Connection] = set()
-        self._sockets = sockets
+        self.sockets = sockets
         self._most = most
         self._make = partial(_Connection, self, server, **options)
         self._loop = asyncio.get_running_loop()
@@ -142,11 +142,6 @@ class _Acceptor:
         """Whether the limit of connections is reached."""
         return len(self.connections) + len(self._making) >= self._most
 
-    @property
-    def sockets(self) -> Sequence[socket.socket]:
-        """The listening sockets."""
-        return self._sockets
-
     def left(self, connection: _Connection) -> None:
         """Note that a connection has ended."""
         self.connections.discard(connection)
@@ -160,7 +155,7 @@ class _Acceptor:
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None
-        for each in self._sockets:
+        for each in self.sockets:
             self._loop.remove_reader(each)
             each.close()
         await asyncio.gather(*self._making, return_exceptions=True)
@@ -172,7 +167,7 @@ class _Acceptor:
 
     def _accept_more(self) -> None:
         self._retry = None
-        for each in self._sockets:
+        for each in self.sockets:
             self._loop.add_reader(each, self._accept, each)
 
     def _accept(self, listening: socket.socket) -> None:
@@ -199,7 +194,7 @@ class _Acceptor:
 
     def _pause(self, seconds: float, why: str) -> None:
         """Stop accepting for `seconds` or until a connection ends; close the longest idle one."""
-        for each in self._sockets:
+        for each in self.sockets:
             self._loop.remove_reader(each)
         self._retry = self._loop.call_later(seconds, self._accept_more)
         now, self._pauses = self._loop.time(), self._pauses + 1

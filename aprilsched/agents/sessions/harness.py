@@ -579,7 +579,8 @@ class Sessions:
         return self._reward is not None
 
     def run_opened(self, rollouts: Collection[int]) -> None:
-        """Note that the scheduler is open; see ``coordinator.episodes.FollowsRun``."""
+        """Note that the scheduler is open; see
+        :class:`~aprilsched.kernel.shell.episodes.FollowsRun`."""
         self._starting = {str(each) for each in rollouts} - self._sessions.keys()
 
     def run_closed(self, *, goes_on: bool) -> None:

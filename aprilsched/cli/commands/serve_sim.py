@@ -68,11 +68,7 @@ class ServeSimCommand:
         """
         sim = replace(self.sim, rank_rule="round_robin")
         check_range(AT_LEAST_1, **{"sim.engines": sim.engines})
-        config = SimConfig(
-            **sim.of_engine,
-            stream_at_pause=False,
-            vocab_size=self.vocab_size,
-        )
+        config = SimConfig(**sim.of_engine, stream_at_pause=False, vocab_size=self.vocab_size)
         lengths = self.drawn()
         return [
             SimServer(

@@ -154,7 +154,8 @@ class Control(Generic[FactsT]):
         first_version: int | None,
     ) -> None:
         check_range(AT_LEAST_1, stream_interval=stream_interval)
-        self._name = name
+        self.name = name
+        """Host and port; also the path, if several servers share them."""
         self._server = server
         self._limits = limits
         self._stream_interval = stream_interval
@@ -170,11 +171,6 @@ class Control(Generic[FactsT]):
         """Names of the processes whose labels count, this one's first; any if it is empty."""
         self._shown = self._foreign = ""
         """The label that the server has shown last, and one that is not the run's."""
-
-    @property
-    def name(self) -> str:
-        """Host and port; also the path, where several servers share them."""
-        return self._name
 
     @property
     def facts(self) -> FactsT:

@@ -122,8 +122,8 @@ class Durability(Part):
             raise SchedulerClosed("restore() comes before the `async with` block.")
         self._checkpoint = read_checkpoint(path)
 
-    async def open(self) -> bool:
-        """Restore the saved state, and return whether engines may keep a newer version.
+    async def open(self) -> None:
+        """Restore the saved state, if there is one.
 
         Raises:
             StoreError: if the store cannot be used.
@@ -146,8 +146,6 @@ class Durability(Part):
             self.former = saved.run.process
             self._work.pass_over(saved.run.cursor)
             log.warning("the run %s", _resumed(self._core.state))
-        # Versions that the engines got after the checkpoint was written are no longer valid.
-        return self._checkpoint is None
 
     def _restore(self, saved: Saved) -> None:
         try:

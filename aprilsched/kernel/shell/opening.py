@@ -35,12 +35,15 @@ def join_run(engines: Sequence[Engine], process: str, former: str | None, *, dec
         engine.join_run(process, former or "", decimal=decimal)
 
 
-async def keep_labels(engines: Sequence[Engine], opened: Opened, newest: float) -> None:
-    """Label the weights up to version `newest` as this process's; all others are another run's."""
+async def keep_labels(engines: Sequence[Engine], opened: Opened, newest: int | None) -> None:
+    """Label the weights up to version `newest`, or of any if it is None, as this process's.
+
+    All others are another run's."""
 
     async def keep(engine: Engine, version: int | None) -> None:
         if isinstance(engine, HasLabel):
-            await engine.keep_label(known=version is not None and version <= newest)
+            is_known = version is not None and (newest is None or version <= newest)
+            await engine.keep_label(known=is_known)
 
     await asyncio.gather(*map(keep, engines, (info.version for info in opened.engines)))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -160,7 +159,7 @@ class Session:
         self.waits.raise_failure()
 
     async def _open(self) -> None:
-        adopt = await self.durability.open()
+        await self.durability.open()
         if self.state.weights.in_parts:
             self.weights_unknown = True
             log.warning(
@@ -168,7 +167,7 @@ class Session:
                 "engine is used before the next update"
             )
         try:
-            opened = await self._open_fleet(adopt)
+            opened = await self._open_fleet()
         except BaseException:
             await self.durability.close()
             raise
@@ -176,7 +175,7 @@ class Session:
         held = isinstance(publisher, RepublishingPublisher) and publisher.holds(version)
         if held:
             self.refits.keep_publisher()
-        opened = replace(opened, adopt=adopt, republishable=held and self.state.restored)
+        opened = replace(opened, republishable=held and self.state.restored)
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._main = asyncio.create_task(self._run(opened, ready), name="aprilsched")
         try:
@@ -186,7 +185,7 @@ class Session:
             await self._end()
             raise
 
-    async def _open_fleet(self, adopt: bool) -> ev.Opened:
+    async def _open_fleet(self) -> ev.Opened:
         # Claimed before it is opened: a scheduler that is refused must not close the fleet of the
         # one that uses it.
         self._claim.take(self._fleet.engines)
@@ -196,16 +195,16 @@ class Session:
             self._claim.give_back()
             raise
         try:
-            self._claim.take(self._fleet.engines)
-            self.engines.update((engine.name, engine) for engine in self._fleet.engines)
+            engines, former = self._fleet.engines, self.durability.former
+            self._claim.take(engines)
+            self.engines.update((engine.name, engine) for engine in engines)
             if self.weights_unknown:
-                for engine in self._fleet.engines:
+                for engine in engines:
                     if isinstance(engine, RefitElsewhere):
                         engine.expect_weights()
-            former, engines = self.durability.former, self._fleet.engines
             join_run(engines, self.state.process, former, decimal=self.config.follow_weights)
             opened = await check_engines(
-                self._fleet.engines,
+                engines,
                 self.config,
                 may_differ=self.state.restored or self.weights_unknown or self.weights_trusted,
                 trusted=self.weights_trusted
@@ -213,9 +212,8 @@ class Session:
                 or self.config.follow_weights
                 or self.state.resumed,
             )
-            alike = adopt and len({info.version for info in opened.engines}) == 1
-            newest = self.state.weights.versions.trainer
-            await keep_labels(engines, opened, math.inf if alike or former is None else newest)
+            newest = None if former is None else self.state.weights.versions.trainer
+            await keep_labels(engines, opened, newest)
             return opened
         except BaseException:
             try:

@@ -8,6 +8,10 @@ it in the pause: the network carries the changes, and the load reads local files
   gets a full file. Until it has the version, its engines do not take it.
 - The first version of a trainer is full, and so is one with other names, types or shapes.
 - An engine that returns waits for the next update, since a host has one version at a time.
+
+Most updates of bfloat16 weights are smaller than the distance to the next number, so most elements
+stay as they are from one version to the next. Values are replaced and never added, so nothing
+drifts, and a patch that was applied in part can be applied again.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from aprilsched.errors import ConfigError, EngineError
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.refit import RefitFromDisk
-from aprilsched.kernel.weights.changes import LastWeights, bits
+from aprilsched.kernel.values.extras import extra
 from aprilsched.kernel.weights.delta_file import Pieces, apply_delta, encode, write
 from aprilsched.kernel.weights.disk import DiskEngine, VersionsOnDisk
 from aprilsched.kernel.weights.tensor_buckets import Weights, check_weights, read_each
@@ -87,7 +91,8 @@ class DeltaPublisher:
         self._patch: Callable[[str, Path], Any] = patch or (
             lambda _, file: apply_delta(file, self._local)
         )
-        self._last = LastWeights()
+        self._last: dict[str, Tensor] = {}
+        """A copy of the last version's weights in host memory, by name."""
         self._name = ""
         self._version: int | None = None
         self._members: Sequence[Engine] = ()
@@ -152,24 +157,22 @@ class DeltaPublisher:
     async def _write(self, folder: Path) -> None:
         """Write the next version into an empty folder."""
         previous, self._name = self._name, secrets.token_hex(8)
-        before, self._last = self._last, LastWeights()
+        before, self._last = self._last, {}
         found: dict[str, Pieces] = {}
 
         def add(name: str, tensor: Tensor) -> None:
             copy = tensor.detach().to("cpu", copy=True).contiguous()
-            indices = before.changed(name, copy)
-            self._last.tensors[name] = copy
+            indices = changed_elements(before.pop(name, None), copy)
+            self._last[name] = copy
             if indices is not None:
                 found[name] = _described(encode(bits(copy).numpy(), indices.numpy()), tensor)
-            before.tensors.pop(name, None)
 
         await read_each(self._weights, add)
-        new = self._last.tensors
-        if not new:
+        if not self._last:
             raise ConfigError("weights() gave no tensors; it has to give all, each time.")
         await in_thread(shutil.copyfile, self._config, folder / "config.json")
         self.written_bytes = 0
-        if before.tensors or found.keys() != new.keys():
+        if before or found.keys() != self._last.keys():
             await in_thread(self._write_full, folder / _FULL)
         else:
             self.written_bytes = await in_thread(
@@ -179,12 +182,31 @@ class DeltaPublisher:
     def _write_full(self, path: Path) -> None:
         pieces = {
             name: _described(encode(flat, None), tensor)
-            for (name, tensor), flat in zip(self._last.tensors.items(), self._flats(), strict=True)
+            for (name, tensor), flat in zip(self._last.items(), self._flats(), strict=True)
         }
         self.written_bytes += write(path, self._name, "", pieces, self._flats())
 
     def _flats(self) -> list[Any]:
-        return [bits(tensor).numpy() for tensor in self._last.tensors.values()]
+        return [bits(tensor).numpy() for tensor in self._last.values()]
+
+
+def changed_elements(last: Tensor | None, tensor: Tensor) -> Tensor | None:
+    """Return the flat indices of the changed elements (int64, ascending, on the tensor's device).
+
+    None if there is no last tensor, or one of another dtype or shape. 0.0 and -0.0 differ.
+    """
+    if last is None or last.dtype != tensor.dtype or last.shape != tensor.shape:
+        return None
+    differs = bits(tensor) != bits(last.to(tensor.device))
+    return differs.nonzero().flatten()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor in one row, as integers of their size."""
+    with extra("torch"):
+        import torch
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.detach().contiguous().flatten().view(sizes[tensor.element_size()])
 
 
 def _described(pieces: Pieces, tensor: Tensor) -> Pieces:

@@ -35,7 +35,7 @@ from aprilsched.errors import ConfigError, ControlTimeout
 from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.refit import RefitByTransfer
 from aprilsched.kernel.values.bounds import AT_LEAST_1, check_range
-from aprilsched.kernel.weights.changes import LastWeights
+from aprilsched.kernel.weights.delta import changed_elements
 from aprilsched.kernel.weights.process_group import address_towards
 from aprilsched.kernel.weights.tensor_buckets import check_weights
 from aprilsched.kernel.weights.threads import Takers, call_each, in_daemon, in_thread
@@ -209,23 +209,23 @@ class VLLMPublisher:
 
     def _find_patches(self) -> list[Any] | None:
         """The changes since the engines' version; None if one of them cannot be a patch."""
-        last = self._client.last if self._client is not None else LastWeights()
+        last = self._client.last if self._client is not None else {}
         patches: list[Any] = []
         names: set[str] = set()
         whole = True
         for name, tensor in self._weights():  # To its end: other ranks may take part.
-            indices = last.changed(name, tensor)
+            indices = changed_elements(last.get(name), tensor)
             names.add(name)
             if indices is None:
                 whole = False
             elif whole and len(indices):
                 patches.append(_patch(name, tensor, indices))
-        return patches if whole and names == last.tensors.keys() else None
+        return patches if whole and names == last.keys() else None
 
     def _send_patches(self, client: _Client, end: Any) -> None:
         """Send what changed, or all elements if the engines may lack the previous version."""
         patches, self._patches = self._patches, None
-        last = client.last.tensors
+        last = client.last
         client.start_weight_update()
         if patches is None:
             import torch
@@ -280,7 +280,8 @@ class _Client:
         """The engines that have ended the update with its version."""
         self.failed = asyncio.Event()
         self.given_up = False
-        self.last = LastWeights()
+        self.last: dict[str, Tensor] = {}
+        """A copy of the weights that the engines took last, in host memory, by name."""
         self.last_version: int | None = None
         """The version that all of `engines` took last; None before the first one."""
         self._loop = asyncio.get_running_loop()

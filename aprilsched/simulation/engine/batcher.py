@@ -78,18 +78,14 @@ class Batcher:
         """The step or pass in progress; None while idle or paused."""
         self._wake: float | None = None
         self._pausing: PauseMode | None = None
-        self._paused: PauseMode | None = None
+        self.paused: PauseMode | None = None
+        """The mode of the pause in force, or None."""
         self._paused_since = 0.0
 
     @property
     def ranks(self) -> tuple[Batcher, ...]:
         """The batcher of each data-parallel rank."""
         return (self,)
-
-    @property
-    def paused(self) -> PauseMode | None:
-        """The mode of the pause in force, or None."""
-        return self._paused
 
     @property
     def running(self) -> int:
@@ -165,7 +161,7 @@ class Batcher:
         ids = expand(request, self.config.vocab_size)
         sequence = Sequence(request, ids, stops, adapter, seed, length)
         self._by_id[request.request_id] = sequence
-        if self._paused or self._pausing:
+        if self.paused or self._pausing:
             self._held[request.request_id] = sequence
             return
         blocked = bool(self._pool.waiting) or len(self._batch) >= self.config.max_running
@@ -200,9 +196,9 @@ class Batcher:
     def resume(self, now: float) -> None:
         """Continue; the requests held during the pause are queued behind those that waited."""
         self._pausing = None
-        if self._paused is not None:
+        if self.paused is not None:
             self.counters.paused_seconds += now - self._paused_since
-            self._paused = None
+            self.paused = None
             self._batch.predict_again(self.weights_key)
         for sequence in self._held.values():
             self._pool.queue(sequence)
@@ -220,7 +216,7 @@ class Batcher:
 
     def refit(self, version: int, weights_key: int | None = None) -> bool:
         """Take new weights; return False and do nothing if there are requests and no pause."""
-        if self._paused is None and self._by_id:
+        if self.paused is None and self._by_id:
             return False
         if version != self.version:
             for sequence in (*self._batch.members, *self._pool.waiting):
@@ -245,7 +241,7 @@ class Batcher:
         """Let the scheduler look at its queue at the end of the step in progress."""
         work = self.work
         if work is None:
-            if self._paused is None and self._wake is None and self._by_id:
+            if self.paused is None and self._wake is None and self._by_id:
                 self._wake = now
         elif isinstance(work, Decode):
             steps = self.steps_within(now - work.start)
@@ -260,7 +256,7 @@ class Batcher:
         self._wake = None
         if self._pausing is not None:
             self._apply_pause(self._pausing, now)
-        if self._paused is None:
+        if self.paused is None:
             self.work = self._plan_prefill(now) or self._plan_decode(now)
 
     def finish_work(self) -> None:
@@ -405,10 +401,10 @@ class Batcher:
 
     def _apply_pause(self, mode: PauseMode, now: float) -> None:
         self._pausing = self._wake = None
-        if self._paused is None:
+        if self.paused is None:
             self._paused_since = now
-        if self._paused != "retract":
-            self._paused = mode
+        if self.paused != "retract":
+            self.paused = mode
         running = list(self._batch.members)
         self._batch.make(running, self.weights_key)
         self._output.now = now

@@ -85,7 +85,8 @@ class Pacer:
     def __init__(self, name: str, scale: float) -> None:
         check_range(ABOVE_0, time_scale=scale)
         self._name = name
-        self._scale = self._usual_scale = scale
+        self._scale = self.scale = scale
+        """Number of loop seconds in a modelled second: now, and at the usual speed."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._origin = 0.0
@@ -95,11 +96,6 @@ class Pacer:
     @property
     def started(self) -> bool:
         return self._loop is not None
-
-    @property
-    def scale(self) -> float:
-        """Number of loop seconds in a modelled second at the usual speed."""
-        return self._usual_scale
 
     def start(self) -> None:
         """Start or continue, on the running loop."""
@@ -132,13 +128,13 @@ class Pacer:
         if self._loop is not None:
             self.now()
         self._disarm()
-        self._scale = self._usual_scale / rate if rate else float("inf")
+        self._scale = self.scale / rate if rate else float("inf")
         if self._loop is not None:
             self.start()
 
     async def sleep(self, seconds: float) -> None:
         """Sleep for modelled seconds at the usual speed."""
-        await asyncio.sleep(seconds * self._usual_scale)
+        await asyncio.sleep(seconds * self.scale)
 
     def arm(self, due: float | None, callback: Callable[[float], None]) -> None:
         """Call ``callback(due)`` at the modelled time `due`; this replaces an earlier timer."""

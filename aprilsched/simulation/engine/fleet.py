@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
 from aprilsched.kernel.values.bounds import Bound, check_range
-from aprilsched.planning.step_times.model import H200_QWEN3_4B, StepTimeModel
+from aprilsched.planning.step_times.model import StepTimeModel
 from aprilsched.simulation.engine.settings import Admission, RankRule, SimConfig
 from aprilsched.simulation.engine.sim_engine import MOST_ENGINES, PAUSE_SECONDS, SimEngine
+
+
+class EngineSettings(TypedDict, total=False):
+    """The settings of each engine of a fleet; see
+    :class:`~aprilsched.simulation.engine.settings.SimConfig`."""
+
+    timing: StepTimeModel
+    dp_ranks: int
+    rank_rule: RankRule
+    max_running: int
+    kv_tokens: int
+    admission: Admission
+    reserve_clip: int
+    conservativeness: float
+    stream_interval: int
+    vocab_size: int
+    eos_token_id: int | None
+    stream_at_pause: bool
+    prefix_cache: bool
 
 
 class SimFleet:
@@ -18,8 +38,8 @@ class SimFleet:
         time_scale: loop seconds for each modelled second (1.0 under a virtual clock).
         refit_seconds, pause_seconds: as in
             :class:`~aprilsched.simulation.engine.sim_engine.SimEngine`.
-
-    The other arguments are those of :class:`~aprilsched.simulation.engine.settings.SimConfig`.
+        settings: those of each engine, with the defaults of
+            :class:`~aprilsched.simulation.engine.settings.SimConfig`.
 
     Raises:
         ConfigError: if a number is out of its range.
@@ -29,46 +49,19 @@ class SimFleet:
         self,
         engines: int = 1,
         *,
-        timing: StepTimeModel = H200_QWEN3_4B,
-        dp_ranks: int = 1,
-        rank_rule: RankRule = "prefix",
-        max_running: int = 512,
-        kv_tokens: int = 1_000_000,
-        admission: Admission = "sglang",
-        reserve_clip: int = 4096,
-        conservativeness: float = 1.0,
-        stream_interval: int = 64,
         time_scale: float = 1.0,
-        vocab_size: int = 32_000,
-        eos_token_id: int | None = None,
         refit_seconds: float = 0.0,
         pause_seconds: float = PAUSE_SECONDS,
-        stream_at_pause: bool = True,
-        prefix_cache: bool = False,
+        **settings: Unpack[EngineSettings],
     ) -> None:
         check_range(
             Bound(least=1, most=MOST_ENGINES, words=f"1 to {MOST_ENGINES:,}"), engines=engines
         )
-        config = SimConfig(
-            timing=timing,
-            dp_ranks=dp_ranks,
-            rank_rule=rank_rule,
-            max_running=max_running,
-            kv_tokens=kv_tokens,
-            admission=admission,
-            reserve_clip=reserve_clip,
-            conservativeness=conservativeness,
-            stream_interval=stream_interval,
-            vocab_size=vocab_size,
-            eos_token_id=eos_token_id,
-            stream_at_pause=stream_at_pause,
-            prefix_cache=prefix_cache,
-        )
-        self.config = config
-        self._engines = tuple(
+        self.config = SimConfig(**settings)
+        self.engines: Sequence[SimEngine] = tuple(
             SimEngine(
                 f"sim-{index}",
-                config,
+                self.config,
                 time_scale=time_scale,
                 refit_seconds=refit_seconds,
                 pause_seconds=pause_seconds,
@@ -76,13 +69,9 @@ class SimFleet:
             for index in range(engines)
         )
 
-    @property
-    def engines(self) -> Sequence[SimEngine]:
-        return self._engines
-
     async def open(self) -> None:
         """Open every engine; this cannot fail."""
-        for engine in self._engines:
+        for engine in self.engines:
             await engine.open()
 
     async def close(self) -> None:
@@ -90,5 +79,5 @@ class SimFleet:
 
         See :meth:`~aprilsched.simulation.engine.sim_engine.SimEngine.close`.
         """
-        for engine in self._engines:
+        for engine in self.engines:
             await engine.close()

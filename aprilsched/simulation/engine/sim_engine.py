@@ -71,12 +71,13 @@ class SimEngine:
         pause_seconds: float = PAUSE_SECONDS,
     ) -> None:
         check_range(AT_LEAST_0, refit_seconds=refit_seconds, pause_seconds=pause_seconds)
-        self._name = name
+        self.name = name
         self._config = config or SimConfig()
         self._refit_seconds = refit_seconds
         self._pause_seconds = pause_seconds
         self._pacer = Pacer(name, time_scale)
-        self._batcher = batcher_of(self._config)
+        self.batcher = batcher_of(self._config)
+        """The batcher inside the engine, for inspection."""
         self._released: frozenset[str] = frozenset()
         """The parts of the memory that are released."""
         self._streams: dict[str, asyncio.Queue[Chunk | EngineError]] = {}
@@ -89,22 +90,13 @@ class SimEngine:
         """Number of restarts: until now, and until the engine was last opened."""
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
     def capabilities(self) -> Capabilities:
         return self._config.capabilities
 
     @property
     def counters(self) -> Counters:
         """Totals since the engine was made (or restarted), in modelled seconds."""
-        return self._batcher.counters
-
-    @property
-    def batcher(self) -> Batcher | RankedBatcher:
-        """The batcher inside the engine, for inspection."""
-        return self._batcher
+        return self.batcher.counters
 
     async def open(self) -> None:
         """Start the engine's clock on the running loop. A second open has no effect."""
@@ -131,7 +123,7 @@ class SimEngine:
             self._abandon(request_id)
         # An abort takes effect after the step in progress. The step is finished unless a pause
         # forbids it; otherwise the ids would still be in use when the engine is opened again.
-        while any(map(self._batcher.knows, left)) and (due := self._batcher.next_event_time()):
+        while any(map(self.batcher.knows, left)) and (due := self.batcher.next_event_time()):
             self._pump(due)
         self._pacer.stop()
 
@@ -142,7 +134,7 @@ class SimEngine:
 
     async def restart(self) -> None:
         """Start again after :meth:`crash`: empty, not paused, with the weights of version 0."""
-        self._batcher = batcher_of(self._config)
+        self.batcher = batcher_of(self._config)
         self._released = frozenset()
         self._expects_weights = False
         self._orphans.clear()
@@ -159,7 +151,7 @@ class SimEngine:
 
     def _break_streams(self, why: str) -> None:
         for stream in self._streams.values():
-            stream.put_nowait(EngineProtocolError(self._name, why))
+            stream.put_nowait(EngineProtocolError(self.name, why))
         self._streams.clear()
         self._advanced.set()
 
@@ -179,13 +171,13 @@ class SimEngine:
         now = self._pacer.now()
         self.check(request)
         most = self._config.max_queued
-        if most is not None and self._batcher.waiting >= most:
-            busy = EngineBusy(self._name, "The request queue is full.", status=503)
+        if most is not None and self.batcher.waiting >= most:
+            busy = EngineBusy(self.name, "The request queue is full.", status=503)
             yield empty_chunk(spans_known=True, busy=busy)
             return
         stream: asyncio.Queue[Chunk | EngineError] = asyncio.Queue()
         self._streams[request.request_id] = stream
-        self._batcher.submit(request, now, length=length)
+        self.batcher.submit(request, now, length=length)
         self._schedule()
         try:
             while True:
@@ -202,22 +194,22 @@ class SimEngine:
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse a request that could not be taken now; errors as :meth:`generate`."""
-        size, largest = self._batcher.config.vocab_size, int(request.input_ids.max())
+        size, largest = self.batcher.config.vocab_size, int(request.input_ids.max())
         why = f"input_ids must be in [0, {size - 1}], got {largest}." if largest >= size else None
-        if (why := why or self._batcher.refusal(request)) is not None:
-            raise EngineRejected(self._name, why, status=400)
+        if (why := why or self.batcher.refusal(request)) is not None:
+            raise EngineRejected(self.name, why, status=400)
 
     async def abort(self, request_id: str) -> None:
         """End one request; as in SGLang, this is lost for a request that a pause holds."""
-        self._batcher.abort(request_id, self._pacer.now())
+        self.batcher.abort(request_id, self._pacer.now())
         self._pump()
 
     def _abandon(self, request_id: str) -> None:
         """Abort a request without a reader, at the latest after the pause."""
-        if self._batcher.is_held(request_id):
+        if self.batcher.is_held(request_id):
             self._orphans.add(request_id)
         else:
-            self._batcher.abort(request_id, self._pacer.now())
+            self.batcher.abort(request_id, self._pacer.now())
             self._schedule()
 
     async def version(self) -> int:
@@ -229,8 +221,8 @@ class SimEngine:
         self._pacer.now()
         if self._expects_weights:
             why = "another client may have loaded a part of its weights; it needs a complete refit."
-            raise InconsistentWeights(self._name, why)
-        return self._batcher.version
+            raise InconsistentWeights(self.name, why)
+        return self.batcher.version
 
     async def verify(self) -> int:
         """Return the version, unless the engine was restarted since it was opened.
@@ -244,23 +236,23 @@ class SimEngine:
     def _check_process(self) -> None:
         self._pacer.now()
         if self._process != self._opened:
-            raise EngineRestarted(self._name, "was restarted since it was opened.")
+            raise EngineRestarted(self.name, "was restarted since it was opened.")
 
     async def is_paused(self) -> bool:
         """Return whether the engine is paused, by this client or another."""
         self._pacer.now()
-        return self._batcher.paused is not None
+        return self.batcher.paused is not None
 
     async def load(self, *, metrics: bool = False) -> EngineLoad:
         """Return the load now, including the work in progress."""
-        return load_of(self._batcher, self._pacer.now(), self._pacer.scale)
+        return load_of(self.batcher, self._pacer.now(), self._pacer.scale)
 
     async def pause(self, mode: PauseMode) -> None:
         """Pause; return when decoding has stopped. A cancelled call still takes effect."""
         async with self._control:
             now = self._pacer.now()
-            self._batcher.pause(mode, now)
-            stopped = self._batcher.next_event_time() or now
+            self.batcher.pause(mode, now)
+            stopped = self.batcher.next_event_time() or now
             self._pump()
             await self._pacer.sleep(stopped - now + self._pause_seconds)
             self._pump(stopped)
@@ -273,9 +265,9 @@ class SimEngine:
         """
         async with self._control:
             self._pump()
-            if not self._batcher.flush():
+            if not self.batcher.flush():
                 why = "the cache is in use; pause with retract first."
-                raise EngineRejected(self._name, why, status=400)
+                raise EngineRejected(self.name, why, status=400)
 
     async def resume(self) -> None:
         """Continue, and abort the requests that were left while a pause held them.
@@ -286,9 +278,9 @@ class SimEngine:
         async with self._control:
             now = self._pacer.now()
             self._check_awake()
-            self._batcher.resume(now)
+            self.batcher.resume(now)
             for request_id in self._orphans:
-                self._batcher.abort(request_id, now)
+                self.batcher.abort(request_id, now)
             self._orphans.clear()
             self._pump()
 
@@ -310,9 +302,9 @@ class SimEngine:
             self._check_awake("weights")
             await self._pacer.sleep(self._refit_seconds)
             self._pump()
-            if not self._batcher.refit(version, weights_key):
+            if not self.batcher.refit(version, weights_key):
                 why = "new weights want a paused engine; pause it first."
-                raise EngineRejected(self._name, why, status=409)
+                raise EngineRejected(self.name, why, status=409)
             if complete:
                 self._expects_weights = False
 
@@ -330,18 +322,18 @@ class SimEngine:
         self._check_process()
         if label:
             await self._relabel(version)
-        elif self._batcher.version != version:
-            why = f"has version {self._batcher.version} and not {version}; use label=True."
-            raise EngineRejected(self._name, why, status=409)
+        elif self.batcher.version != version:
+            why = f"has version {self.batcher.version} and not {version}; use label=True."
+            raise EngineRejected(self.name, why, status=409)
         self._expects_weights = False
 
     async def _relabel(self, version: int) -> None:
         """Give the weights another version, between two steps."""
-        runs = self._batcher.paused is None
+        runs = self.batcher.paused is None
         if runs:
             await self.pause("in_place")
         try:
-            self._batcher.refit(version, self._batcher.weights_key)
+            self.batcher.refit(version, self.batcher.weights_key)
         finally:
             if runs:
                 await self.resume()
@@ -358,10 +350,10 @@ class SimEngine:
         try:
             key = await weights_key_of_files(Path(path))
         except OSError as error:
-            raise EngineRejected(self._name, f"cannot read {path}: {error}", status=400) from error
+            raise EngineRejected(self.name, f"cannot read {path}: {error}", status=400) from error
         if key is None:
             why = f"no *.safetensors file in {path}; publish one."
-            raise EngineRejected(self._name, why, status=400)
+            raise EngineRejected(self.name, why, status=400)
         return key
 
     async def release(self, tags: Sequence[str]) -> None:
@@ -373,18 +365,18 @@ class SimEngine:
         """
         async with self._control:
             self._pump()
-            if self._batcher.paused != "retract":
+            if self.batcher.paused != "retract":
                 why = "memory is released only under a pause; pause with retract first."
-                raise EngineRejected(self._name, why, status=409)
+                raise EngineRejected(self.name, why, status=409)
             if unknown := sorted(set(tags) - set(TAGS)):
                 why = f"memory has no part {unknown[0]!r}; release some of {', '.join(TAGS)}."
-                raise EngineRejected(self._name, why, status=400)
+                raise EngineRejected(self.name, why, status=400)
             if twice := sorted(self._released.intersection(tags)):
                 why = f"{twice[0]} is released already; release each part once."
-                raise EngineRejected(self._name, why, status=400)
+                raise EngineRejected(self.name, why, status=400)
             self._released |= set(tags)
             if "kv_cache" in tags:
-                self._batcher.flush()
+                self.batcher.flush()
 
     async def wake(self, tags: Sequence[str]) -> None:
         """Take the memory of `tags` back.
@@ -396,7 +388,7 @@ class SimEngine:
             self._pump()
             if awake := sorted(set(tags) - self._released):
                 why = f"{awake[0]!r} was not released; wake only what was."
-                raise EngineRejected(self._name, why, status=400)
+                raise EngineRejected(self.name, why, status=400)
             self._released -= set(tags)
 
     async def released(self) -> frozenset[str]:
@@ -408,7 +400,7 @@ class SimEngine:
         """Refuse a call while a part that it needs is released; without arguments, any part."""
         if missing := sorted(self._released.intersection(needed or TAGS)):
             why = f"its {missing[0]} is released; wake it first."
-            raise EngineRejected(self._name, why, status=409)
+            raise EngineRejected(self.name, why, status=409)
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """Load the adapter in `path`; its weights key is the checksum of its safetensors files.
@@ -426,24 +418,24 @@ class SimEngine:
         """
         self._pacer.now()
         async with self._unloading:
-            if name in self._batcher.adapters:
+            if name in self.batcher.adapters:
                 why = f"adapter {name!r} is already loaded; unload it first."
-                raise EngineRejected(self._name, why, status=400)
-            self._batcher.adapters[name] = key or 1
+                raise EngineRejected(self.name, why, status=400)
+            self.batcher.adapters[name] = key or 1
 
     async def unload_adapter(self, name: str) -> None:
         """Remove an adapter after its last request has ended; an unknown one is ignored."""
         self._pump()
         async with self._unloading:
-            self._batcher.adapters.pop(name, None)
-            while self._batcher.samples_with(name):
+            self.batcher.adapters.pop(name, None)
+            while self.batcher.samples_with(name):
                 self._advanced.clear()
                 await self._advanced.wait()
                 self._pacer.now()
 
     def _pump(self, at_least: float = 0.0) -> None:
         """Advance modelled time to the loop's time, and put the chunks into their streams."""
-        for request_id, chunk in self._batcher.advance(self._pacer.reached(at_least)):
+        for request_id, chunk in self.batcher.advance(self._pacer.reached(at_least)):
             stream = self._streams.get(request_id)
             if stream is not None:
                 stream.put_nowait(chunk)
@@ -459,7 +451,7 @@ class SimEngine:
         are all in the queue before the first pass is planned, as on a server that reads its
         sockets between steps.
         """
-        self._pacer.arm(self._batcher.next_event_time(), self._pump)
+        self._pacer.arm(self.batcher.next_event_time(), self._pump)
 
 
 def load_of(batcher: Batcher | RankedBatcher, now: float, scale: float) -> EngineLoad:

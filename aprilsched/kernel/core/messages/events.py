@@ -60,12 +60,10 @@ class Opened(Event, frozen=True):
     """The fleet is up, and all engines have the same policy version. In a resumed run some or all
     engines may have another version than the run.
 
-    `adopt`: if all engines have one version that is newer than the resumed run's, the run takes it
-    over. `republishable`: the run's version can be published again.
+    `republishable`: the run's version can be published again.
     """
 
     engines: tuple[EngineInfo, ...]
-    adopt: bool = True
     republishable: bool = False
 
 

@@ -68,19 +68,14 @@ class Expectations:
         self._deviation_log = 1.0
         self.ignores_ends = False
         """Whether the responses launched last have ``ignore_eos``."""
-        self._limit = 1
-        """Largest number of tokens that any response may have."""
+        self.limit = 1
+        """Largest number of tokens that any response launched so far may have."""
         self._shared = _SHARED
         self._stale = True
 
-    @property
-    def limit(self) -> int:
-        """Largest number of tokens that any response launched so far may have."""
-        return self._limit
-
     def note_limit(self, tokens: int) -> None:
         """Record the limit of a launched response."""
-        self._limit = max(self._limit, tokens)
+        self.limit = max(self.limit, tokens)
 
     def note_prompts(self, members: Sequence[RolloutRecord]) -> None:
         """Update the running means `prompt_tokens` and `spare_tokens` with ended rollouts.
@@ -110,7 +105,7 @@ class Expectations:
             mean=self._mean_log,
             deviation=self._deviation_log,
             shared=self._shared,
-            cap=float(self._limit),
+            cap=float(self.limit),
         )
 
     def renew(self) -> None:

@@ -16,7 +16,6 @@ from aprilsched.kernel.core.state.in_flight import InFlight
 from aprilsched.kernel.core.state.ledger import Reason
 from aprilsched.kernel.core.state.records import GENERATING, Move, RequestRecord, State
 from aprilsched.kernel.core.state.state import SchedulerState
-from aprilsched.kernel.core.state.weights import Weights
 from aprilsched.kernel.core.steps.drop import count_interruption
 from aprilsched.kernel.core.steps.members import lose_member
 from aprilsched.kernel.core.steps.outage import note_join, note_loss
@@ -27,12 +26,10 @@ from aprilsched.kernel.core.steps.turns import take_back
 
 
 def on_opened(state: SchedulerState, event: ev.Opened) -> None:
-    version = state.weights.versions.trainer
     if not state.restored:
-        _start(state.weights, max(engine.version or 0 for engine in event.engines))
-    elif event.adopt and state.weights.adapter is None:
-        _adopt(state.weights, {engine.version for engine in event.engines})
-    state.weights.republishable = event.republishable and version == state.weights.versions.trainer
+        newest = max(engine.version or 0 for engine in event.engines)
+        state.weights.versions.trainer = state.weights.base = newest
+    state.weights.republishable = event.republishable
     state.out.tell(
         facts.RunOpened(
             engines=event.engines,
@@ -67,21 +64,6 @@ def _finishes_rollouts(state: SchedulerState, version: int | None) -> bool:
         rollout.state in GENERATING and rollout.log.oldest_version == version
         for rollout in rollouts
     )
-
-
-def _start(weights: Weights, version: int) -> None:
-    weights.versions.trainer = version
-    weights.base = version
-
-
-def _adopt(weights: Weights, versions: set[int | None]) -> None:
-    """Adopt the engines' version if all share one that is newer than the resumed run's.
-
-    The previous run then ended during an update that every engine has taken.
-    """
-    version = versions.pop() if len(versions) == 1 else None
-    if version is not None and version > weights.versions.trainer:
-        _start(weights, version)
 
 
 def on_engine_joined(state: SchedulerState, event: ev.EngineJoined) -> None:
