@@ -67,7 +67,7 @@ def test_an_episode_of_openrlhfs_trainer(
             *(sys.executable, "-m", "tests.support.openrlhf_on_cpu", *models, kept, delivery),
             *("--engine", clean_server.url, "--model", model),
             *("--weights", tmp_path / "weights", "--out", tmp_path / "out"),
-            *("--data.max_samples", str(PROMPTS), "--rollout.max_new_tokens", "200"),
+            *("--data.max_samples", str(PROMPTS), "--rollout.max_new_tokens", "600"),
             *("--rollout.batch_size", str(GROUPS), "--rollout.n_samples_per_prompt", str(SIZE)),
             *("--rollout.micro_batch_size", str(SIZE), "--train.batch_size", str(GROUPS * SIZE)),
             *("--train.micro_batch_size", str(SIZE), "--reward.remote_url", str(rewards)),
