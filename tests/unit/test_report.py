@@ -323,7 +323,12 @@ def test_a_comparison_of_many_policies_draws_the_fastest(
     (row,) = compare({"sync": read_run(folders["sync"]).summary}).policies
     rows = [replace(row, policy=f"p{n}", delivered_tokens_per_s=float(n)) for n in range(1, 11)]
     draw, figures = plots.comparison, list[Any]()
-    monkeypatch.setattr(plots, "comparison", lambda *a: figures.append(draw(*a)) or figures[-1])
+
+    def drawn(*arguments: Any) -> Any:
+        figures.append(draw(*arguments))
+        return figures[-1]
+
+    monkeypatch.setattr(plots, "comparison", drawn)
     names = {each.policy: "sync" for each in rows}
     draw_comparison(folders["sync"].parent, names, rows, Console())
     (figure,) = figures
