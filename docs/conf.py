@@ -58,6 +58,7 @@ nitpick_ignore_regex = [
     (r"py:class", r"aprilsched\.types\.Receipt"),
     (r"py:class", r"aprilsched\.kernel\.values\.capabilities\.Reservation"),
     (r"py:class", r"aprilsched\.simulation\.engine\.toy_model\.(ToyModel|KvTier)"),
+    (r"py:class", r"aprilsched\.simulation\.engine\.fleet\.EngineSettings"),
     (r"py:class", r"aprilsched\.kernel\.engines\.fleet\.(EngineT|ServerSettings)"),
     (r"py:class", r"aprilsched\.kernel\.shell\.rollouts\.SchedulerOptions"),
     (r"py:class", r"aprilsched\.observe\.figures\.(live_figures\.LiveFigures|table\.Clients)"),

@@ -32,7 +32,7 @@ from aprilsched.observe.log.lengths_of_run import distribution_of
 from aprilsched.observe.log.over_time import bars, in_flight, tokens_by_class, window_end
 from aprilsched.observe.log.run import Run
 from aprilsched.observe.log.usage import RunUsage
-from aprilsched.observe.plots import SHOWN_BATCHES, draw_plane
+from aprilsched.observe.plots import SHOWN_BATCHES
 from aprilsched.observe.report.chart_model import (
     GREY,
     INK,
@@ -654,10 +654,29 @@ def frontier(
         if (spot := _place(row)) is not None:
             axes.scatter(*spot, s=150, marker="D", color=colour, zorder=3, label=label)
         _mark(axes, label, row, colour, above=True)
-    draw_plane(axes, title=title)
+    _draw_plane(axes, title=title)
     if name:
         axes.legend(frameon=False, fontsize=10, loc="lower right")
     return figure
+
+
+def _draw_plane(axes: Axes, *, title: str) -> None:
+    """Draw the axes of speed and its price, and the bound of speed."""
+    axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
+    axes.margins(x=0.08)
+    axes.set_ylim(0, 1.05)
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    finish(
+        axes,
+        title=title,
+        x="price: mean staleness, updates",
+        y="speed: best possible time / time",
+    )
+    axes.annotate(
+        "the bound of any schedule", (0.99, 0.985), xycoords=("axes fraction", "data"),
+        fontsize=10, color=GREY, horizontalalignment="right", verticalalignment="top",
+    )  # fmt: skip
+    axes.grid(alpha=0.25)
 
 
 def _place(row: Figures) -> tuple[float, float] | None:

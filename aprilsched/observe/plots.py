@@ -52,8 +52,9 @@ def comparison(runs: Mapping[str, Run], rows: Sequence[PolicyRow] = ()) -> Figur
 
     Args:
         runs: the runs by policy.
-        rows: their figures, as in comparison.json. If these are means over seeds, they are drawn
-            with bars from the smallest to the largest seed; activity and lengths are of `runs`.
+        rows: figures as in comparison.json; policies without a run are counted in the title. If
+            these are means over seeds, they are drawn with bars from the smallest to the largest
+            seed; activity and lengths are of `runs`.
     """
     figure = new_figure(12, 8)
     (speed, price), (activity, mean) = figure.subplots(2, 2)
@@ -69,10 +70,9 @@ def comparison(runs: Mapping[str, Run], rows: Sequence[PolicyRow] = ()) -> Figur
         for axes in (speed, price, activity, mean):
             note = means if axes in (speed, price) else "first seed"
             axes.set_xlabel(f"{axes.get_xlabel()} ({note})")
-    figure.legend(
-        *activity.get_legend_handles_labels(), loc="outside lower center", ncols=4,
-        frameon=False, fontsize=10,
-    )  # fmt: skip
+    if len(runs) < len(rows):
+        figure.suptitle(f"The {len(runs)} fastest of {len(rows)} policies")
+    _legend(figure, "", 10)
     _label(price, spots, 10)
     return figure
 
@@ -325,42 +325,26 @@ def _draw_price(
     spots: list[_Spot] = []
     for (name, colour), marker in zip(colours.items(), cycle(MARKERS), strict=False):
         row = rows[name]
-        staleness, efficiency = row.staleness_mean, row.step_efficiency
-        if staleness is None or efficiency is None:
+        staleness, speed = row.staleness_mean, row.delivered_tokens_per_s
+        if staleness is None or speed is None:
             continue
         axes.plot(
-            staleness, efficiency, color=colour, marker=marker, markersize=9, zorder=3,
-            clip_on=False,
-        )  # fmt: skip
+            staleness, speed, color=colour, marker=marker, markersize=9, zorder=3, clip_on=False
+        )
         if row.staleness_mean_range is not None:
-            seeds = [each or 0.0 for each in row.by_seed["step_efficiency"]]
             axes.errorbar(
-                staleness, efficiency, color=colour, elinewidth=1, capsize=3,
+                staleness, speed, color=colour, elinewidth=1, capsize=3,
                 xerr=_around([staleness], [row.staleness_mean_range]),
-                yerr=_around([efficiency], [(min(seeds), max(seeds))]),
+                yerr=_around([speed], [row.delivered_tokens_per_s_range]),
             )  # fmt: skip
-        spots.append((fill(name, 24, break_long_words=False), (staleness, efficiency), INK))
-    draw_plane(axes, title="Its price: up and to the left is better")
-    return spots
-
-
-def draw_plane(axes: Axes, *, title: str) -> None:
-    """Draw the axes of speed and its price, and the bound of speed."""
-    axes.axhline(1, color=GREY, linewidth=1, linestyle=":")
+        spots.append((fill(name, 24, break_long_words=False), (staleness, speed), INK))
     axes.margins(x=0.08)
-    axes.set_ylim(0, 1.05)
-    axes.yaxis.set_major_formatter("{x:.0%}")
-    finish(
-        axes,
-        title=title,
-        x="price: mean staleness, updates",
-        y="speed: best possible time / time",
-    )
-    axes.annotate(
-        "the bound of any schedule", (0.99, 0.985), xycoords=("axes fraction", "data"),
-        fontsize=10, color=GREY, horizontalalignment="right", verticalalignment="top",
-    )  # fmt: skip
+    axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # room for labels above the points
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
+    title = "Its price: up and to the left is better"
+    finish(axes, title=title, x="price: mean staleness, updates", y="delivered tokens/s")
+    return spots
 
 
 def _draw_activity(axes: Axes, runs: Mapping[str, Run], colours: Mapping[str, str]) -> None:

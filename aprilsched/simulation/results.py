@@ -23,6 +23,7 @@ from aprilsched.observe.figures.run_figures import RunSummary
 from aprilsched.observe.figures.summary import Remainder, Summary
 from aprilsched.observe.log.usage import RunUsage, UsageRecorder
 from aprilsched.planning import Planner
+from aprilsched.planning.candidates import in_words
 from aprilsched.simulation.engine.settings import SimConfig
 from aprilsched.simulation.modelled_trainer import Costs
 from aprilsched.simulation.virtual import TIMED, Simulation, checked_config, checked_count
@@ -119,7 +120,7 @@ class Measuring:
             batch=np.repeat(np.arange(len(batches)), sizes),
             usage=None if self._usage is None else self._usage.usage(simulation.agenda.now),
             generated_tokens_per_s=self._generation.tokens_per_s(summary.steady_state.burn_in),
-            schedule=state.plan.schedule.why if self.config.over_provision == "auto" else "",
+            schedule=in_words(state.plan.schedule) if self.config.over_provision == "auto" else "",
         )
 
 

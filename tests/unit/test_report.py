@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from rich.console import Console
 
 from aprilsched.__main__ import main
+from aprilsched.cli.runs.pictures import draw_comparison
 from aprilsched.kernel.core.messages import facts as of
 from aprilsched.kernel.core.messages.facts import Fact
 from aprilsched.observe.figures.engine_time import BUSY, PARTS
@@ -290,6 +292,7 @@ def test_two_runs_are_held_against_each_other(reports: Mapping[str, RunReport]):
     turned = {difference.label: difference.verdict for difference in differences(b, a)}
     assert turned["Delivered tokens per second"] == "worse"
     assert {difference.verdict for difference in differences(a, a)} <= {"same", ""}
+    assert verdict(a, b).startswith("Over the whole run, B delivers ")
     assert "more tokens per second" in verdict(a, b)
     assert "as fast as" in verdict(a, a)
 
@@ -300,8 +303,38 @@ def test_a_comparison_of_unknown_staleness_has_no_points(folders: Mapping[str, P
     (row,) = compare({"sync": runs["sync"].summary}).policies
     for known, labels in ((0.0, ["sync"]), (None, [])):
         figure = plots.comparison(runs, [replace(row, staleness_mean=known)])
-        found = [text.get_text() for text in figure.axes[1].texts]
-        assert found == ["the bound of any schedule", *labels]
+        assert [text.get_text() for text in figure.axes[1].texts] == labels
+
+
+def test_the_price_of_policies_is_drawn_at_their_tokens_per_second(folders: Mapping[str, Path]):
+    """Efficiency cannot be compared between policies on different numbers of engines."""
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    runs = {name: read_run(folder) for name, folder in folders.items()}
+    rows = compare({name: run.summary for name, run in runs.items()}).policies
+    figure = plots.comparison(runs, rows)
+    heights = [line.get_ydata()[0] for line in figure.axes[1].lines]
+    assert heights == [row.delivered_tokens_per_s for row in rows]
+
+
+def test_a_comparison_of_many_policies_draws_the_fastest(
+    folders: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    (row,) = compare({"sync": read_run(folders["sync"]).summary}).policies
+    rows = [replace(row, policy=f"p{n}", delivered_tokens_per_s=float(n)) for n in range(1, 11)]
+    draw, figures = plots.comparison, list[Any]()
+
+    def drawn(*arguments: Any) -> Any:
+        figures.append(draw(*arguments))
+        return figures[-1]
+
+    monkeypatch.setattr(plots, "comparison", drawn)
+    names = {each.policy: "sync" for each in rows}
+    draw_comparison(folders["sync"].parent, names, rows, Console())
+    (figure,) = figures
+    bars = [text.get_text() for text in figure.axes[0].get_yticklabels()]
+    assert bars == [f"p{n}" for n in range(10, 2, -1)]
+    assert figure.get_suptitle() == "The 8 fastest of 10 policies"
 
 
 def test_a_comparison_names_what_happened_to_kv(folders: Mapping[str, Path]):

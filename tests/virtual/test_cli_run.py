@@ -225,7 +225,9 @@ def test_simulate_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixtu
     captured = capsys.readouterr()
     text = " ".join(captured.out.split())
     assert "Fastest: april. No policy within 1% of it has a lower mean staleness (" in text
-    assert re.search(r"\). april delivers \+\d+\.\d% tokens/s over sync\.", text)
+    assert re.search(
+        r"\). april delivers \+\d+\.\d% tokens/s over sync in the steady state\.", text
+    )
     assert re.search(r"│ april +│ +[\d,]+ │ +\d\.\d\d │ +\d │ +\d+\.\d% │ +\d+\.\d │", captured.out)
     assert str(out) in captured.err
     done = r"^sync: [\d,]+ tokens/s at a mean staleness of 0\.00\napril: "
@@ -290,6 +292,9 @@ def test_simulate_prints_a_list_of_objects(tmp_path: Path, capsys: pytest.Captur
     rows = json.loads(capsys.readouterr().out)
     names = [row["policy"] for row in rows]
     assert names == ["sync", "april 1.5", "april 2", "auto"]
+    # The last schedule has another forecast than the earlier ones that the figures cover.
+    assert rows[-1]["schedule"]
+    assert "expected" not in rows[-1]["schedule"]
     contract = {
         "policy", "efficiency", "delivered_tokens_per_s", "generated_tokens_per_s",
         "off_policy_share", "staleness_mean", "staleness_max", "length_bias", "wall_s", "batches",
@@ -335,6 +340,11 @@ def test_simulate_describes_the_settings_of_a_policy(
 ):
     arguments = ["--batches", "3", "--batch-groups", "2", "--group-size", "4", "--quiet", *SHORT]
     policies = ["--policy", "april,april:over_provision=1.25,samples:2+pool@1.5"]
+    assert main(["simulate", *policies, *arguments, "--out", str(tmp_path / "n")]) == 0
+    printed = capsys.readouterr().out
+    assert "april 1.25: Waves of 1.25 batches.\n" in printed  # no pace if nothing is trained
+    assert "Modelled engines: SGLang on one H200 with a 4B model.\n" in printed
+    arguments += ["--train-seconds", "1"]
     assert main(["simulate", *policies, *arguments, "--out", str(tmp_path / "o")]) == 0
     printed = capsys.readouterr().out
     assert "april: Launch twice the batch" in printed
@@ -413,8 +423,9 @@ def test_a_policy_names_its_own_pace(tmp_path: Path, capsys: pytest.CaptureFixtu
     output = capsys.readouterr()
     printed, messages = " ".join(output.out.split()), " ".join(output.err.split())
     waits, generates = "Engines wait while the", "Engines generate while the"
-    assert f"sync 1:2: Wait for every last response. {waits}" in printed
-    assert f"april pace=synchronous 1:2: Waves of 2 batches. {waits}" in printed
+    every = "colocated, 1:2, 2:1"
+    assert f"sync {every}: Wait for every last response. {waits}" in printed
+    assert f"april pace=synchronous {every}: Waves of 2 batches. {waits}" in printed
     assert f"with 2 siblings. {generates}" in printed
     assert "samples:2@1.5 pace=asynchronous colocated is left out: pace must be" in messages
     assert "samples:9@2 colocated, 1:2, 2:1 is left out: siblings must be below" in messages

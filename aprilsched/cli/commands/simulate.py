@@ -185,7 +185,7 @@ class SimulateCommand(ComparedSettings):
             if self.split != "all" or self.train_gpu_seconds:
                 raise ConfigError("split and train_gpu_seconds divide GPUs; set gpus too.")
             configs = self.configs(policies, messages, self.delivery)
-            return [Arm(policy=each, shared=self, config=configs[each]) for each in configs]
+            return [Arm(name=p.name, policy=p, shared=self, config=configs[p]) for p in configs]
         arms: list[Arm] = []
         refusals: dict[tuple[str, str], list[str]] = {}
         for split, shared in self._splits():
@@ -199,8 +199,10 @@ class SimulateCommand(ComparedSettings):
                 except ConfigError as error:
                     refusals.setdefault((policy.name, str(error)), []).append(split)
                     continue
-                name = f"{policy.name} {split}"
-                arms.append(Arm(policy=replace(policy, name=name), shared=shared, config=fitting))
+                placed = replace(policy, name=f"{policy.name} {split}")
+                arms.append(
+                    Arm(name=policy.name, split=split, policy=placed, shared=shared, config=fitting)
+                )
         if not arms:
             raise ConfigError(next(message for _, message in refusals))
         for (name, message), splits in refusals.items():
@@ -245,6 +247,9 @@ class SimulateCommand(ComparedSettings):
 class Arm:
     """One row of the table: a policy on its engines."""
 
+    name: str
+    """The policy without the division of the GPUs."""
+    split: str = ""
     policy: Policy
     shared: ComparedSettings
     config: SchedulerConfig
@@ -295,9 +300,16 @@ def main(arguments: Sequence[str]) -> int:
         burn_in = first.summary.steady_state.burn_in
         table = comparison_table(comparison.policies, burn_in, command.workload.limits)
         console.print(table)
+        splits: dict[tuple[str, str], list[str]] = {}
         for arm in arms:
-            _print(console, describe(arm.policy, outcomes[arm.policy.name][-1]))
+            result, trains = outcomes[arm.policy.name][-1], arm.shared.train_seconds > 0
+            text = describe(arm.policy, result, trains=trains)
+            splits.setdefault((arm.name, text), []).append(arm.split)
+        for (name, text), alike in splits.items():
+            _print(console, f"{name} {', '.join(alike)}".rstrip() + f": {text}")
         _print(console, verdict(comparison))
+        model = command.model or "SGLang on one H200 with a 4B model"
+        _print(console, f"Modelled engines: {model}.")
     _print(messages, f"The results are in {root}")
     if not command.json and not command.quiet:
         baseline = comparison.baseline or comparison.policies[0].policy

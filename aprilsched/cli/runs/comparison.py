@@ -8,20 +8,20 @@ from aprilsched.simulation.results import BASELINE, FLAT, SimulationResult
 from aprilsched.simulation.side_by_side import Comparison
 
 
-def describe(policy: Policy, result: SimulationResult) -> str:
-    """Return what a policy did: its schedule, its unit of delivery, its pace, and the schedule that
-    it chose, if any."""
+def describe(policy: Policy, result: SimulationResult, *, trains: bool) -> str:
+    """Return what a policy did: its schedule, its unit of delivery, its pace if `trains`, and the
+    schedule that it chose, if any."""
     policies, what = result.config.policies, policy.what
     if not what:
         ratio = policies.over_provision
         what = f"{policies.refill.describe(f'{ratio:g}') if ratio else 'Automatic schedule'}."
-    text = f"{policy.name}: {what[0].upper()}{what[1:]}"
+    text = f"{what[0].upper()}{what[1:]}"
     if policies.siblings is not None:
         text += f" It delivers single samples with {policies.siblings} siblings."
-    if (pace := result.config.pace) != "auto":
+    if trains and (pace := result.config.pace) != "auto":
         does = "generate" if pace == "asynchronous" else "wait"
         text += f" Engines {does} while the trainer trains."
-    return f"{text} It chose {result.schedule}." if result.schedule else text
+    return f"{text} Its last choice was {result.schedule}." if result.schedule else text
 
 
 def verdict(comparison: Comparison) -> str:
@@ -38,4 +38,4 @@ def verdict(comparison: Comparison) -> str:
     if row.policy == comparison.baseline or row.speedup is None:
         return text
     gain = signed_percent(row.speedup - 1)
-    return f"{text} {row.policy} delivers {gain} tokens/s over {BASELINE}."
+    return f"{text} {row.policy} delivers {gain} tokens/s over {BASELINE} in the steady state."

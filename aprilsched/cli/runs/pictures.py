@@ -15,18 +15,25 @@ from aprilsched.errors import AprilschedError, MissingExtra
 from aprilsched.observe.log.run import read_run
 from aprilsched.simulation import PolicyRow
 
+DRAWN_POLICIES = 8
+"""Largest number of policies in a picture whose bars and colours can be distinguished."""
+
 
 def draw_comparison(
     root: Path, folders: Mapping[str, str], rows: Sequence[PolicyRow], messages: Console
 ) -> None:
-    """Draw the policies, whose runs are in these folders of `root`, in comparison.png there."""
+    """Draw the policies, whose runs are in these folders of `root`, in comparison.png there: of
+    more than `DRAWN_POLICIES`, the fastest."""
     try:
         from aprilsched.observe import plots
         from aprilsched.observe.report.style import save
     except MissingExtra as error:
         messages.print(f"No pictures: {error}", soft_wrap=True, highlight=False, markup=False)
         return
-    runs = {name: read_run(root / folder) for name, folder in folders.items()}
+    drawn = rows
+    if len(rows) > DRAWN_POLICIES:
+        drawn = sorted(rows, key=lambda row: -(row.delivered_tokens_per_s or 0))[:DRAWN_POLICIES]
+    runs = {row.policy: read_run(root / folders[row.policy]) for row in drawn}
     save(plots.comparison(runs, rows), root / "comparison.png")
 
 

@@ -54,7 +54,10 @@ def verdict(a: ReportData, b: ReportData) -> str:
     if abs(change) < _EQUAL:
         return f"B is as fast as A. {price}"
     faster = "more" if change > 0 else "fewer"
-    return f"B delivers {percent(abs(change))} {faster} tokens per second than A. {price}"
+    return (
+        f"Over the whole run, B delivers {percent(abs(change))} {faster} tokens per second than A. "
+        f"{price}"
+    )
 
 
 def _difference(a: Headline, b: Headline, *, judged: bool) -> Difference:

@@ -72,7 +72,7 @@ def ran(config: Mapping[str, Any], summary: RunSummary) -> list[str]:
     scheduler, names = config.get("scheduler", {}), config.get("engine", [])
     engines = ", ".join(map(str, names[:4])) + ("" if len(names) <= 4 else ", …")
     if names == ["sim"]:
-        engines = "embedded, modelled on one H200 with a 4B model"
+        engines = f"embedded, modelled on {config.get('model') or 'one H200 with a 4B model'}"
     took = config.get("train_seconds")
     trainer = f"; the trainer takes {took:g} s for each" if took else ""
     workload = f"built-in workload ({_settings(config.get('workload', {}))})"
