@@ -92,53 +92,55 @@ def frontier(
     height: float | None = None,
     title: str = "",
 ) -> Figure:
-    """Draw speed against staleness, one line for each family of arms.
+    """Draw speed against staleness, with a line that joins the ratios of each family of arms.
 
-    Bars are the smallest and the largest of several seeds. The point that is nearest to a label is
-    its own, unless a line leads from the label to its point; a label is left out if it would cover
-    another label, a point or a line at every place. The legend has the names of
-    families without the modules of your own rules.
+    Numbers are over-provisioning ratios, "auto" is not joined, and bars are the smallest and the
+    largest of several seeds. The point that is nearest to a label is its own, unless a line leads
+    from the label to its point; a label is left out if it would cover another label, a point or a
+    line at every place. The legend has the names of families without the modules of your own
+    rules, and leaves out a single point that its label names.
 
     Args:
-        points: the arms; the part of a name after "@" is the label of its point.
+        points: the arms, by names such as "wave@2" or "wave@2 max_staleness=4". Those with the same
+            rule and settings are a family; the ratio is the label, or else the whole name.
         width: in inches. Text has 8 points below 8 inches and 10 from there on, so draw the picture
             in the size in which it is shown: 3.3 for a column of two.
-        height: in inches; None for half of the width, and the rows of the legend.
+        height: in inches; None for half of the width, and the rows of a legend below the axes.
         title: a title; none if empty, as in papers.
     """
     size = 8 if width < 8 else 10
-    figure = new_figure(width, 20 + width)  # large enough to measure any legend in it
+    figure = new_figure(width, height or max(2.4, width / 2))
     axes = figure.subplots()
-    names, spots = [point.policy.partition("@")[0] for point in points], list[_Spot]()
-    siblings = dict(zip(names, (point.siblings for point in points), strict=True))
-    styles = dict(zip(siblings, zip(cycle(COLOURS), cycle(MARKERS), strict=False), strict=False))
-    for name in sorted(siblings, key=lambda name: siblings[name] is not None):
-        colour, marker = styles[name]
-        own = [point for point, family in zip(points, names, strict=True) if family == name]
-        own.sort(key=_staleness)
-        staleness, speeds = [*map(_staleness, own)], [*map(_speed, own)]
+    families, spots = dict[str, list[tuple[str, PolicyRow]]](), list[_Spot]()
+    for point in points:
+        rule, _, rest = point.policy.partition("@")
+        ratio, _, settings = rest.partition(" ")
+        families.setdefault(f"{rule} {settings}".strip(), []).append((ratio or rule, point))
+    siblings = {name: family[0][1].siblings for name, family in families.items()}
+    styles = dict(zip(families, zip(cycle(COLOURS), cycle(MARKERS), strict=False), strict=False))
+    for name, (colour, marker) in sorted(styles.items(), key=lambda s: siblings[s[0]] is not None):
+        labels, own = zip(*sorted(families[name], key=lambda p: _staleness(p[1])), strict=True)
+        x, y = np.array([*map(_staleness, own)]), np.array([*map(_speed, own)])
+        joined = np.array(labels) != "auto"
         axes.plot(
-            staleness, speeds, color=colour, marker=marker, markersize=size - 3, linewidth=1.6,
-            label=fill(_legend_name(name, siblings[name]), 27),
+            x[joined], y[joined], color=colour, marker=marker, markersize=size - 3, linewidth=1.6,
+            label="" if labels == (name,) else fill(_legend_name(name, siblings[name]), 27),
         )  # fmt: skip
         axes.errorbar(
-            staleness, speeds, color=colour, fmt="none", elinewidth=1, capsize=3, zorder=1,
-            xerr=_around(staleness, [p.staleness_mean_range for p in own]),
-            yerr=_around(speeds, [p.delivered_tokens_per_s_range for p in own]),
+            x, y, color=colour, fmt=marker, ms=size - 3, elinewidth=1, capsize=3, zorder=1,
+            xerr=_around(x, [p.staleness_mean_range for p in own]),
+            yerr=_around(y, [p.delivered_tokens_per_s_range for p in own]),
         )  # fmt: skip
-        spots += [(p.policy.rpartition("@")[2], (_staleness(p), _speed(p)), colour) for p in own]
+        spots += zip(labels, zip(x, y, strict=True), cycle([colour]), strict=False)
     axes.margins(x=0.06)
     ends = [p.delivered_tokens_per_s_range or (0.0, _speed(p)) for p in points]
     axes.set_ylim(0, 1.1 * max(most for _, most in ends))
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.grid(alpha=0.25)
-    x = "mean staleness of delivered tokens, updates"
-    finish(axes, title=title, x=x, y="delivered tokens/s", size=size)
-    note = "numbers: over-provisioning ratio"
-    if (seeds := max(point.seeds for point in points)) > 1:
-        note += f"; bars: range of {seeds} seeds"
-    legend_height = _legend(figure, fill(note, int(140 * width / size)), size)
-    figure.set_size_inches(width, height or max(2.4, width / 2) + legend_height)
+    unit = "mean staleness of delivered tokens, updates"
+    finish(axes, title=title, x=unit, y="delivered tokens/s", size=size)
+    legend_height = _legend(axes, figure, size)
+    figure.set_size_inches(width, height or figure.get_figheight() + legend_height)
     _label(axes, spots, size)
     return figure
 
@@ -146,22 +148,26 @@ def frontier(
 def _legend_name(family: str, siblings: int | None) -> str:
     """Return the unit of delivery and the rule; a rule of the user is named without its module."""
     unit = "whole groups" if siblings is None else f"single samples, {siblings} siblings"
-    rule = re.sub(r"^(groups$|samples(:\d+)?(\+|$)|([A-Za-z_]\w*\.)+(?=[A-Za-z_]))", "", family)
+    rule = re.sub(r"^(groups$|samples(:\d+)?(\+| |$))?((\w+\.)+(?=[A-Za-z_]))?", "", family)
     return f"{unit}, {rule}" if rule else unit
 
 
-def _legend(figure: Figure, title: str, size: int) -> float:
-    """Add a legend below the axes with as many columns as fit, and return its height in inches."""
-    for columns in range(6, 0, -1):
+def _legend(axes: Axes, figure: Figure, size: int) -> float:
+    """Add a legend in the lower right corner of the axes if it covers nothing there, or else below
+    them with as many columns as fit; return the height that it needs below, in inches."""
+    figure.draw_without_rendering()  # lays the axes out
+    covered = _covered(axes, figure.dpi / 72)
+    for columns in (0, 6, 5, 4, 3, 2, 1):
         legend = figure.legend(
-            loc="outside lower center", ncols=columns, frameon=False, fontsize=size,
-            title=title, title_fontsize=size, columnspacing=1, handlelength=1.6,
-            labelspacing=0.25, handletextpad=0.5, borderpad=0,
+            *axes.get_legend_handles_labels(), frameon=False, fontsize=size, columnspacing=1,
+            handlelength=1.6, labelspacing=0.25, handletextpad=0.5, borderpad=0,
+            ncols=columns or 1, loc="outside lower center" if columns else "lower right",
+            bbox_to_anchor=None if columns else (1, 0), bbox_transform=axes.transAxes,
         )  # fmt: skip
-        figure.draw_without_rendering()
-        extent = legend.get_window_extent()
-        if extent.width <= figure.bbox.width or columns == 1:
-            return extent.height / figure.dpi
+        box = legend.get_window_extent()
+        fits = columns == 1 or box.width <= (figure if columns else axes).bbox.width
+        if fits and (columns or not _overlap(box.get_points()[None], covered)):
+            return box.height / figure.dpi if columns else 0.0
         legend.remove()
     raise AssertionError
 
@@ -175,7 +181,7 @@ def _staleness(row: PolicyRow) -> float:
 
 
 def _around(
-    values: Sequence[float], ranges: Sequence[tuple[float, float] | None]
+    values: Sequence[float] | NDArray[np.float64], ranges: Sequence[tuple[float, float] | None]
 ) -> NDArray[np.float64]:
     """Return the distances from the values to the ends of their ranges, float64 [2, n]."""
     ends = [each or (value, value) for value, each in zip(values, ranges, strict=True)]
@@ -195,7 +201,8 @@ def _label(axes: Axes, spots: Sequence[_Spot], size: int) -> None:
     assert figure is not None  # noqa: S101 - `axes` were made by a figure
     figure.draw_without_rendering()  # lays the axes out, so that places in pixels are known
     unit, inside = figure.dpi / 72, axes.get_window_extent().get_points()
-    taken, labels = _covered(axes, unit), np.empty((0, 2, 2))
+    legends = [legend.get_window_extent().get_points()[None] for legend in figure.legends]
+    taken, labels = np.concatenate([_covered(axes, unit), *legends]), np.empty((0, 2, 2))
     places = np.array([spot for _, spot, _ in spots], float).reshape(-1, 2)  # may be empty
     at: _Pixels = axes.transData.transform(places)
     apart = _distances(at, at)

@@ -31,8 +31,8 @@ def frontier(
     """Simulate each arm under each seed, and return its figures, means over the seeds.
 
     Args:
-        arms: configurations by name. :func:`aprilsched.observe.plots.frontier` draws those with the
-            same name before an "@" as one line.
+        arms: configurations by name. :func:`aprilsched.observe.plots.frontier` joins those with
+            the same rule before an "@" and the same settings after the ratio, except "auto".
         run: simulates a configuration under a seed, for example with
             :func:`aprilsched.simulation.simulate`.
         seeds: number of seeds.

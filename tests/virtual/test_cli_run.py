@@ -291,7 +291,7 @@ def test_simulate_prints_a_list_of_objects(tmp_path: Path, capsys: pytest.Captur
     assert main(["simulate", "--quiet", *policies, *arguments, "--out", out]) == 0
     rows = json.loads(capsys.readouterr().out)
     names = [row["policy"] for row in rows]
-    assert names == ["sync", "april 1.5", "april 2", "auto"]
+    assert names == ["sync", "april@1.5", "april@2", "auto"]
     # The last schedule has another forecast than the earlier ones that the figures cover.
     assert rows[-1]["schedule"]
     assert "expected" not in rows[-1]["schedule"]
@@ -348,7 +348,7 @@ def test_simulate_describes_the_settings_of_a_policy(
     assert main(["simulate", *policies, *arguments, "--out", str(tmp_path / "o")]) == 0
     printed = capsys.readouterr().out
     assert "april: Launch twice the batch" in printed
-    assert "april 1.25: Waves of 1.25 batches. Engines wait while the trainer trains.\n" in printed
+    assert "april@1.25: Waves of 1.25 batches. Engines wait while the trainer trains.\n" in printed
     pool = "samples:2+pool@1.5: A pool of 1.5 batches, refilled 4 groups together."
     assert f"{pool} It delivers single samples with 2 siblings. Engines wait" in printed
 

@@ -122,7 +122,19 @@ def test_the_arms_may_be_lengths_of_a_file(tmp_path: Path, capsys: pytest.Captur
     arms = ["--arms", "april:over_provision=1.5|2", "--out", "none", "--json", "--quiet"]
     assert main(["frontier", *lengths, *arms]) == 0
     names: list[str] = [row["policy"] for row in json.loads(capsys.readouterr().out)]
-    assert names == ["april 1.5", "april 2"]
+    assert names == ["april@1.5", "april@2"]
+
+
+def test_the_caption_states_how_groups_of_lengths_are_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "lengths.txt"
+    path.write_text("40 55 70 900")
+    shape = ["--batches", "4", "--batch-groups", "2", "--arms", "wave@2", "--out", "none", "--json"]
+    for more, share in ([], "0.5"), (["--within-group", "0.9"], "0.9"):
+        assert main(["frontier", *shape, "--lengths", str(path), *more, "--quiet"]) == 0
+        caption = json.loads(capsys.readouterr().out)[0]["caption"]
+        assert f"at most 900 tokens ({path}; within_group={share} is assumed); " in caption
 
 
 def test_a_stored_frontier_is_redrawn_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -139,9 +151,12 @@ def test_a_stored_frontier_is_redrawn_alike(tmp_path: Path, capsys: pytest.Captu
     assert redrawn.out == simulated.out
     assert again.read_bytes() == first.read_bytes()
     caption = (
-        "Simulated: delivered tokens per second against their mean staleness, with batches of 4 "
-        "groups of 4, responses of at most 600 tokens, 1 engine, and KV kept at updates; means "
-        "and ranges (bars) of seeds 3 to 4."
+        "Simulated: delivered tokens per second against their mean staleness, by over-provisioning "
+        "ratio (numbers), means and ranges (bars) of seeds 3 to 4. 6 batches of 4 groups of 4, of "
+        "which the first 1 do not count; responses of at most 600 tokens (lognormal with median 60 "
+        "and sigma 0.9; within_group=0.5 is assumed); 1 engine with step times of Qwen3-4B on an "
+        "H200, 1,000,000 tokens of KV each, and KV kept at updates; the trainer takes 0 s for a "
+        "batch."
     )
     assert {row["caption"] for row in json.loads(simulated.out)} == {caption}
     for captured in (simulated, redrawn):
@@ -199,10 +214,66 @@ def test_a_stored_frontier_with_a_wrong_field_is_refused(
 
 def test_the_caption_names_all_settings_of_the_arms(capsys: pytest.CaptureFixture[str]):
     arms = ["--arms", "wave@2,wave@2:group_size=2:straggler=retract", "--sim.engines", "2"]
-    assert main(["frontier", *SMALL, *arms, "--out", "none", "--json", "--quiet"]) == 0
+    more = ["--burn-in", "2", "--sim.kv-tokens", "90000", "--train-seconds", "1.5"]
+    more += ["--model", "experiments/frontier/moe.toml"]
+    assert main(["frontier", *SMALL, *arms, *more, "--out", "none", "--json", "--quiet"]) == 0
     caption = json.loads(capsys.readouterr().out)[0]["caption"]
-    assert "batches of 4 groups of 2 or 4 groups of 4, " in caption
-    assert caption.endswith("2 engines, and KV kept or recomputed at updates; seed 0.")
+    assert "seed 0. 6 batches of 4 groups of 2 or 4 groups of 4, of which the first 2 do" in caption
+    assert caption.endswith(
+        "2 engines with step times of experiments/frontier/moe.toml, 90,000 tokens of KV each, and "
+        "KV kept or recomputed at updates; the trainer takes 1.5 s for a batch."
+    )
+
+
+def test_a_rule_of_your_own_delivers_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "late_rules.py").write_text(
+        "from dataclasses import replace\n"
+        "def late(config):\n"
+        "    return replace(config, over_provision=3.0, refill='pool')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    out = ["--out", "none", "--json", "--quiet"]
+    assert main(["frontier", *SMALL, "--arms", "samples:2+late_rules.late@1.5|2", *out]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    names = ["samples:2+late_rules.late@1.5", "samples:2+late_rules.late@2"]
+    assert [(row["policy"], row["siblings"]) for row in rows] == [(name, 2) for name in names]
+    assert [row["settings"]["scheduler"]["over_provision"] for row in rows] == [1.5, 2.0]
+    assert {str(row["settings"]["scheduler"]["refill"]) for row in rows} != {"wave"}
+    assert main(["frontier", *SMALL, "--arms", "late_rules.late+samples:2@2", *out]) == 2
+    assert "must be groups, samples or samples:SIBLINGS, got 'late_rules" in capsys.readouterr().err
+
+
+def test_a_line_joins_the_ratios_of_a_rule_with_its_settings():
+    """A preset has a line too, "auto" has none, and other settings are another line."""
+    plots = pytest.importorskip("aprilsched.observe.plots")
+    arms = ["april@1.25", "april@2", "samples:4@1.5", "samples:4@auto", "samples:4@2",
+            "samples:4@1.5 max_staleness=4", "samples:4@auto max_staleness=4", "auto"]  # fmt: skip
+    points = [point(arm, n / 2, 4000.0 + 500 * n) for n, arm in enumerate(arms)]
+    (axes,) = plots.frontier(points).axes
+    lines, names = axes.get_legend_handles_labels()
+    joined = {
+        " ".join(name.split()): [float(x) for x in line.get_xdata()]
+        for line, name in zip(lines, names, strict=True)
+    }
+    assert joined == {
+        "whole groups, april": [0.0, 0.5],
+        "single samples, 4 siblings": [1.0, 2.0],
+        "single samples, 4 siblings, max_staleness=4": [2.5],
+    }
+    marked = {float(x) for line in axes.lines for x in line.get_xdata()}
+    assert marked >= {n / 2 for n in range(len(arms))}
+    labels = [text.get_text() for text in axes.texts]
+    assert sorted(labels) == ["1.25", "1.5", "1.5", "2", "2", "auto", "auto", "auto"]
+
+
+def test_the_table_of_a_frontier_fits_into_80_columns():
+    points = [point("samples:4@1.25", 1.5, 12345.6, 0.03)]
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(frontier_table(points))
+    assert "│ samples:4@1.25 │" in captured.get()
 
 
 def test_the_table_of_a_frontier_folds_long_names():
@@ -242,8 +313,9 @@ def test_labels_of_a_frontier_cover_nothing(width: float, height: float):
     inside = axes.get_window_extent()
     assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 for box in boxes)
     (legend,) = figure.legends
-    note = "numbers: over-provisioning ratio; bars: range of 2 seeds"
-    assert " ".join(legend.get_title().get_text().split()) == note
+    box = legend.get_window_extent()
+    assert not [spot for spot in spots if box.contains(*spot)]
+    assert not [text for text in boxes if text.overlaps(box)]
 
 
 @each_row("width", [9.0, 7.0, 3.3])
@@ -265,7 +337,7 @@ def test_a_frontier_fits_into_its_page(width: float, tmp_path: Path):
     assert axes.get_ylim()[0] == 0
     assert axes.get_window_extent().height > 1.5 * figure.dpi
     shown = [axes.xaxis.label, axes.yaxis.label, *axes.texts, *legend.get_texts()]
-    for text in [*shown, legend.get_title()]:
+    for text in shown:
         box = Text.get_window_extent(text)
         assert page.x0 <= box.x0 < box.x1 <= page.x1, text
         assert page.y0 <= box.y0 < box.y1 <= page.y1, text
@@ -285,15 +357,16 @@ def test_twenty_kinds_of_arms_differ_in_the_picture():
 def test_the_legend_names_the_unit_and_the_rule():
     plots = pytest.importorskip("aprilsched.observe.plots")
     points = [point("samples:4@2", 1.0, 5.0), point("wave@2", 1.0, 5.0), point("auto", 2.0, 6.0)]
-    points += [point("april 1.5", 3.0, 5.0), point("my_rules.thirds@2", 3.0, 7.0)]
+    points += [point("april@1.5", 3.0, 5.0), point("my_rules.thirds@2", 3.0, 7.0)]
     points.append(point("samples:4+pool@2", 4.0, 5.0))
     points.append(replace(points[-1], policy="a.b.c@2"))
+    points.append(replace(points[-1], policy="samples:4+a.b.d@2"))
     figure = plots.frontier(points)
     _, names = figure.axes[0].get_legend_handles_labels()
-    groups = ["wave", "auto", "april 1.5", "thirds"]
+    groups = ["wave", "april", "thirds"]
     assert [name.replace("\n", " ") for name in names] == [
         *(f"whole groups, {name}" for name in groups),
-        *(f"single samples, 4 siblings{name}" for name in ("", ", pool", ", c")),
+        *(f"single samples, 4 siblings{name}" for name in ("", ", pool", ", c", ", d")),
     ]
 
 
@@ -322,6 +395,13 @@ def test_a_label_is_read_as_that_of_its_point(width: float):
     lines, names = axes.get_legend_handles_labels()
     families = [" ".join(name.split()).split(", ")[-1] for name in names]
     colours = dict(zip(families, [line.get_color() for line in lines], strict=True))
+    assert not {"sync", "auto"} & colours.keys(), "named by their labels"
+    colours |= {
+        name: line.get_color()
+        for name in ("sync", "auto")
+        for line in axes.lines
+        if CROWDED[name] in map(tuple, line.get_xydata())
+    }
     places = {arm: axes.transData.transform(where) for arm, where in CROWDED.items()}
     assert len(axes.texts) == len(points)
     leaders = 0

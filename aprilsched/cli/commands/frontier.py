@@ -26,6 +26,7 @@ from aprilsched.cli.runs.virtual_time import simulate
 from aprilsched.config import SchedulerConfig
 from aprilsched.errors import ConfigError
 from aprilsched.kernel.values.extras import extra
+from aprilsched.observe.figures.summary import default_burn_in
 from aprilsched.simulation import PolicyRow, SimulationResult, frontier
 
 DEFAULT_ARMS = (
@@ -165,15 +166,20 @@ def _simulated(command: FrontierCommand, messages: Console) -> list[dict[str, An
 
 
 def _caption(command: FrontierCommand, arms: Mapping[str, SchedulerConfig]) -> str:
-    """Return a sentence for the caption of the picture."""
-    configs, engines, seeds = arms.values(), command.sim.engines, command.every_seed
-    sizes = {f"{each.batch_groups} groups of {each.group_size}" for each in configs}
-    kv = {_KV[each.cached_kv] for each in configs}
-    cap = command.workload.checked(seed=command.seed, group_size=command.group_size).cap
+    """Return the caption of the picture."""
+    configs, sim, seeds = arms.values(), command.sim, command.every_seed
+    sizes = " or ".join(sorted({f"{c.batch_groups} groups of {c.group_size}" for c in configs}))
+    kv = " or ".join(sorted({_KV[each.cached_kv] for each in configs}))
+    work = command.workload.checked(seed=command.seed, group_size=command.group_size)
+    drawn = f"lognormal with median {work.median:g} and sigma {work.sigma:g}"
     values = f"means and ranges (bars) of seeds {seeds[0]} to" if len(seeds) > 1 else "seed"
+    burn_in = default_burn_in(command.batches) if command.burn_in is None else command.burn_in
     return (
-        "Simulated: delivered tokens per second against their mean staleness, with batches of "
-        f"{' or '.join(sorted(sizes))}, responses of at most {cap:,} tokens, {engines} "
-        f"engine{'s' * (engines != 1)}, and KV {' or '.join(sorted(kv))} at updates; "
-        f"{values} {seeds[-1]}."
+        "Simulated: delivered tokens per second against their mean staleness, by over-provisioning "
+        f"ratio (numbers), {values} {seeds[-1]}. {command.batches} batches of {sizes}, of which "
+        f"the first {burn_in} do not count; responses of at most {work.cap:,} tokens ("
+        f"{command.workload.lengths or drawn}; within_group={work.within_group:g} is assumed); "
+        f"{sim.engines} engine{'s' * (sim.engines != 1)} with step times of "
+        f"{command.model or 'Qwen3-4B on an H200'}, {sim.kv_tokens:,} tokens of KV each, and KV "
+        f"{kv} at updates; the trainer takes {command.train_seconds:g} s for a batch."
     )

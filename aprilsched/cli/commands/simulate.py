@@ -38,7 +38,7 @@ COLOCATED = "colocated"
 EVERYDAY = (
     "policy delivery seeds gpus train-gpu-seconds split batches batch-groups group-size kv "
     "max-staleness train-seconds sim.engines sim.max-running sim.kv-tokens model median sigma cap "
-    "lengths seed out json quiet"
+    "lengths within-group seed out json quiet"
 )
 """The flags that ``--help`` shows; ``--help-all`` shows the others too."""
 

@@ -1,12 +1,13 @@
 """The policies named on a command line: presets, optionally with changed settings, and arms.
 
 ``april`` is an unchanged preset, ``april:over_provision=1.5`` is the preset with another ratio, and
-``april:over_provision=1.25|1.5|2`` is three of them, shown as "april 1.25" and so on. A setting is
+``april:over_provision=1.25|1.5|2`` is three of them, shown as "april@1.25" and so on. A setting is
 named by its path in :class:`SchedulerConfig`, as in ``pool:refill.until=0.25``.
 
 An arm is a refill rule or a delivery, or both, with a ratio: ``wave@2``, ``pool@1.75``,
 ``samples:4@1.5`` (single samples with 4 siblings, from waves), ``samples:4+pool@1.5`` and
-``samples:4@auto``. Settings follow here too: ``samples:4@1.5:pace=asynchronous``.
+``samples:4@auto``. Settings follow here too: ``samples:4@1.5:pace=asynchronous``. A function of
+yours may deliver samples too: ``samples:4+my_rules.mine@1.5``.
 
 A name with a dot is an import path, ``my_rules.mine``: a function that changes a configuration as a
 preset does, and takes settings and ratios as well: ``my_rules.mine@1.5|2``. It is imported only
@@ -109,7 +110,9 @@ def _expand(name: str, presets: Mapping[str, Preset]) -> list[Policy]:
         what, *settings = name.split(":")
     preset, arm = presets.get(what), tuple[tuple[str, Any], ...]()
     if "." in what:
-        preset = _imported(what)
+        unit, plus, path = what.rpartition("+")
+        arm = tuple(delivery(unit).items()) if plus else ()
+        preset = _imported(path)
     elif at and preset is None:
         preset, arm = replace, tuple(_arm(what).items())
     if preset is None:
@@ -117,12 +120,12 @@ def _expand(name: str, presets: Mapping[str, Preset]) -> list[Policy]:
         raise ConfigError(f"{what!r} is no policy; the nearest known one is {near}.")
     policies: list[Policy] = []
     for changes in product(*(_choices(what, setting) for setting in settings)):
-        shown = changes[1:] if at else changes
-        first = f"{what}@{changes[0][1]}" if at else what
-        automatic = arm and ("over_provision", "auto") in changes
+        ratio = dict(changes).get("over_provision")
+        shown = [f"{key}={value}" for key, value in changes if key != "over_provision"]
+        automatic = preset is replace and ratio == "auto"
         policies.append(
             Policy(
-                name=" ".join([first, *(_short(key, value) for key, value in shown)]),
+                name=" ".join([what if ratio is None else f"{what}@{ratio}", *shown]),
                 preset=PRESETS["auto"] if automatic else preset,
                 changes=arm + changes,
             )
@@ -161,10 +164,6 @@ def _imported(path: str) -> Preset:
             raise ConfigError(f"{path} raised {type(error).__name__}: {error}.") from error
 
     return preset
-
-
-def _short(path: str, value: Any) -> str:
-    return f"{value}" if path == "over_provision" else f"{path}={value}"
 
 
 def _choices(preset: str, setting: str) -> list[tuple[str, Any]]:

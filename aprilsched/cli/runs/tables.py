@@ -100,7 +100,7 @@ def _steady_table(
         title += ", exact limits"
     table = Table(name, title=title)
     table.columns[0].overflow = "fold"
-    for column in ("tokens/s", "staleness", "oldest", "off-policy", last):
+    for column in ("tokens/s", "staleness", "oldest", "off-\npolicy", last):
         table.add_column(column, justify="right", no_wrap=True)
     for row, value in zip(rows, values, strict=True):
         table.add_row(

@@ -35,7 +35,7 @@ _BLACK = ("black", "k", INK)
 
 class _Picture(Figure):
     """A figure without a background, whose text and axes are in :data:`INK`; black in a PDF, which
-    has a white page and embeds its fonts as TrueType, as publishers require.
+    has a white page and embeds its fonts as TrueType, as publishers require. An SVG contains text.
 
     Elements that matplotlib draws in black by default are coloured when the figure is drawn, even
     in a notebook. matplotlib's settings are not used, because they are global and belong to the
@@ -47,7 +47,8 @@ class _Picture(Figure):
     def savefig(self, *args: Any, **settings: Any) -> None:
         name = settings.get("format") or (args[0] if args else settings.get("fname"))
         self._ink = "black" if str(name).lower().endswith("pdf") else INK
-        with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "aprilsched"}):  # for ids in an SVG
+        # The salt makes the ids in an SVG reproducible.
+        with rc_context({"pdf.fonttype": 42, "svg.fonttype": "none", "svg.hashsalt": "aprilsched"}):
             super().savefig(*args, **settings)
 
     def draw(self, renderer: RendererBase) -> None:
