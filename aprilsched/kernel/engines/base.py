@@ -254,8 +254,9 @@ def label_parts(label: str | None) -> tuple[int, str]:
     """Return number and run of a label such as "7@3f2a9c", and (0, "") for a name.
 
     The run is empty in a decimal number, the label of a trainer that labels its weights itself.
+    What follows a second "@" is a mark of the folder that the weights came from.
     """
-    number, _, run = (label or "").partition("@")
+    number, run, *_ = [*(label or "").split("@"), ""]
     is_number = number.isascii() and number.isdigit() and len(number) <= _LABEL_DIGITS
     return (int(number), run) if is_number else (0, "")
 

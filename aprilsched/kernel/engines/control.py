@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Awaitable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -39,6 +41,10 @@ def decode(engine: str, what: str, body: bytes, kind: type[T], *, program: str) 
         raise EngineProtocolError(
             engine, f"does not answer {what} like {program} ({quote(str(error))})."
         ) from error
+
+
+def _folder_mark(folder: str) -> str:
+    return f"{zlib.crc32(folder.encode()):08x}" if folder else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +177,10 @@ class Control(Generic[FactsT]):
         """Names of the processes whose labels count, this one's first; any if it is empty."""
         self._shown = self._foreign = ""
         """The label that the server has shown last, and one that is not the run's."""
+        self._folder = ""
+        """The folder that the server has loaded last, if it shows it."""
+        self._marks_folder = False
+        """Whether labels name the folder: a load without a label would leave the one before it."""
 
     @property
     def facts(self) -> FactsT:
@@ -200,14 +210,19 @@ class Control(Generic[FactsT]):
                 f"{self._open_update} failed, so its weights are a mixture of old and new; it "
                 "needs a complete refit.",
             )
-        if version == FOREIGN or self._shown == self._foreign != "":
+        mark = self._shown.split("@")[2:]
+        other = mark and self._marks_folder and mark != [_folder_mark(self._folder)]
+        if version == FOREIGN or other or self._shown == self._foreign != "":
             shown = f'has weights labelled "{quote(self._shown)}"'
+            if other:
+                shown = f"{shown}, but from {quote(self._folder)}"
             raise InconsistentWeights(self.name, f"{shown}, which this run has not loaded.")
         return version
 
     def join_run(self, name: str, former: str, *, decimal: bool) -> None:
         """See :meth:`aprilsched.kernel.engines.base.HasLabel.join_run`."""
-        self._runs = (name, former)
+        # A trainer that labels the weights may load them before it does.
+        self._runs, self._marks_folder = (name, former), not decimal
         number, run = label_parts(self.label)
         trusted = decimal or not former or self._first_version is not None
         self._foreign = self.label if number and not run and not trusted else ""
@@ -306,9 +321,11 @@ class Control(Generic[FactsT]):
     async def _wake(self, tags: Sequence[str]) -> None:
         raise NotImplementedError
 
-    def _name_of(self, version: int) -> str:
-        """The label of a version."""
-        return "@".join((str(version - (self._first_version or 0)), *self._runs[:1]))
+    def _name_of(self, version: int, folder: Path | None = None) -> str:
+        """The label of a version, of `folder` or of the one that was loaded last."""
+        mark = _folder_mark(str(folder or self._folder)) if self._marks_folder else ""
+        number = str(version - (self._first_version or 0))
+        return "@".join(filter(None, (number, *self._runs[:1], mark)))
 
     def _version_of(self, label: str) -> int:
         return version_number(label, self._first_version or 0, self._runs)

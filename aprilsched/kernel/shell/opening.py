@@ -155,10 +155,11 @@ def _log_labels(engines: Sequence[Engine], versions: Sequence[int | None]) -> No
 async def _version(engine: Engine, may_differ: bool) -> int | None:
     try:
         return await engine.version()
-    except InconsistentWeights:
-        if may_differ:
-            return None
-        raise
+    except InconsistentWeights as error:
+        if not may_differ:
+            raise
+        log.warning("engine %s", error)
+        return None
 
 
 def _check_engine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engine]) -> None:

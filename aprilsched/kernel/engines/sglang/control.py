@@ -143,7 +143,10 @@ class ServerControl(Control[ServerFacts]):
     # --- weights -------------------------------------------------------------------------------
 
     async def ask_label(self) -> str:
-        return (await self._questions.get("model_info", ModelInfo)).weight_version
+        shown = await self._questions.get("model_info", ModelInfo)
+        # A gateway may name another of its engines' folders after a restart.
+        self._folder = "" if self.facts.is_gateway else shown.model_path
+        return shown.weight_version
 
     async def _ask_process(self) -> object:
         return await self._questions.get("server_info", ServerProcess)
@@ -167,7 +170,7 @@ class ServerControl(Control[ServerFacts]):
                     {
                         "model_path": str(path),
                         "load_format": "auto",
-                        "weight_version": self._name_of(version),
+                        "weight_version": self._name_of(version, path),
                     },
                 )
             except EngineRejected as error:
