@@ -234,11 +234,12 @@ class HasLabel(Protocol):
         """The label of the weights that it had when it was opened."""
         ...
 
-    def join_run(self, name: str, former: str, *, decimal: bool) -> None:
+    def join_run(self, name: str, former: str, *, decimal: bool, fresh: bool = False) -> None:
         """Label weights by version and `name` from now on, as in "7@3f2a9c".
 
         Labels of `former` count too, until :meth:`keep_label`; those of other names do not. Unless
         `decimal`, or `former` is empty, a decimal number does not count: another program set it.
+        A `fresh` run takes the weights of a label as they are until then, whatever their folder.
         """
         ...
 

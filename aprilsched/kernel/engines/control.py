@@ -179,8 +179,9 @@ class Control(Generic[FactsT]):
         """The label that the server has shown last, and one that is not the run's."""
         self._folder = ""
         """The folder that the server has loaded last, if it shows it."""
-        self._marks_folder = False
-        """Whether labels name the folder: a load without a label would leave the one before it."""
+        self._marks_folder = self._is_fresh = False
+        """Whether labels name the folder, which shows a load without a label; and whether the label
+        is taken as it is until :meth:`keep_label`."""
 
     @property
     def facts(self) -> FactsT:
@@ -211,7 +212,8 @@ class Control(Generic[FactsT]):
                 "needs a complete refit.",
             )
         mark = self._shown.split("@")[2:]
-        other = mark and self._marks_folder and mark != [_folder_mark(self._folder)]
+        compared = mark and self._marks_folder and not self._is_fresh
+        other = compared and mark != [_folder_mark(self._folder)]
         if version == FOREIGN or other or self._shown == self._foreign != "":
             shown = f'has weights labelled "{quote(self._shown)}"'
             if other:
@@ -219,10 +221,12 @@ class Control(Generic[FactsT]):
             raise InconsistentWeights(self.name, f"{shown}, which this run has not loaded.")
         return version
 
-    def join_run(self, name: str, former: str, *, decimal: bool) -> None:
+    def join_run(self, name: str, former: str, *, decimal: bool, fresh: bool = False) -> None:
         """See :meth:`aprilsched.kernel.engines.base.HasLabel.join_run`."""
-        # A trainer that labels the weights may load them before it does.
-        self._runs, self._marks_folder = (name, former), not decimal
+        self._runs, self._is_fresh = (name, former), fresh
+        # A trainer may load weights before it labels them, and a gateway that was restarted may
+        # show another of its engines' folders.
+        self._marks_folder = not (decimal or self.facts.is_gateway)
         number, run = label_parts(self.label)
         trusted = decimal or not former or self._first_version is not None
         self._foreign = self.label if number and not run and not trusted else ""
@@ -232,7 +236,7 @@ class Control(Generic[FactsT]):
         name, (number, run) = self._runs[0], label_parts(self._shown)
         if known and run != name and (number or run):
             await self.set_label(self._name_of(self._version_of(self._shown)))
-        self._runs = (name,)
+        self._runs, self._is_fresh = (name,), False
 
     async def verify(self) -> int:
         """Ask for the policy version; raise if the process is not the one that was opened."""
@@ -255,6 +259,7 @@ class Control(Generic[FactsT]):
         """Mark the weights as `version`; raise if the server reports another version."""
         await self._check_process()
         if label:
+            await self.ask_label()  # The trainer may have loaded another folder.
             await self.set_label(self._name_of(version))
         shown = await self.ask_label()
         if self._version_of(shown) != version:

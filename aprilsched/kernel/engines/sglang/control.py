@@ -144,8 +144,7 @@ class ServerControl(Control[ServerFacts]):
 
     async def ask_label(self) -> str:
         shown = await self._questions.get("model_info", ModelInfo)
-        # A gateway may name another of its engines' folders after a restart.
-        self._folder = "" if self.facts.is_gateway else shown.model_path
+        self._folder = shown.model_path
         return shown.weight_version
 
     async def _ask_process(self) -> object:
@@ -210,6 +209,7 @@ class ServerControl(Control[ServerFacts]):
         """Finalize and label the weights; SGLang's default would abort all requests."""
         if self.facts.update_sessions:
             await self._control("end_weight_update", {})
+        await self.ask_label()  # Another program may have loaded a folder since.
         await self.set_label(self._name_of(version))
         self._open_update = ""
 
