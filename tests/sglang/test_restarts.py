@@ -204,7 +204,8 @@ async def test_weights_loaded_without_a_label_while_a_run_is_down_are_not_its_ow
         assert engine.label == label
     async with run() as rollouts:
         assert not rollouts.state.resumed
-        assert f"from {models[0]}, which this run has not loaded" in caplog.text
+        shown = f'has weights labelled "{label}", but from {models[0]}, which this run has not'
+        assert shown in caplog.text
         await rollouts.update_weights(DiskPublisher(models[1]), version=rollouts.version)
         batches = [await rollouts.next_batch() for _ in range(2)]
         assert [batch.redelivered for batch in batches] == [True, False]
