@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from aprilsched import Batch, DiskPublisher, Prompt, RolloutScheduler
+from aprilsched import Batch, DiskPublisher, Prompt, RolloutScheduler, SqliteStore
 from aprilsched.config import Timeouts
 from aprilsched.errors import EngineError
 from aprilsched.kernel.core.messages.events import EngineLost
@@ -21,9 +21,9 @@ from aprilsched.kernel.engines.base import Engine
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing.contract import until
 from tests.sglang.conftest import ADMIN_KEY
-from tests.sglang.held import Site, check_two_runs
+from tests.sglang.held import Site, check_two_runs, differences
 from tests.sglang.helpers import opened, reset
-from tests.sglang.recorded import Recorder, check_greedy, long_tail, scheduled
+from tests.sglang.recorded import TOLERANCE, Recorder, check_greedy, long_tail, scheduled
 from tests.sglang.server import BOOT_SECONDS, CpuServer
 
 Pair = tuple[CpuServer, CpuServer]
@@ -179,3 +179,36 @@ async def test_a_resumed_run_takes_no_weights_of_another_run_for_its_own(
 ) -> None:
     url = clean_server.url
     await check_two_runs(Site([url], models, tmp_path, lambda url: reset(url, models[0])))
+
+
+async def test_weights_loaded_without_a_label_while_a_run_is_down_are_not_its_own(
+    clean_server: CpuServer,
+    models: tuple[Path, Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def run() -> RolloutScheduler:
+        return scheduled([clean_server.url], Recorder(), store=SqliteStore(tmp_path / "run.store"))
+
+    async with run() as rollouts:
+        await rollouts.update_weights(DiskPublisher(models[1]))
+        await rollouts.next_batch()
+    async with opened(clean_server.url) as engine:
+        label = engine.label
+        await engine.pause("retract")
+        # SGLang keeps the label that it has.
+        body = {"model_path": str(models[0]), "flush_cache": False}
+        await engine._server.call("POST", "update_weights_from_disk", body, timeout=60.0)
+        await engine.resume()
+    async with opened(clean_server.url) as engine:
+        assert engine.label == label
+    async with run() as rollouts:
+        assert not rollouts.state.resumed
+        shown = f'has weights labelled "{label}", but from {models[0]}, which this run has not'
+        assert shown in caplog.text
+        await rollouts.update_weights(DiskPublisher(models[1]), version=rollouts.version)
+        batches = [await rollouts.next_batch() for _ in range(2)]
+        assert [batch.redelivered for batch in batches] == [True, False]
+    delivered = [rollout for batch in batches for rollout in batch.rollouts]
+    for own, _ in differences(delivered, models, tmp_path, None):
+        assert own.max() < TOLERANCE

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from aprilsched.errors import InconsistentWeights
 from aprilsched.kernel.engines.sglang import SGLangEngine
 from aprilsched.testing import SimServer
 from aprilsched.testing.contract import Stream, greedy, until
@@ -204,3 +205,41 @@ async def test_the_adapter_of_this_library_uses_it(api: Api, tmp_path: Path):
         assert cut.last.finish == "abort"
     finally:
         await engine.close()
+
+
+@pytest.mark.parametrize("follows", [False, True], ids=["own labels", "the trainer's labels"])
+async def test_a_folder_loaded_without_a_label_is_not_the_runs(tmp_path: Path, follows: bool):
+    own, other = two_weights(tmp_path)
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(served(admin_key=KEY))
+        raw = await stack.enter_async_context(Raw(server.url, KEY))
+
+        async def joined(name: str, former: str = "a1", *, fresh: bool = False) -> SGLangEngine:
+            engine = SGLangEngine(server.url, admin_key=KEY)
+            await engine.open()
+            stack.push_async_callback(engine.close)
+            engine.join_run(name, former, decimal=follows, fresh=fresh)
+            return engine
+
+        first = await joined("a1")
+        assert await first.version() == 0
+        await first.update_from_disk(own, 1)
+        assert await first.version() == 1
+        for engine, folder in ((first, other), (await joined("b2"), own)):
+            await raw.done(DISK, {"model_path": str(folder)})
+            if follows:  # The trainer may label the weights later.
+                assert await engine.version() == 1
+                continue
+            with pytest.raises(InconsistentWeights, match=f"but from {folder}, which"):
+                await engine.version()
+            await engine.begin_update()
+            await engine.end_update(2)  # Of tensors, which leave the path.
+            assert await engine.version() == 2
+        await raw.done(DISK, {"model_path": str(other)})
+        engine = await joined("c3", "a1" if follows else "b2", fresh=True)
+        for _ in range(2):
+            assert await engine.version() == (1 if follows else 2)
+            await engine.keep_label()
+        await raw.done(DISK, {"model_path": str(own)})
+        await engine.accept_weights(3, label=True)
+        assert await engine.version() == 3

@@ -234,11 +234,12 @@ class HasLabel(Protocol):
         """The label of the weights that it had when it was opened."""
         ...
 
-    def join_run(self, name: str, former: str, *, decimal: bool) -> None:
+    def join_run(self, name: str, former: str, *, decimal: bool, fresh: bool = False) -> None:
         """Label weights by version and `name` from now on, as in "7@3f2a9c".
 
         Labels of `former` count too, until :meth:`keep_label`; those of other names do not. Unless
         `decimal`, or `former` is empty, a decimal number does not count: another program set it.
+        A `fresh` run takes the weights of a label as they are until then, whatever their folder.
         """
         ...
 
@@ -254,8 +255,9 @@ def label_parts(label: str | None) -> tuple[int, str]:
     """Return number and run of a label such as "7@3f2a9c", and (0, "") for a name.
 
     The run is empty in a decimal number, the label of a trainer that labels its weights itself.
+    What follows a second "@" is a mark of the folder that the weights came from.
     """
-    number, _, run = (label or "").partition("@")
+    number, run, *_ = [*(label or "").split("@"), ""]
     is_number = number.isascii() and number.isdigit() and len(number) <= _LABEL_DIGITS
     return (int(number), run) if is_number else (0, "")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Awaitable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
@@ -39,6 +41,10 @@ def decode(engine: str, what: str, body: bytes, kind: type[T], *, program: str) 
         raise EngineProtocolError(
             engine, f"does not answer {what} like {program} ({quote(str(error))})."
         ) from error
+
+
+def _folder_mark(folder: str) -> str:
+    return f"{zlib.crc32(folder.encode()):08x}" if folder else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +177,11 @@ class Control(Generic[FactsT]):
         """Names of the processes whose labels count, this one's first; any if it is empty."""
         self._shown = self._foreign = ""
         """The label that the server has shown last, and one that is not the run's."""
+        self._folder = ""
+        """The folder that the server has loaded last, if it shows it."""
+        self._marks_folder = self._is_fresh = False
+        """Whether labels name the folder, which shows a load without a label; and whether the label
+        is taken as it is until :meth:`keep_label`."""
 
     @property
     def facts(self) -> FactsT:
@@ -200,14 +211,22 @@ class Control(Generic[FactsT]):
                 f"{self._open_update} failed, so its weights are a mixture of old and new; it "
                 "needs a complete refit.",
             )
-        if version == FOREIGN or self._shown == self._foreign != "":
+        mark = self._shown.split("@")[2:]
+        compared = mark and self._marks_folder and not self._is_fresh
+        other = compared and mark != [_folder_mark(self._folder)]
+        if version == FOREIGN or other or self._shown == self._foreign != "":
             shown = f'has weights labelled "{quote(self._shown)}"'
+            if other:
+                shown = f"{shown}, but from {quote(self._folder)}"
             raise InconsistentWeights(self.name, f"{shown}, which this run has not loaded.")
         return version
 
-    def join_run(self, name: str, former: str, *, decimal: bool) -> None:
+    def join_run(self, name: str, former: str, *, decimal: bool, fresh: bool = False) -> None:
         """See :meth:`aprilsched.kernel.engines.base.HasLabel.join_run`."""
-        self._runs = (name, former)
+        self._runs, self._is_fresh = (name, former), fresh
+        # A trainer may load weights before it labels them, and a gateway that was restarted may
+        # show another of its engines' folders.
+        self._marks_folder = not (decimal or self.facts.is_gateway)
         number, run = label_parts(self.label)
         trusted = decimal or not former or self._first_version is not None
         self._foreign = self.label if number and not run and not trusted else ""
@@ -217,7 +236,7 @@ class Control(Generic[FactsT]):
         name, (number, run) = self._runs[0], label_parts(self._shown)
         if known and run != name and (number or run):
             await self.set_label(self._name_of(self._version_of(self._shown)))
-        self._runs = (name,)
+        self._runs, self._is_fresh = (name,), False
 
     async def verify(self) -> int:
         """Ask for the policy version; raise if the process is not the one that was opened."""
@@ -240,6 +259,7 @@ class Control(Generic[FactsT]):
         """Mark the weights as `version`; raise if the server reports another version."""
         await self._check_process()
         if label:
+            await self.ask_label()  # The trainer may have loaded another folder.
             await self.set_label(self._name_of(version))
         shown = await self.ask_label()
         if self._version_of(shown) != version:
@@ -306,9 +326,11 @@ class Control(Generic[FactsT]):
     async def _wake(self, tags: Sequence[str]) -> None:
         raise NotImplementedError
 
-    def _name_of(self, version: int) -> str:
-        """The label of a version."""
-        return "@".join((str(version - (self._first_version or 0)), *self._runs[:1]))
+    def _name_of(self, version: int, folder: Path | None = None) -> str:
+        """The label of a version, of `folder` or of the one that was loaded last."""
+        mark = _folder_mark(str(folder or self._folder)) if self._marks_folder else ""
+        number = str(version - (self._first_version or 0))
+        return "@".join(filter(None, (number, *self._runs[:1], mark)))
 
     def _version_of(self, label: str) -> int:
         return version_number(label, self._first_version or 0, self._runs)

@@ -29,10 +29,11 @@ def join_run(engines: Sequence[Engine], process: str, former: str | None, *, dec
     A fresh run, whose `former` is None, takes the weights with the largest number for its own.
     With `decimal`, labels that are decimal numbers count too."""
     labelled = [engine for engine in engines if isinstance(engine, HasLabel)]
-    if former is None and labelled:
+    fresh = former is None
+    if fresh and labelled:
         former = max(label_parts(engine.label) for engine in labelled)[1]
     for engine in labelled:
-        engine.join_run(process, former or "", decimal=decimal)
+        engine.join_run(process, former or "", decimal=decimal, fresh=fresh)
 
 
 async def keep_labels(engines: Sequence[Engine], opened: Opened, newest: int | None) -> None:
@@ -155,10 +156,11 @@ def _log_labels(engines: Sequence[Engine], versions: Sequence[int | None]) -> No
 async def _version(engine: Engine, may_differ: bool) -> int | None:
     try:
         return await engine.version()
-    except InconsistentWeights:
-        if may_differ:
-            return None
-        raise
+    except InconsistentWeights as error:
+        if not may_differ:
+            raise
+        log.warning("engine %s", error)
+        return None
 
 
 def _check_engine(engine: Engine, config: SchedulerConfig, fleet: Iterable[Engine]) -> None:

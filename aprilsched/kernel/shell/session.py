@@ -432,9 +432,9 @@ class Session:
         weights = self.state.weights
         if info.name in self.state.fleet.control.standby:
             log.warning(
-                "engine %s has version %s and is on standby, without requests, until %s",
+                "engine %s has %s and is on standby, without requests, until %s",
                 info.name,
-                info.version,
+                "other weights" if info.version is None else f"version {info.version}",
                 f"it has loaded version {weights.versions.trainer}"
                 if weights.republishable
                 else "the next update",

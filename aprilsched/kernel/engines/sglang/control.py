@@ -143,7 +143,9 @@ class ServerControl(Control[ServerFacts]):
     # --- weights -------------------------------------------------------------------------------
 
     async def ask_label(self) -> str:
-        return (await self._questions.get("model_info", ModelInfo)).weight_version
+        shown = await self._questions.get("model_info", ModelInfo)
+        self._folder = shown.model_path
+        return shown.weight_version
 
     async def _ask_process(self) -> object:
         return await self._questions.get("server_info", ServerProcess)
@@ -167,7 +169,7 @@ class ServerControl(Control[ServerFacts]):
                     {
                         "model_path": str(path),
                         "load_format": "auto",
-                        "weight_version": self._name_of(version),
+                        "weight_version": self._name_of(version, path),
                     },
                 )
             except EngineRejected as error:
@@ -207,6 +209,7 @@ class ServerControl(Control[ServerFacts]):
         """Finalize and label the weights; SGLang's default would abort all requests."""
         if self.facts.update_sessions:
             await self._control("end_weight_update", {})
+        await self.ask_label()  # Another program may have loaded a folder since.
         await self.set_label(self._name_of(version))
         self._open_update = ""
 
