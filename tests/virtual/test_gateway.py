@@ -436,8 +436,9 @@ async def test_an_update_names_a_server_that_was_lost_before_it(tmp_path: Path):
         await until(lambda: mode_of(names[0]) == "running")
 
 
+@pytest.mark.parametrize("fault", ["are missing", "have changed"])
 async def test_a_restarted_server_loads_the_folder_of_the_last_update(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
 ):
     folder, _ = two_weights(tmp_path)
     body = {"model_path": str(folder), "weight_version": "u1"}
@@ -456,11 +457,14 @@ async def test_a_restarted_server_loads_the_folder_of_the_last_update(
             assert reader.last["weight_version"] == "u1"
         assert any("is on standby, without requests" in m for m in caplog.messages)
 
-        (folder / "model.safetensors").write_text("other weights")
+        if fault == "are missing":
+            folder.rename(tmp_path / "away")
+        else:
+            (folder / "model.safetensors").write_text("other weights")
         await two.servers[0].crash()
         await until(lambda: len(two.gateway.service.in_use) == 1)
         await two.servers[0].restart()
-        await until(lambda: any("have changed since the update" in m for m in caplog.messages))
+        await until(lambda: any(f"the files in {folder} {fault}" in m for m in caplog.messages))
         assert len(two.gateway.service.in_use) == 1
 
 
@@ -646,6 +650,18 @@ async def test_a_request_that_ends_early_has_its_status(
         line = next(m for m in caplog.messages if "path=/generate" in m)
         assert f"status={status}" in line
         assert requests["200"] == (1 if case == "waiting" else 0)
+
+
+async def test_a_pause_is_in_the_metrics_and_in_the_server_s_facts():
+    async with front() as one:
+        for call, paused, status in (
+            ("/pause_generation", 1, "unavailable"),
+            ("/continue_generation", 0, "ready"),
+        ):
+            await one.raw.post(call, {})
+            _, text = await one.raw.get("/metrics")
+            assert f"aprilsched_gateway_paused {paused}" in text
+            assert (await one.raw.get("/server_info"))[1]["status"] == status
 
 
 async def test_a_pause_names_the_servers_that_it_leaves_running():

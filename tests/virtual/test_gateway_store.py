@@ -144,6 +144,27 @@ async def test_unclaimed_responses_end_in_the_ledger(server: SimServer, tmp_path
         await second.raw.done("/generate", asked(5, rid="mine"))
 
 
+async def test_unclaimed_responses_take_no_place_of_new_ones(server: SimServer, tmp_path: Path):
+    async with gateway(server, tmp_path / "store") as first:
+        for rid in ("one", "two"):
+            await first.stream(LONG, rid=rid).reach(INTERVAL)
+    async with gateway(server, tmp_path / "store", max_requests=1) as second:
+        responses = second.gateway.service.responses
+        await second.raw.done("/pause_generation", {"mode": "retract"})
+        other = second.stream(LONG, rid="other")
+        await until(lambda: len(responses) == 3)
+        assert responses.unclaimed == 2
+        refused = await second.raw.refused("/generate", asked(5), 503)
+        assert '/abort_request {"abort_all": true}' in refused
+        # A client that returns gets its response, beyond the limit too.
+        again = second.stream(LONG, rid="one")
+        await until(lambda: responses.unclaimed == 1)
+        await second.raw.post("/abort_request", {"abort_all": True})
+        await asyncio.gather(other.end(), again.end())
+        await second.raw.done("/continue_generation", {})
+        await second.raw.done("/generate", asked(5))
+
+
 async def test_a_restored_response_can_be_aborted(server: SimServer, tmp_path: Path):
     async with gateway(server, tmp_path / "store") as first:
         await first.stream(LONG, rid="mine").reach(INTERVAL)
@@ -252,6 +273,9 @@ async def test_an_old_store_with_other_servers_refuses_requests(
         (line,) = [m for m in caplog.messages if "new requests get 503" in m]
         assert refused in line
         assert "update_weights(" not in caplog.text
+        up = f'aprilsched_engine_up{{engine="{server.url.removeprefix("http://")}"}}'
+        assert f"{up} 0" in (await again.raw.get("/metrics"))[1]
+        assert (await again.raw.get("/server_info"))[1]["status"] == "unavailable"
         if remedy == "folder":
             body = {"model_path": str(other), "weight_version": "u2"}
             await again.raw.done("/update_weights_from_disk", body)
@@ -260,6 +284,47 @@ async def test_an_old_store_with_other_servers_refuses_requests(
             await again.raw.done("/update_weight_version", body)
         meta = (await again.raw.done("/generate", asked(LONG, rid="mine")))["meta_info"]
         assert [span[0] for span in spans(meta)] == ["u1", "u2"]
+        assert f"{up} 1" in (await again.raw.get("/metrics"))[1]
+        assert (await again.raw.get("/server_info"))[1]["status"] == "ready"
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("ending", ["refused", "stopped"])
+async def test_servers_of_an_unfinished_update_wait_after_a_restart(
+    server: SimServer,
+    tmp_path: Path,
+    loaded: bool,
+    ending: str,
+    caplog: pytest.LogCaptureFixture,
+):
+    """They may have a part of it. They reload the folder of the last update, if it is known."""
+    store, (folder, other) = tmp_path / "store", two_weights(tmp_path)
+    async with gateway(server, store) as one:
+        if loaded:
+            body = {"model_path": str(folder), "weight_version": "u1"}
+            await one.raw.done("/update_weights_from_disk", body)
+        if ending == "refused":
+            missing = {"model_path": str(tmp_path / "missing")}
+            await one.raw.refused("/update_weights_from_disk", missing)
+        else:
+            await one.raw.done("/begin_weight_update", {})
+    caplog.set_level("INFO", "aprilsched")
+    caplog.clear()
+    async with gateway(server, store) as again:
+        if loaded:
+            await until(lambda: bool(again.gateway.service.in_use))
+            meta = (await again.raw.done("/generate", asked(5)))["meta_info"]
+            assert meta["weight_version"] == "u1"
+            assert any("loads weights label='u1'" in m for m in caplog.messages)
+            return
+        refused = await again.raw.refused("/generate", asked(5), 503)
+        assert 'No server has the weights "default"' in refused
+        body = {"model_path": str(other), "weight_version": "u1"}
+        await again.raw.done("/update_weights_from_disk", body)
+    async with gateway(server, store) as third:
+        assert third.gateway.service.in_use
+        meta = (await third.raw.done("/generate", asked(5)))["meta_info"]
+        assert meta["weight_version"] == "u1"
 
 
 @pytest.mark.parametrize("labelled", ["by another gateway", "by a client of the server"])

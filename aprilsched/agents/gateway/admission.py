@@ -87,8 +87,13 @@ class Admission:
                     raise Refused(
                         f"A name must have 1 to {_MAX_NAME_CHARACTERS} characters, got {len(name)}."
                     )
-        if len(self._responses) + self._responses.new(wanted) > most:
-            raise Unavailable(f"The gateway has {most} open responses; try again later.")
+        # Clients that ended with the prior process must not block others until `reclaim_s`.
+        read = len(self._responses) - self._responses.unclaimed
+        if read + self._responses.new(wanted) > most:
+            raise Unavailable(
+                f"The gateway has {most} open responses; try again later, or end all of them with "
+                '/abort_request {"abort_all": true}.'
+            )
         try:
             for each in wanted:
                 checked(each.prompt, 1, companions=self._companions)

@@ -238,6 +238,11 @@ class Responses:
         return len(self._by_rid) + len(self._unclaimed) + unwanted
 
     @property
+    def unclaimed(self) -> int:
+        """Number of responses of the prior process that no client has claimed yet."""
+        return len(self._unclaimed)
+
+    @property
     def to_launch(self) -> int:
         """Number of rollouts that are not launched yet."""
         return len(self._by_key)

@@ -86,7 +86,9 @@ class Service:
     ) -> None:
         self.settings = settings
         self.fleet = fleet
-        self.clients = Clients(responses=lambda: len(self.responses))
+        self.clients = Clients(
+            responses=lambda: len(self.responses), paused=lambda: self.controls.held
+        )
         figures = LiveFigures()
         self.metrics = Metrics(figures, self.clients)
         self.responses = Responses(

@@ -83,10 +83,12 @@ class FromDisk:
         log.info("%s loads weights label=%r folder=%s", names, weights.label, path)
 
         async def load(engine: DiskEngine) -> None:
-            if await asyncio.to_thread(stamp_of, path) != weights.stamp:
+            stamp = await asyncio.to_thread(stamp_of, path)
+            if stamp != weights.stamp:
+                change = "have changed since the update" if stamp else "are missing or unreadable"
                 raise ConfigError(
-                    f"the files in {path} have changed since the update; send "
-                    "/update_weights_from_disk again."
+                    f"the files in {path} {change}; send /update_weights_from_disk with a folder "
+                    "that is there."
                 )
             await engine.update_from_disk(path, version)
 

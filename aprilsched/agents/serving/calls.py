@@ -384,7 +384,7 @@ async def _server_info(request: web.Request) -> web.Response:
         "pp_size": 1,
         "dp_size": 1,
         "weight_version": backend.label,
-        "status": "ready",
+        "status": "ready" if backend.ready else "unavailable",
     }
     return as_json({**fields, **backend.server_facts()})
 

@@ -163,8 +163,8 @@ class Session:
         if self.state.weights.in_parts:
             self.weights_unknown = True
             log.warning(
-                "the process before this one ended while weights were loaded in parts, so no "
-                "engine is used before the next update"
+                "the process before this one ended with an update in parts open, or failed, so no "
+                "engine is used before weights are loaded"
             )
         try:
             opened = await self._open_fleet()

@@ -132,7 +132,8 @@ def _target(name: str, value: Any) -> str | None:
         return target
     known = [*OWN, *SERVER, *SYNONYMS, "stop", "extra", "request", "keep"]
     near = get_close_matches(str(name), known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "put it into extra if your server knows it."
+    extra = "put it into extra if your server knows it; the gateway refuses extra."
+    hint = f"did you mean {near[0]}?" if near else extra
     raise ConfigError(f"{name} is no known sampling parameter; {hint}")
 
 

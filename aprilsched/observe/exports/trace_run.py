@@ -115,6 +115,8 @@ class TraceBuilder(DispatchingListener):
         self._began = True
         for info in fact.engines:
             self._engine(info.name).version = info.version
+            if info.name in fact.standby:
+                self._engine(info.name).bands.start("lost", self._at, cause="standby")
 
     def _batch_delivered(self, fact: of.BatchDelivered) -> None:
         self._waits.end(_BATCH, self._at)

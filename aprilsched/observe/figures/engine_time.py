@@ -381,7 +381,7 @@ class EngineTime(DispatchingListener):
             engine.decode = engine.prefill = engine.re_prefill = engine.timed = 0
             engine.beyond = -engine.tokens
         for info in fact.engines:
-            self._enter(self._enlist(info), "generating")
+            self._enter(self._enlist(info), "lost" if info.name in fact.standby else "generating")
 
     def _enlist(self, info: EngineInfo) -> EngineUsage:
         """Add an engine that opens or joins, for the first time or again."""

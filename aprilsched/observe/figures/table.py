@@ -46,12 +46,14 @@ class Clients:
 
     Attributes:
         responses: returns the number of open responses.
+        paused: returns whether a client has paused the gateway.
         streams: number of open streams; a stream may carry several responses.
         refusals: number of requests answered with an error, by reason.
         requests: number of requests that have ended, by HTTP status; see `gateway/requests`.
     """
 
     responses: Callable[[], int]
+    paused: Callable[[], bool]
     streams: int = 0
     refusals: Counter[str] = field(default_factory=Counter[str])
     requests: Counter[str] = field(default_factory=Counter[str])
@@ -258,7 +260,10 @@ _FIGURES: tuple[Figure, ...] = (
            help="The engine's wall time by part: busy, or idle for a cause."),
     # --- clients of a gateway ------------------------------------------------------------------
     Figure(name="gateway/open_responses", tracked=False, of=_clients(lambda c: c.responses()),
-           help="Responses that a client of a gateway waits for or reads."),
+           help="Responses that a client of a gateway waits for or reads, or may claim after a "
+                "restart."),
+    Figure(name="gateway/paused", tracked=False, of=_clients(lambda c: c.paused()),
+           help="1 from a client's pause call to its continue call; idle engines stay running."),
     Figure(name="gateway/open_streams", tracked=False, of=_clients(lambda c: c.streams),
            help="Requests to a gateway whose answer is being streamed."),
     Figure(name="gateway/requests", kind="counter", labels=("status",), tracked=False,

@@ -52,7 +52,8 @@ class RunOpened(Fact, frozen=True):
     """The fleet is up, and `version` is the run's policy version. In a `resumed` run everything in
     flight is gone, except the restored groups that are launched next. `siblings`: number of
     siblings of a delivered sample; None if whole groups are delivered. `pace`: the pace at the
-    start. `batches`: number of batches delivered before a resumption."""
+    start. `batches`: number of batches delivered before a resumption. `standby`: names of the
+    engines on standby."""
 
     engines: tuple[EngineInfo, ...]
     version: int
@@ -60,6 +61,7 @@ class RunOpened(Fact, frozen=True):
     siblings: int | None = None
     pace: Pace = "synchronous"
     batches: int = 0
+    standby: tuple[str, ...] = ()
 
 
 class BatchRequested(Fact, frozen=True):

@@ -204,8 +204,9 @@ class Weights:
     update: Update | None = None
     """The current update; None without one."""
     in_parts: bool = False
-    """Whether an update that loads weights in parts has started and none has succeeded since. If
-    this process ends then, no engine's label can be trusted."""
+    """Whether an update that loads weights in parts has started, or one has failed and left no
+    engine in use, and none has succeeded since. If this process ends then, no engine's label can be
+    trusted."""
     republishable: bool = False
     """Whether the fleet's version can be published again, to an engine that rejoins."""
     base: int = 0

@@ -30,6 +30,7 @@ def on_opened(state: SchedulerState, event: ev.Opened) -> None:
         newest = max(engine.version or 0 for engine in event.engines)
         state.weights.versions.trainer = state.weights.base = newest
     state.weights.republishable = event.republishable
+    standby = tuple(e.name for e in event.engines if not _opens_in_use(state, e.version))
     state.out.tell(
         facts.RunOpened(
             engines=event.engines,
@@ -38,25 +39,26 @@ def on_opened(state: SchedulerState, event: ev.Opened) -> None:
             siblings=state.in_flight.siblings,
             pace=state.config.first_pace,
             batches=state.in_flight.counters.batches,
+            standby=standby,
         )
     )
     if state.restored and state.config.pace == "auto":
         # The log of the previous run may end before the fact that records the pace.
         tell_schedule(state.plan, state.out, kept=True)
     for engine in event.engines:
-        current = engine.version == state.weights.versions.trainer and state.weights.adapter is None
-        finishes = not current and _finishes_rollouts(state, engine.version)
-        standby = not (current or finishes)
-        _join(state, engine, standby=standby)
-        if not standby:
+        _join(state, engine, standby=engine.name in standby)
+        if engine.name not in standby:
             state.weights.versions.note(engine.name, engine.version)
     state.resumed = state.resumed and bool(state.fleet.control.engines)
     if state.restored:
         call_again(state)
 
 
-def _finishes_rollouts(state: SchedulerState, version: int | None) -> bool:
-    """Return whether resumed rollouts continue under this older version (rolling refits)."""
+def _opens_in_use(state: SchedulerState, version: int | None) -> bool:
+    """Return whether an engine has the fleet's version, or the older version of resumed rollouts
+    that continue under it (rolling refits)."""
+    if version == state.weights.versions.trainer and state.weights.adapter is None:
+        return True
     if not state.rolling or version is None or version > state.weights.versions.trainer:
         return False
     rollouts = state.in_flight.rollouts.values()

@@ -378,6 +378,9 @@ def _conclude(state: SchedulerState, update: Update) -> None:
         if update.external:
             # An engine may have had the weights for a while and used them for evaluation tokens.
             _evaluate_again(state, update)
+        elif update.kind is not UpdateKind.ADAPTER and not state.fleet.control.engines:
+            # An engine with a part of the weights still reports its earlier label.
+            state.weights.in_parts = True
         _finish(state, update, cause="; ".join(f"{engine}: {why}" for engine, why in failed))
         return
     if update.pauses:
