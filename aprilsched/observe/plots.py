@@ -72,7 +72,7 @@ def comparison(runs: Mapping[str, Run], rows: Sequence[PolicyRow] = ()) -> Figur
             axes.set_xlabel(f"{axes.get_xlabel()} ({note})")
     if len(runs) < len(rows):
         figure.suptitle(f"The {len(runs)} fastest of {len(rows)} policies")
-    _legend(figure, "", 10)
+    _legend(activity, figure, 10)
     _label(price, spots, 10)
     return figure
 
