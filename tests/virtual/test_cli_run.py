@@ -342,7 +342,7 @@ def test_simulate_describes_the_settings_of_a_policy(
     policies = ["--policy", "april,april:over_provision=1.25,samples:2+pool@1.5"]
     assert main(["simulate", *policies, *arguments, "--out", str(tmp_path / "n")]) == 0
     printed = capsys.readouterr().out
-    assert "april 1.25: Waves of 1.25 batches.\n" in printed  # no pace if nothing is trained
+    assert "april@1.25: Waves of 1.25 batches.\n" in printed  # no pace if nothing is trained
     assert "Modelled engines: SGLang on one H200 with a 4B model.\n" in printed
     arguments += ["--train-seconds", "1"]
     assert main(["simulate", *policies, *arguments, "--out", str(tmp_path / "o")]) == 0

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from rich.console import Console
@@ -48,6 +48,7 @@ EVERYDAY = " ".join(
 
 _KV = {"keep": "kept", "recompute": "recomputed", "apart": "of each version apart"}
 """The words of a caption for the treatment of KV at an update."""
+_LIMITS = {"cap": "the limit of every request", "exact": "with the length of each as its limit"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +73,6 @@ class FrontierCommand(ComparedSettings):
     each seed and the caption; everything else goes to stderr."""
 
 
-class _Workload(msgspec.Struct, frozen=True):
-    limits: Literal["cap", "exact"] | None = None
-
-
-class _Settings(msgspec.Struct, frozen=True):
-    workload: _Workload = _Workload()
-
-
-class _Notes(msgspec.Struct, frozen=True):
-    """What a row of ``--json`` has in addition to its point."""
-
-    settings: _Settings = _Settings()
-    caption: str = ""
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code.
 
@@ -102,20 +88,19 @@ def main(arguments: Sequence[str]) -> int:
             raise ConfigError(f"width must be from 2 to 40 inches, got {command.width:g}.")
     messages = Console(stderr=True)
     rows = _stored(command.redraw) if command.redraw else _simulated(command, messages)
-    points, notes = msgspec.convert(rows, list[PolicyRow]), msgspec.convert(rows[0], _Notes)
+    points, caption = msgspec.convert(rows, list[PolicyRow]), rows[0].get("caption", "")
     if command.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(rows), indent=1).decode() + "\n")
     if not (command.json and command.quiet):
-        limits = notes.settings.workload.limits
-        Console(stderr=command.json).print(frontier_table(points, limits))
+        Console(stderr=command.json).print(frontier_table(points))
     if command.out is not None:
         from aprilsched.observe import plots
         from aprilsched.observe.report.style import save
 
         save(plots.frontier(points, width=command.width, title=command.title), command.out)
         messages.print(f"The picture is {command.out}", soft_wrap=True, highlight=False)
-    if not command.quiet and notes.caption:
-        messages.print(notes.caption, soft_wrap=True, highlight=False, markup=False)
+    if not command.quiet:
+        messages.print(caption, soft_wrap=True, highlight=False, markup=False)
     return 0
 
 
@@ -124,7 +109,7 @@ def _stored(path: Path) -> list[dict[str, Any]]:
     try:
         rows = msgspec.json.decode(path.read_bytes(), type=list[dict[str, Any]])
         msgspec.convert(rows, Annotated[list[PolicyRow], msgspec.Meta(min_length=1)])
-        msgspec.convert(rows, list[_Notes])
+        msgspec.convert([row.get("caption", "") for row in rows], list[str])
     except (OSError, msgspec.MsgspecError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
@@ -177,8 +162,9 @@ def _caption(command: FrontierCommand, arms: Mapping[str, SchedulerConfig]) -> s
     return (
         "Simulated: delivered tokens per second against their mean staleness, by over-provisioning "
         f"ratio (numbers), {values} {seeds[-1]}. {command.batches} batches of {sizes}, of which "
-        f"the first {burn_in} do not count; responses of at most {work.cap:,} tokens ("
-        f"{command.workload.lengths or drawn}; within_group={work.within_group:g} is assumed); "
+        f"the first {burn_in} do not count; responses of at most {work.cap:,} tokens, "
+        f"{_LIMITS[work.limits]} ({command.workload.lengths or drawn}; "
+        f"within_group={work.within_group:g} is assumed); "
         f"{sim.engines} engine{'s' * (sim.engines != 1)} with step times of "
         f"{command.model or 'Qwen3-4B on an H200'}, {sim.kv_tokens:,} tokens of KV each, and KV "
         f"{kv} at updates; the trainer takes {command.train_seconds:g} s for a batch."

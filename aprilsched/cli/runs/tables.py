@@ -75,29 +75,23 @@ def comparison_table(
 ) -> Table:
     """Return a table with one row per policy, for the steady state."""
     title = f"steady state, after the first {burn_in} batches"
-    steps = [number(row.step_s, 1) for row in rows]
-    return _steady_table(rows, "policy", title, limits, "step, s", steps)
+    if limits == "exact":
+        title += ", exact limits"
+    return _steady_table(rows, "policy", title, "step, s", [number(row.step_s, 1) for row in rows])
 
 
-def frontier_table(rows: Sequence[PolicyRow], limits: Limits | None = None) -> Table:
+def frontier_table(rows: Sequence[PolicyRow]) -> Table:
     """Return a table with one row per arm."""
     efficiency = [percent(row.efficiency) for row in rows]
-    return _steady_table(rows, "arm", "steady state", limits, "efficiency", efficiency)
+    return _steady_table(rows, "arm", "steady state", "efficiency", efficiency)
 
 
 def _steady_table(
-    rows: Sequence[PolicyRow],
-    name: str,
-    title: str,
-    limits: Limits | None,
-    last: str,
-    values: Sequence[str],
+    rows: Sequence[PolicyRow], name: str, title: str, last: str, values: Sequence[str]
 ) -> Table:
     """Return a table of the rows, whose column `last` has these values."""
     if (seeds := rows[0].seeds) > 1:
         title += f", means of {seeds} seeds ± half the range"
-    if limits == "exact":
-        title += ", exact limits"
     table = Table(name, title=title)
     table.columns[0].overflow = "fold"
     for column in ("tokens/s", "staleness", "oldest", "off-\npolicy", last):
