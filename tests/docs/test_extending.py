@@ -62,7 +62,7 @@ def test_a_rule_is_a_line_of_the_frontier(rules: None, capsys: pytest.CaptureFix
     assert main(["frontier", *arms, *SMALL, "--out", "none"]) == 0
     names = [row["policy"] for row in json.loads(capsys.readouterr().out)]
     half = f"{MODULE}.half_waves"
-    assert names == [f"{half}@{n} ready_batches=2" for n in ("1.5", "2")] + [f"{MODULE}.kept 1.5"]
+    assert names == [f"{half}@{n} ready_batches=2" for n in ("1.5", "2")] + [f"{MODULE}.kept@1.5"]
     for policy, ratio in zip(chosen(arms[1]), (1.5, 2, 1.5), strict=True):
         config = policy.apply(SchedulerConfig(group_size=4))
         assert config.over_provision == ratio

@@ -178,7 +178,7 @@ async def test_a_fresh_run_reports_weights_of_an_earlier_run(
     batch = await first_batch(clean_server.url, tmp_path, models[0], publishes=True)
     assert batch.version == 8
     assert all((rollout.versions == 8).all() for rollout in batch.rollouts)
-    assert any('labelled "7"' in m for m in caplog.messages)
+    assert any('labelled "7@' in m for m in caplog.messages)
     assert not any("other weights" in m for m in caplog.messages)
 
 

@@ -44,14 +44,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ("--over-provision -1", "over_provision is -1.0; give a ratio from 1"),
-        ("--max-staleness none --max-staleness.rule evict", "without a bound; set max_staleness"),
+        ("--over-provision -1", "--over-provision is -1.0; give a ratio from 1"),
+        ("--max-staleness none --max-staleness.rule evict", "without a bound; set --max-staleness"),
         ("--sampling.temperature -1", "temperature is -1.0"),
         ("--within-group 2", "within_group is 2.0"),
         ("--sim.engines 0", "engines is 0"),
         ("--sim.engines 99999999999999999999", "give 1 to 65,536"),
         ("--group-size 99999999999999999999", "give 1 to 65,536"),
-        ("--batch-groups 99999999999999999999", "batch_groups must be at most 2**53"),
+        ("--batch-groups 99999999999999999999", "--batch-groups must be at most 2**53"),
         ("--cap 99999999999999999999", "give 1 to 2**31 - 1"),
         (
             "--sampling.max-new-tokens 99999999999999999999",

@@ -137,6 +137,7 @@ class Flaky(SimEngine):
                 yield chunk
                 chunks += 1
                 if breaks and chunks == 1 and chunk.finish is None:
+                    await asyncio.sleep(0.5)  # Updates come in between.
                     raise EngineError(self.name, "the stream broke.")
 
 

@@ -46,7 +46,7 @@ async def train(
             listeners=[log, own],
             store=store,
         ) as rollouts:
-            if rollouts.state.resumed:
+            if rollouts.state.restored:  # its engines are new
                 await rollouts.update_weights(SimPublisher(), version=rollouts.version)
             for _ in range(batches):
                 await rollouts.next_batch()
