@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,6 +142,26 @@ async def test_the_schedule_stays_if_no_process_can_be_started(
 
 
 # --- it ends -------------------------------------------------------------------------------------
+
+
+async def test_a_choice_that_is_cancelled_before_its_thread_starts_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    start = planning._started  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(planning, "_started", lambda: (started.append(start()), started[-1])[1])
+    free = threading.Event()
+    with ThreadPoolExecutor(1) as threads:
+        asyncio.get_running_loop().set_default_executor(threads)
+        threads.submit(free.wait)
+        choice = asyncio.create_task(plan_in_process(Planner(), command(), CONFIG))
+        while not started:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        choice.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await choice
+        free.set()
+    assert started[0].returncode == -signal.SIGKILL
 
 
 async def test_a_choice_that_is_cancelled_leaves_no_process_behind(tmp_path: Path) -> None:

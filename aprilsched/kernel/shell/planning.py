@@ -98,9 +98,11 @@ async def plan_in_process(planner: Planner, command: Plan, config: SchedulerConf
             f"the planner must be picklable ({error}); define its class in a module"
         ) from error
     process = _started()
+    # In a thread: a virtual clock waits for threads, and not for the pipes of a process. A thread
+    # that has not started must run after a cancellation too, since it waits for the killed process.
+    work = asyncio.get_running_loop().run_in_executor(None, process.communicate, order)
     try:
-        # In a thread: a virtual clock waits for threads, and not for the pipes of a process.
-        answer, _ = await asyncio.to_thread(process.communicate, order)
+        answer, _ = await asyncio.shield(work)
     finally:
         process.kill()
     return _schedule(answer, process.returncode)
